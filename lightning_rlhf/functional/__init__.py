@@ -1,0 +1,1 @@
+"""Torch in, torch out: no state, no module, no logging."""

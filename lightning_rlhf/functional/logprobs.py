@@ -1,0 +1,90 @@
+"""Log-probability and entropy of tokens from hidden states, without ever holding all logits at once."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_TOKENS = 1024
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, in float32.
+
+    logprob = z_target - logsumexp(z);   entropy = logsumexp(z) - sum_v softmax(z)_v z_v   (nats)
+
+    Args:
+        logits: (N, V), already divided by the temperature.
+        targets: (N,) int64 token ids in [0, V).
+
+    Returns:
+        logprobs: (N,) float32.
+        entropy: (N,) float32.
+    """
+    logits = logits.float()
+    normalizer = logits.logsumexp(dim=-1)
+    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+    entropy = normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
+    return logprobs, entropy
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Logits of hidden states: linear head, then the constant scale and the tanh cap that some architectures have.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,) or None.
+        scale: multiplies the capped logits: 1 / temperature.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None leaves them.
+
+    Returns:
+        (N, V) in the dtype of ``hidden``.
+    """
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits if scale == 1.0 else logits * scale
+
+
+def chunked_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of tokens, computed a chunk at a time.
+
+    At most ``chunk_tokens x V`` logits exist at once. With gradients on, the backward pass recomputes each chunk's
+    logits, so the memory of the whole (N, V) matrix is never needed.
+
+    Args:
+        hidden: (N, H) hidden states that predict the targets.
+        weight: (V, H) of the language-model head.
+        bias: (V,) of the head, or None.
+        targets: (N,) int64 token ids in [0, V).
+        scale: multiplies the logits: 1 / temperature.
+        softcap: see :func:`head_logits`.
+        chunk_tokens: tokens in a chunk, at least 1.
+
+    Returns:
+        logprobs: (N,) float32.
+        entropy: (N,) float32, nats.
+    """
+
+    def of_chunk(states: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return token_logprobs(head_logits(states, weight, bias, scale, softcap), ids)
+
+    # An empty selection still has to reach the parameters, or a rank without tokens would skip its collectives.
+    chunks = zip(hidden.split(chunk_tokens) or (hidden,), targets.split(chunk_tokens) or (targets,), strict=True)
+    parts = []
+    for states, ids in chunks:
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(of_chunk, states, ids, weight, bias, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(of_chunk(states, ids, weight, bias))
+    logprobs, entropy = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy)

@@ -1,0 +1,59 @@
+"""Sums and means over the tokens of a mask, exact over ranks when given the sum over ranks."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+def this_rank_only(value: Tensor) -> Tensor:
+    """The sum over one rank."""
+    return value
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the values where the mask is True; what lies outside may be NaN or infinite.
+
+    Args:
+        values: (...) any shape.
+        mask: bool, the same shape.
+    """
+    return values.masked_fill(~mask, 0).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    """Mean of the values where the mask is True, over all ranks; 0 where the mask is empty everywhere.
+
+    Args:
+        values: (...) any shape.
+        mask: bool, the same shape.
+        reduce: sums a tensor over ranks.
+    """
+    total, count = reduce(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
+    return total / count.clamp(min=1)
+
+
+def masked_variance(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    """Variance (divisor n - 1) of the values where the mask is True, over all ranks; 0 for fewer than two values.
+
+    Two passes, because E[x^2] - E[x]^2 loses every digit when the mean is large.
+    """
+    mean = masked_mean(values, mask, reduce)
+    squares, count = reduce(torch.stack([masked_sum((values - mean) ** 2, mask), mask.sum().to(values.dtype)]))
+    return squares / (count - 1).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only, eps: float = 1e-8) -> Tensor:
+    """Values shifted to mean 0 and scaled to variance 1 over the mask and all ranks; 0 where the mask is False.
+
+    Args:
+        values: (...) any shape.
+        mask: bool, the same shape.
+        reduce: sums a tensor over ranks.
+        eps: added to the variance, so that equal values give 0 and not NaN.
+    """
+    mean = masked_mean(values, mask, reduce)
+    scale = torch.rsqrt(masked_variance(values, mask, reduce) + eps)
+    return ((values - mean) * scale).masked_fill(~mask, 0)

@@ -1,0 +1,1 @@
+"""What to optimise: frozen dataclasses whose fields are hyper-parameters and whose call is pure."""

@@ -1,0 +1,64 @@
+"""From rewards to advantages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, masked_whiten, this_rank_only
+
+
+@dataclass(frozen=True)
+class GAE:
+    """Generalized advantage estimation.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
+    with V and A equal to 0 after the last token. Positions where the mask is False (padding, tokens that an
+    environment wrote) are passed over: they neither decay nor bootstrap, so t + 1 is the next *policy* token.
+    See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
+
+    Args:
+        gamma: discount per token, in [0, 1].
+        gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
+        whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
+            Returns are computed before.
+    """
+
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    whiten: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def __call__(
+        self, token_rewards: Tensor, values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of right-padded responses.
+
+        Args:
+            token_rewards: (B, T) reward of each token, reward units.
+            values: (B, T) critic values before each token, reward units.
+            mask: (B, T) bool, True on policy tokens.
+            reduce: sums a tensor over ranks; whitening needs it.
+
+        Returns:
+            advantages: (B, T), 0 where the mask is False.
+            returns: (B, T), 0 where the mask is False.
+        """
+        advantages = torch.zeros_like(token_rewards)
+        next_value = torch.zeros_like(token_rewards[:, 0])
+        next_advantage = torch.zeros_like(next_value)
+        for t in reversed(range(token_rewards.shape[1])):
+            delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
+            advantage = delta + self.gamma * self.gae_lambda * next_advantage
+            next_value = torch.where(mask[:, t], values[:, t], next_value)
+            next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+            advantages[:, t] = advantage
+        advantages = advantages.masked_fill(~mask, 0)
+        returns = (advantages + values).masked_fill(~mask, 0)
+        if self.whiten:
+            advantages = masked_whiten(advantages, mask, reduce)
+        return advantages, returns

@@ -1,0 +1,43 @@
+"""How the critic learns from returns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ClippedValueLoss:
+    """Squared error of the critic, with the change of the value bounded.
+
+    L = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), as in OpenAI's baselines.
+
+    Args:
+        clip_range: c, reward units, positive; None is plain squared error.
+    """
+
+    clip_range: float | None = 0.5
+
+    def __post_init__(self) -> None:
+        if self.clip_range is not None and self.clip_range <= 0:
+            raise ValueError(f"value clip_range must be positive or null, got {self.clip_range}")
+
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and diagnostics of each token.
+
+        Args:
+            values: (...) the critic's now, with gradient.
+            old_values: (...) the critic's before the first update.
+            returns: (...).
+
+        Returns:
+            loss: (...) per token, squared reward units.
+            diagnostics: per token, 1 where the clipped branch won (``clip_fraction``).
+        """
+        error = (values - returns) ** 2
+        if self.clip_range is None:
+            return error / 2, {"clip_fraction": torch.zeros_like(error)}
+        bounded = old_values + (values - old_values).clamp(-self.clip_range, self.clip_range)
+        bounded_error = (bounded - returns) ** 2
+        clipped = (bounded_error > error).to(error.dtype).detach()
+        return torch.maximum(error, bounded_error) / 2, {"clip_fraction": clipped}

@@ -1,0 +1,22 @@
+"""Seeds derived from the run's seed and from what they are for, so that nothing depends on the order of draws."""
+
+import hashlib
+import os
+
+
+def run_seed() -> int:
+    """The seed of this run: what ``seed_everything`` was given, or 0."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on every part and on their order.
+
+    The same parts give the same seed in every process and on every machine, which is what makes
+    a resumed rollout issue the same requests.
+
+    Args:
+        parts: integers or short words, for example ``derive_seed(run_seed(), "train", step, row)``.
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,225 @@
+"""All data that crosses a floor: prompts, completions, rollouts, experience.
+
+Axes: B responses, P prompt tokens, T response tokens. Padding is on the right, everywhere: with causal attention no
+real token ever sees it, so no attention mask is needed and padding cannot change a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+_Batch = TypeVar("_Batch", bound="_TensorBatch")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine draws a response.
+
+    Args:
+        max_tokens: longest response, in tokens, at least 1.
+        temperature: divides the logits; 0 takes the likeliest token every time (greedy).
+        top_p: nucleus: keep the likeliest tokens whose probabilities sum to this, in (0, 1]; 1 keeps all.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        stop_token_ids: a response ends after any of these; the token itself belongs to the response.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-p or top-k cut the distribution, so that its log-probabilities are not the model's."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one request.
+
+    Args:
+        token_ids: the sampled tokens, the stop token included, at least one.
+        logprobs: log-probability of each token under the sampling distribution, same length.
+        finish_reason: ``stop`` after a stop token, ``length`` when the limit cut the response.
+        policy_version: number of the weight update the response was drawn after.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"a completion needs one log-probability per token and at least one token, "
+                f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
+            )
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """A batch of prompts: token ids of differing lengths, their text, and the columns that rewards read.
+
+    Args:
+        indices: position of each prompt in the data, which seeds its samples.
+        token_ids: one list of prompt tokens per prompt.
+        texts: the same prompts as text, for rewards and logs.
+        columns: further columns of the data, one value per prompt each.
+        epoch: how often the data had been read through before, 0 at first.
+    """
+
+    indices: list[int]
+    token_ids: list[list[int]]
+    texts: list[str]
+    columns: dict[str, list[Any]]
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def to(self, device: torch.device | str) -> PromptBatch:
+        """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
+        return self
+
+
+@dataclass(frozen=True)
+class _TensorBatch:
+    """Rows of tensors that are moved, sliced and counted together."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows())))
+
+    def _rows(self) -> Iterator[Tensor]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, _TensorBatch):
+                yield from value._rows()
+            elif isinstance(value, Tensor):
+                yield value
+
+    def _map(self: _Batch, function: Any) -> _Batch:
+        def convert(value: Any) -> Any:
+            if isinstance(value, _TensorBatch):
+                return value._map(function)
+            if isinstance(value, Tensor):
+                return function(value)
+            if isinstance(value, Mapping):
+                return {key: convert(item) for key, item in value.items()}
+            return value
+
+        return dataclasses.replace(self, **{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
+        """The same rows on another device."""
+        return self._map(lambda tensor: tensor.to(device, **kwargs))
+
+    def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
+        """The named rows, in that order."""
+        index = torch.as_tensor(rows, dtype=torch.long)
+        return self._map(lambda tensor: tensor[index.to(tensor.device)])
+
+
+@dataclass(frozen=True)
+class Rollout(_TensorBatch):
+    """What happened: prompts, the responses an engine sampled, and what reward functions said of them.
+
+    Args:
+        prompt_ids: (B, P) int64, right-padded.
+        prompt_lengths: (B,) int64, at least 1.
+        response_ids: (B, T) int64, right-padded.
+        response_lengths: (B,) int64, tokens of the response, environment tokens included, at least 1.
+        response_mask: (B, T) bool, True where the policy sampled the token (the stop token included); False on
+            padding and on tokens that an environment wrote inside the response.
+        rollout_logprobs: (B, T) float32, the engine's log-probabilities at sampling time, 0 where the mask is False.
+        rewards: name to (B,) float32, what each reward function gave; NaN where it did not apply.
+        reward: (B,) float32, the weighted sum of the applicable rewards, reward units.
+        group: (B,) int64, equal for responses to the same prompt of this batch.
+        truncated: (B,) bool, True where the length limit cut the response.
+        policy_version: (B,) int64, number of the weight update each response was drawn after.
+        temperature: of the sampling distribution; the trainer divides its logits by the same number.
+    """
+
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    response_ids: Tensor
+    response_lengths: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    rewards: dict[str, Tensor]
+    reward: Tensor
+    group: Tensor
+    truncated: Tensor
+    policy_version: Tensor
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        rows = len(self.prompt_ids)
+        tokens = self.response_ids.shape
+        for name in ("response_mask", "rollout_logprobs"):
+            _expect_shape(f"Rollout.{name}", getattr(self, name), tokens)
+        for name in ("prompt_lengths", "response_lengths", "reward", "group", "truncated", "policy_version"):
+            _expect_shape(f"Rollout.{name}", getattr(self, name), (rows,))
+        for name, values in self.rewards.items():
+            _expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens of prompt and response together."""
+        return self.prompt_lengths + self.response_lengths
+
+
+@dataclass(frozen=True)
+class Experience(_TensorBatch):
+    """What to learn from: a rollout and what the models said of it.
+
+    Args:
+        rollout: what happened.
+        old_logprobs: (B, T) the actor's log-probabilities before the first update.
+        ref_logprobs: (B, T) the frozen reference's; equal to ``old_logprobs`` where there is no reference.
+        values: (B, T) the critic's, reward units; 0 where there is no critic.
+        token_rewards: (B, T) the reward after shaping and KL penalty, at the token it belongs to.
+        advantages: (B, T), 0 where the mask is False.
+        returns: (B, T), 0 where the mask is False.
+    """
+
+    rollout: Rollout
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    token_rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
+            _expect_shape(f"Experience.{name}", getattr(self, name), self.rollout.response_mask.shape)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, T) bool, short for the rollout's response mask."""
+        return self.rollout.response_mask
+
+
+def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")

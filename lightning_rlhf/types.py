@@ -223,3 +223,51 @@ class Experience(_TensorBatch):
 def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+@dataclass(frozen=True)
+class SequenceBatch(_TensorBatch):
+    """Whole texts with the tokens to learn from marked.
+
+    Args:
+        input_ids: (B, L) int64, right-padded.
+        lengths: (B,) int64, at least 1.
+        loss_mask: (B, L) bool, True on tokens to predict; never on the first token or on padding.
+    """
+
+    input_ids: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+
+    def __post_init__(self) -> None:
+        _expect_shape("SequenceBatch.lengths", self.lengths, self.input_ids.shape[:1])
+        _expect_shape("SequenceBatch.loss_mask", self.loss_mask, self.input_ids.shape)
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens of each row."""
+        return self.lengths
+
+
+@dataclass(frozen=True)
+class PreferenceBatch(_TensorBatch):
+    """Pairs of texts of which the first is preferred.
+
+    Args:
+        chosen: B preferred texts.
+        rejected: B other texts, row by row the counterparts.
+        margin: (B,) by how much the preferred one is better, score units; 0 where unknown.
+    """
+
+    chosen: SequenceBatch
+    rejected: SequenceBatch
+    margin: Tensor
+
+    def __post_init__(self) -> None:
+        _expect_shape("PreferenceBatch.margin", self.margin, (len(self.chosen.input_ids),))
+        _expect_shape("PreferenceBatch.rejected.lengths", self.rejected.lengths, self.chosen.lengths.shape)
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens that both texts of a pair take once padded to the longer one."""
+        return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)

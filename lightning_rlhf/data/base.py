@@ -1,0 +1,138 @@
+"""What the three data modules share: rows in, tokenised examples kept in memory, resumable batches out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.data.resumable import ResumableLoader
+from lightning_rlhf.data.rows import BadRow, OnBadRow, Row, RowReport, RowSource, text_of, use_rows
+from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
+from lightning_rlhf.seeding import run_seed
+
+
+class RowsDataModule(LightningDataModule):
+    """Reads rows, tokenises them once, and serves batches whose order and position a checkpoint restores.
+
+    Args:
+        train: JSONL file, other file, hub id or row source.
+        val: likewise; None trains without validation.
+        tokenizer: directory, hub id or tokenizer source.
+        batch_size: rows per training batch, over all ranks.
+        val_batch_size: rows per validation batch; None takes ``batch_size``.
+        columns: which column holds what, where the names differ from ours: ``{prompt: question}``.
+        split_after: where a column holds prompt and answer in one text, the prompt ends with the last occurrence of
+            this marker.
+        max_tokens: longest prompt with answer, in tokens; a longer row is a bad row.
+        on_bad_row: ``error`` names the first bad rows and stops; ``skip`` leaves them out and counts.
+        shuffle: False keeps the order of the data.
+    """
+
+    def __init__(
+        self,
+        train: str | RowSource,
+        tokenizer: str | TokenizerSource,
+        val: str | RowSource | None = None,
+        batch_size: int = 32,
+        val_batch_size: int | None = None,
+        columns: dict[str, str] | None = None,
+        split_after: str | None = None,
+        max_tokens: int = 1024,
+        on_bad_row: OnBadRow = "error",
+        shuffle: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.sources = {"train": train, **({} if val is None else {"val": val})}
+        self.tokenizer_source = tokenizer
+        self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
+        self.columns, self.split_after = dict(columns or {}), split_after
+        self.max_tokens, self.on_bad_row, self.shuffle = max_tokens, on_bad_row, shuffle
+        self.examples: dict[str, list[Any]] = {}
+        self.reports: dict[str, RowReport] = {}
+        self.tokenizer: PreTrainedTokenizerBase
+
+    @abstractmethod
+    def convert(self, row: Row) -> Any:
+        """One tokenised example of a row, or :class:`BadRow`."""
+
+    @abstractmethod
+    def collate(self, examples: list[Any], numbers: list[int], epoch: int) -> Any:
+        """One batch."""
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenise everything once."""
+        if self.examples:
+            return
+        self.tokenizer = load_tokenizer(self.tokenizer_source)
+        for name, source in self.sources.items():
+            self.examples[name], self.reports[name] = use_rows(source, f"{name} data", self.convert, self.on_bad_row)
+
+    def train_dataloader(self) -> DataLoader:
+        """Shuffled whole batches."""
+        return ResumableLoader(self.examples["train"], self.batch_size, self.collate, run_seed(), self.shuffle)
+
+    def val_dataloader(self) -> DataLoader | list[Any]:
+        """All rows in their order; none without validation data."""
+        if "val" not in self.examples:
+            return []
+        rows = self.examples["val"]
+        return DataLoader(
+            range(len(rows)),
+            batch_size=self.val_batch_size,
+            collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, 0),
+        )
+
+    # -- helpers for convert ----------------------------------------------------------------------------------
+
+    def column(self, row: Row, name: str) -> str:
+        """The text of the column that holds ``name``."""
+        return text_of(row, self.columns.get(name, name))
+
+    def prompt_of(self, row: Row) -> str:
+        """The prompt as text; a list of messages goes through the chat template.
+
+        Raises:
+            BadRow: no prompt, or messages without a template.
+        """
+        value = row.get(self.columns.get("prompt", "prompt"))
+        if not isinstance(value, list):
+            return self.column(row, "prompt")
+        if self.tokenizer.chat_template is None:
+            raise BadRow("the prompt is a list of messages, and the tokenizer has no chat template")
+        if not value or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
+            raise BadRow("every message of a prompt needs 'role' and text in 'content'")
+        return self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Prompt and answer of a text that holds both.
+
+        Raises:
+            BadRow: the marker does not occur, or nothing follows it.
+        """
+        head, marker, tail = text.rpartition(self.split_after or "\0")
+        if not marker:
+            raise BadRow(f"the marker {self.split_after!r} does not occur in the text")
+        if not tail.strip():
+            raise BadRow(f"nothing follows the last {self.split_after!r}")
+        return head + marker, tail
+
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def fit(self, ids: list[int], what: str) -> list[int]:
+        """The ids themselves.
+
+        Raises:
+            BadRow: longer than ``max_tokens``.
+        """
+        if len(ids) > self.max_tokens:
+            raise BadRow(f"{what} has {len(ids)} tokens, the limit is {self.max_tokens}", f"{what} longer than {self.max_tokens} tokens")
+        return ids

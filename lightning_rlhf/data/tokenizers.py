@@ -1,0 +1,103 @@
+"""Tokenizers: one that exists, or one made by code for training from scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from lightning_rlhf.data.rows import as_rows
+
+_SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@runtime_checkable
+class TokenizerSource(Protocol):
+    """Anything that makes a tokenizer: give it in YAML by ``class_path``."""
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+
+
+@dataclass(frozen=True)
+class CharacterTokenizer:
+    """One token per character.
+
+    Args:
+        characters: all that may occur, each once; others become ``<unk>``. Token ids start behind the four special
+            tokens: pad 0, begin 1, end 2, unknown 3.
+    """
+
+    characters: str
+
+    def __post_init__(self) -> None:
+        if len(set(self.characters)) != len(self.characters) or not self.characters:
+            raise ValueError(f"characters must be some, each once, got {self.characters!r}")
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        vocabulary = {token: i for i, token in enumerate([*_SPECIAL.values(), *self.characters])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+
+
+@dataclass(frozen=True)
+class BytePairTokenizer:
+    """Byte-pair encoding trained on the run's own data; any text can be encoded.
+
+    Args:
+        data: file or hub id to learn from.
+        vocab_size: tokens in all, at least 260 (256 bytes and four special tokens).
+        columns: whose text is learnt from; None takes every text column.
+    """
+
+    data: str
+    vocab_size: int = 4096
+    columns: list[str] | None = None
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """Train the tokenizer; the same data gives the same tokenizer."""
+        if self.vocab_size < 260:
+            raise ValueError(f"vocab_size must be at least 260, got {self.vocab_size}")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size,
+            special_tokens=list(_SPECIAL.values()),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        texts = (
+            value
+            for _, row in as_rows(self.data).rows()
+            if isinstance(row, dict)
+            for column, value in row.items()
+            if isinstance(value, str) and (self.columns is None or column in self.columns)
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+
+
+def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, hub id or source.
+
+    Raises:
+        FileNotFoundError: a path without tokenizer files.
+        ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
+    """
+    if isinstance(source, str):
+        if (source.startswith((".", "/", "~")) or source.count("/") != 1) and not Path(source, "tokenizer.json").is_file():
+            if not Path(source, "tokenizer_config.json").is_file():
+                raise FileNotFoundError(f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id")
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    else:
+        tokenizer = source.load()
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {source!r} has no end-of-sequence token; responses could never end")
+    return tokenizer

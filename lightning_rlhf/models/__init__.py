@@ -1,0 +1,1 @@
+"""What has parameters: the language model, the scalar model, and where their weights come from."""

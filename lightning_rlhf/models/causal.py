@@ -1,0 +1,71 @@
+"""The language model in the roles of actor and reference: token ids in, log-probabilities out."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_rlhf.functional.logprobs import chunked_token_logprobs
+
+
+class CausalLM(nn.Module):
+    """A transformers causal language model that answers with log-probabilities of given tokens.
+
+    Only the hidden states that predict a wanted token meet the head, a chunk at a time: neither padding, nor prompts,
+    nor the whole (B, T, V) of logits cost anything. Texts are padded on the right, so causal attention alone keeps
+    real tokens from seeing padding and no attention mask is passed.
+
+    Args:
+        lm: the model, for example ``Qwen2ForCausalLM``.
+
+    Raises:
+        ValueError: the model has no head to speak of.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        if lm.get_output_embeddings() is None or lm.base_model is lm:
+            raise ValueError(f"{type(lm).__name__} is no causal language model: it has no output head over a backbone")
+        self.lm = lm
+
+    def forward(
+        self, input_ids: Tensor, index: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target token and entropy of the distribution it was drawn from.
+
+        Args:
+            input_ids: (B, L) int64, right-padded.
+            index: (B, T) int64, position in [0, L) whose hidden state predicts the target.
+            targets: (B, T) int64.
+            mask: (B, T) bool, which targets to score.
+            temperature: divides the logits, positive.
+
+        Returns:
+            logprobs: (B, T) float32, 0 where the mask is False.
+            entropy: (B, T) float32, nats, 0 where the mask is False.
+        """
+        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        rows = torch.arange(len(index), device=index.device).unsqueeze(1).expand_as(index)
+        head = self.lm.get_output_embeddings()
+        config = self.lm.config.get_text_config()
+        scores = chunked_token_logprobs(
+            hidden[rows[mask], index[mask]],
+            head.weight,
+            head.bias,
+            targets[mask],
+            scale=_logit_scale(config) / temperature,
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        logprobs, entropy = (zeros.masked_scatter(mask, values) for values in scores)
+        return logprobs, entropy
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write safetensors and config that ``transformers`` and vLLM load."""
+        self.lm.save_pretrained(directory, safe_serialization=True)
+
+
+def _logit_scale(config: object) -> float:
+    """Constant that the architecture multiplies its logits by (Cohere) or the inverse of its divisor (Granite)."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

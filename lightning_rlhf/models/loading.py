@@ -1,0 +1,187 @@
+"""Where weights come from: a directory or hub id, or a configuration for training from scratch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.seeding import derive_seed, run_seed
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights in safetensors from a directory or a hub id. Code from the hub is never run.
+
+    Args:
+        path: directory that ``save_pretrained`` wrote, or hub id.
+        revision: branch, tag or commit of the hub repository.
+        dtype: of the parameters; with a mixed-precision Trainer keep float32.
+    """
+
+    path: str
+    revision: str | None = None
+    dtype: Dtype = "float32"
+
+    def hf_config(self) -> PretrainedConfig:
+        """The model's configuration, with dropout off.
+
+        Raises:
+            FileNotFoundError: the path looks like a directory and is none.
+        """
+        _expect_model_directory(self.path)
+        return _without_dropout(AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False))
+
+    def causal(self) -> CausalLM:
+        """The language model."""
+        return CausalLM(self._load(AutoModelForCausalLM, self.hf_config(), may_lack=()))
+
+    def scalar(self) -> ScalarModel:
+        """The scalar model; started from a language model it gets a head of zeros, so all scores start at 0.
+
+        Raises:
+            ValueError: the directory holds a classifier with another number of labels.
+        """
+        config = self.hf_config()
+        trained_head = any("Classification" in name for name in config.architectures or ())
+        if trained_head and config.num_labels != 1:
+            raise ValueError(
+                f"{self.path} is a classifier with {config.num_labels} labels; a critic or reward model needs one "
+                f"(num_labels=1)"
+            )
+        config.num_labels = 1
+        model = self._load(AutoModelForSequenceClassification, config, may_lack=() if trained_head else ("score.",))
+        if not trained_head:
+            torch.nn.init.zeros_(model.score.weight)
+        return ScalarModel(model)
+
+    def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
+        with _quiet_transformers():
+            model, report = auto.from_pretrained(
+                self.path,
+                config=config,
+                revision=self.revision,
+                dtype=getattr(torch, self.dtype),
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        lacking = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
+        if lacking:
+            raise ValueError(f"{self.path} lacks {len(lacking)} parameters of {type(model).__name__}: {lacking[:3]} ...")
+        return model
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """Fresh weights, drawn from the run's seed.
+
+    Args:
+        config: what ``config.json`` would hold: ``model_type`` and the fields of that architecture.
+        seed: of the initial weights; None derives it from the run's seed.
+        dtype: of the parameters.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    dtype: Dtype = "float32"
+
+    def hf_config(self) -> PretrainedConfig:
+        """The model's configuration, with dropout off.
+
+        Raises:
+            ValueError: no or an unknown ``model_type``.
+        """
+        values = dict(self.config)
+        model_type = values.pop("model_type", None)
+        if model_type is None:
+            raise ValueError("FromConfig.config needs 'model_type', for example 'qwen2' or 'llama'")
+        config = _without_dropout(AutoConfig.for_model(model_type, **values))
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        return config
+
+    def causal(self) -> CausalLM:
+        """The language model."""
+        return CausalLM(self._build(AutoModelForCausalLM, self.hf_config()))
+
+    def scalar(self) -> ScalarModel:
+        """The scalar model, with a head of zeros."""
+        config = self.hf_config()
+        config.num_labels = 1
+        model = self._build(AutoModelForSequenceClassification, config)
+        torch.nn.init.zeros_(model.score.weight)
+        return ScalarModel(model)
+
+    def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+        seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
+
+
+ModelSource = Pretrained | FromConfig
+
+
+def as_source(source: str | ModelSource) -> ModelSource:
+    """A bare string is short for ``Pretrained(path=...)``."""
+    return Pretrained(source) if isinstance(source, str) else source
+
+
+def save_architecture(source: ModelSource, directory: str | Path) -> None:
+    """Write only ``config.json``: all an engine needs to build the model whose weights it will be sent.
+
+    Args:
+        source: of the actor.
+        directory: created if absent.
+    """
+    config = source.hf_config()
+    config.dtype = getattr(torch, source.dtype)
+    config.save_pretrained(directory)
+
+
+def _expect_model_directory(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no model at {path!r}: expected a directory with config.json and safetensors "
+            f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+        )
+
+
+def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """Turn dropout off: a ratio of probabilities needs both sides from the same network."""
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hide the loading bar and the table of missing keys; what is missing is checked and said by the caller."""
+    bar, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+        if bar:
+            transformers.utils.logging.enable_progress_bar()

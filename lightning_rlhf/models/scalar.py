@@ -1,0 +1,63 @@
+"""The language model in the roles of critic and reward model: token ids in, one number per position out."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class ScalarModel(nn.Module):
+    """A transformers sequence classifier with one label, read at every position.
+
+    The score is shifted and scaled by two constants that a reward-model run measures on samples of the policy, so
+    that reward and critic start on one scale. They are saved in the model's ``config.json``.
+
+    Args:
+        lm: for example ``Qwen2ForSequenceClassification`` with ``num_labels=1``.
+
+    Raises:
+        ValueError: the model's head does not give one number.
+    """
+
+    score_mean: Tensor
+    score_std: Tensor
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        head = getattr(lm, "score", None)
+        if not isinstance(head, nn.Linear) or head.out_features != 1:
+            found = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
+            raise ValueError(f"{type(lm).__name__} has {found}; a critic or reward model needs one output (num_labels=1)")
+        self.lm = lm
+        self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
+        self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
+
+    def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
+        """Normalised score at each of the given positions.
+
+        Args:
+            input_ids: (B, L) int64, right-padded.
+            index: (B, T) int64 positions in [0, L).
+
+        Returns:
+            (B, T) float32, reward units.
+        """
+        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        scores = self.lm.score(hidden).squeeze(-1).float().gather(1, index)
+        return (scores - self.score_mean) / self.score_std
+
+    @torch.no_grad()
+    def normalize(self, scores: Tensor) -> None:
+        """Make ``scores``, given by this model now, have mean 0 and standard deviation 1 from here on.
+
+        Args:
+            scores: (N,) normalised with the present constants, at least two of them.
+        """
+        self.score_mean += scores.mean() * self.score_std
+        self.score_std *= scores.std().clamp(min=1e-6)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write safetensors and config that ``AutoModelForSequenceClassification`` loads."""
+        self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
+        self.lm.save_pretrained(directory, safe_serialization=True)

@@ -1,0 +1,90 @@
+"""PPO: an actor, and a critic that predicts what its responses are worth."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.objectives.value_losses import ClippedValueLoss
+from lightning_rlhf.types import Experience, Rollout
+
+
+class PPOModule(RLHFModule):
+    """Proximal policy optimization with a learned critic (Schulman et al. 2017; for language, Ouyang et al. 2022).
+
+    Args:
+        actor: the policy to train: directory, hub id or ``FromConfig``.
+        critic: ``reward_model`` or ``actor`` starts the critic from that role's source; anything else is a source of
+            its own. None takes the reward model where there is one, else the actor.
+        critic_optimizer: makes the critic's optimizer from its parameters.
+        critic_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
+        value_loss: from values and returns to a loss per token.
+        vf_coef: weight of the value loss, positive.
+        critic_warmup_steps: rollouts at the start from which only the critic learns, at least 0.
+        **kwargs: see :class:`~lightning_rlhf.modules.base.RLHFModule`.
+    """
+
+    trained_roles = ("actor", "critic")
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        critic: str | ModelSource | None = None,
+        critic_optimizer: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.01),
+        critic_lr_scheduler: LRSchedulerCallable | None = None,
+        value_loss: ClippedValueLoss = ClippedValueLoss(),
+        vf_coef: float = 1.0,
+        critic_warmup_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor, **kwargs)
+        if vf_coef <= 0:
+            raise ValueError(f"vf_coef must be positive, got {vf_coef}")
+        if critic_warmup_steps < 0:
+            raise ValueError(f"critic_warmup_steps must be at least 0, got {critic_warmup_steps}")
+        start = critic or ("reward_model" if "reward_model" in self.sources else "actor")
+        if start == "reward_model" and start not in self.sources:
+            raise ValueError("critic: reward_model needs a reward_model to start from; give one, or say critic: actor")
+        self.sources["critic"] = self.sources[start] if start in ("actor", "reward_model") else as_source(start)
+        self.critic_optimizer, self.critic_lr_scheduler = critic_optimizer, critic_lr_scheduler
+        self.value_loss, self.vf_coef, self.critic_warmup_steps = value_loss, vf_coef, critic_warmup_steps
+
+    def losses(self, sums: Sums) -> dict[str, Any]:
+        """Critic, then actor; the critic alone while it warms up."""
+        critic = {"critic": partial(self.critic_loss, sums=sums)}
+        warming_up = self.trainer.global_step < self.critic_warmup_steps
+        return critic if warming_up else {**critic, **super().losses(sums)}
+
+    def critic_loss(self, rows: Experience, sums: Sums) -> Tensor:
+        """Value loss summed over the tokens of some rows."""
+        losses, diagnostics = self.value_loss(self.critic_values(rows.rollout), rows.values, rows.returns)
+        sums.add("loss/value", losses, rows.mask)
+        sums.add("value/clip_fraction", diagnostics["clip_fraction"], rows.mask)
+        return self.vf_coef * losses.masked_fill(~rows.mask, 0).sum()
+
+    def critic_values(self, rollout: Rollout) -> Tensor:
+        """(B, T) the critic's value before each response token."""
+        return self.roles.role("critic")(*join(rollout))
+
+    def values(self, rollout: Rollout) -> Tensor:
+        """(B, T) the critic's values before the update, 0 where the mask is False."""
+        (values,) = self.by_rows(lambda rows: (self.critic_values(rows),), rollout)
+        return values.masked_fill(~rollout.response_mask, 0)
+
+    def build_role(self, name: str) -> nn.Module:
+        """The scalar model of the critic; the others as the base says."""
+        return self.sources[name].scalar() if name == "critic" else super().build_role(name)
+
+    def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
+        """The critic's; the actor's as the base says."""
+        if name == "critic":
+            return self.critic_optimizer, self.critic_lr_scheduler
+        return super().optimizer_of(name)

@@ -1,0 +1,167 @@
+"""What all modules share: roles under manual optimization, and one exact update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rlhf.batching.micro import token_budget_batches
+from lightning_rlhf.compat import count_training_step
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.strategies.roles import Roles, roles_of
+from lightning_rlhf.types import _TensorBatch
+
+
+class RoleModule(LightningModule):
+    """A module of several models, each with its own optimizer, under manual optimization.
+
+    ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
+
+    Args:
+        micro_batch_tokens: most padded tokens in one forward pass, positive.
+        max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
+    """
+
+    trained_roles: tuple[str, ...] = ()
+    frozen_roles: tuple[str, ...] = ()
+
+    def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
+        super().__init__()
+        if micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
+        if max_grad_norm is not None and max_grad_norm <= 0:
+            raise ValueError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
+        self.automatic_optimization = False
+        self.strict_loading = False  # frozen roles are not in the checkpoint
+        self.micro_batch_tokens = micro_batch_tokens
+        self.max_grad_norm = max_grad_norm
+        self.built = False
+
+    # -- models -----------------------------------------------------------------------------------------------
+
+    def build_role(self, name: str) -> nn.Module:
+        """Load or make the model of a role. Subclasses say how."""
+        raise NotImplementedError
+
+    def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
+        """How a trained role is optimized. Subclasses say."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Build every role: trained ones in train mode, frozen ones without gradients."""
+        if self.built:
+            return
+        for name in self.trained_roles:
+            setattr(self, name, self.build_role(name).train())
+        for name in self.frozen_roles:
+            setattr(self, name, self.build_role(name).requires_grad_(False).eval())
+        self.built = True
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer, and scheduler if any, per trained role, in that order."""
+        configured = []
+        for name in self.trained_roles:
+            make_optimizer, make_scheduler = self.optimizer_of(name)
+            optimizer = make_optimizer([p for p in getattr(self, name).parameters() if p.requires_grad])
+            entry: dict[str, Any] = {"optimizer": optimizer}
+            if make_scheduler is not None:
+                entry["lr_scheduler"] = {"scheduler": make_scheduler(optimizer), "interval": "step"}
+            configured.append(entry)
+        return configured
+
+    @property
+    def roles(self) -> Roles:
+        """The roles as the strategy runs them; the only way to call a model."""
+        return roles_of(self)
+
+    def train(self, mode: bool = True) -> RoleModule:
+        """Train or evaluation mode of the trained roles; frozen ones stay in evaluation mode."""
+        super().train(mode)
+        for name in self.frozen_roles:
+            if self.built:
+                getattr(self, name).eval()
+        return self
+
+    # -- one update -------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        role: str,
+        batch: _TensorBatch,
+        token_losses: Callable[[Any], Tensor],
+        denominator: Tensor,
+    ) -> Tensor:
+        """One optimizer step of one role on one mini-batch, exact whatever the micro-batches and ranks.
+
+        The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
+        does not depend on how the rows are cut up.
+
+        Args:
+            role: a trained role.
+            batch: the rows of this rank, with ``total_lengths``.
+            token_losses: gives the summed loss of some rows, with gradient.
+            denominator: count on this rank of what the loss is a mean of.
+
+        Returns:
+            The gradient's norm before clipping.
+
+        Raises:
+            FloatingPointError: the norm is not finite; the weights are as before.
+        """
+        total = self.roles.sum_over_ranks(denominator).clamp(min=1)
+        micro_batches = token_budget_batches(batch.total_lengths, self.micro_batch_tokens)
+        for i, rows in enumerate(micro_batches):
+            with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
+                self.manual_backward(token_losses(batch[rows]) * (self.roles.gradient_scale / total))
+        norm = self.roles.clip_role(role, self.max_grad_norm)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the {role}'s gradient norm is {float(norm)} at step {self.trainer.global_step}; its weights were not "
+                f"touched. Lower the learning rate, or look at this step's rewards and log-probabilities"
+            )
+        self.roles.step_role(role)
+        return norm
+
+    def finish_step(self, metrics: dict[str, float], bar: tuple[str, ...]) -> None:
+        """Step the schedulers, count this training step once, log.
+
+        Args:
+            metrics: already reduced over ranks.
+            bar: names that the progress bar shows.
+        """
+        schedulers = self.lr_schedulers() or []
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()
+        count_training_step(self.trainer)
+        for i, name in enumerate(self.trained_roles):
+            metrics[f"lr/{name}"] = self.trainer.strategy.optimizers[i].param_groups[0]["lr"]
+        for name, value in metrics.items():
+            self.log(name, float(value), prog_bar=name in bar, batch_size=1)
+
+    def reduced(self, sums: Sums) -> dict[str, float]:
+        """Means over all ranks."""
+        return sums.means(self.roles.sum_over_ranks)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave frozen roles out: their source is in the configuration."""
+        prefixes = tuple(f"{name}." for name in self.frozen_roles)
+        if prefixes:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {k: v for k, v in state.items() if not k.startswith(prefixes)}
+
+    def exported_model(self) -> nn.Module:
+        """The model that a finished run hands on."""
+        return getattr(self, self.trained_roles[0])
+
+    @torch.no_grad()
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters of each role."""
+        return {name: sum(p.numel() for p in getattr(self, name).parameters()) for name in (*self.trained_roles, *self.frozen_roles)}

@@ -1,0 +1,75 @@
+"""Supervised fine-tuning: predict the marked tokens of given texts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.types import SequenceBatch
+
+
+class SFTModule(RoleModule):
+    """Cross-entropy over marked tokens, its mean exact over the whole batch and all ranks.
+
+    Args:
+        actor: the model to train: directory, hub id or ``FromConfig``.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
+        micro_batch_tokens: most padded tokens in one forward pass.
+        max_grad_norm: gradients are clipped to this global norm; None leaves them.
+    """
+
+    trained_roles = ("actor",)
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        optimizer: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.01),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        micro_batch_tokens: int = 16384,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(micro_batch_tokens, max_grad_norm)
+        self.sources = {"actor": as_source(actor)}
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+
+    def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
+        """One update on one batch."""
+        sums = Sums()
+        loss = partial(self.token_loss, sums=sums, prefix="train")
+        norm = self.update("actor", batch, loss, denominator=batch.loss_mask.sum())
+        metrics = {**self.reduced(sums), "grad_norm/actor": float(norm)}
+        self.finish_step(metrics, bar=("train/loss",))
+
+    def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
+        """Loss of held-out texts, each token counting the same."""
+        sums = Sums()
+        with torch.no_grad():
+            self.token_loss(batch, sums, prefix="val")
+        for name, value in self.reduced(sums).items():
+            self.log(name, value, batch_size=int(batch.loss_mask.sum()), prog_bar=name == "val/loss")
+
+    def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str) -> Tensor:
+        """Negative log-likelihood summed over the marked tokens of some rows."""
+        ids = rows.input_ids[:, : int(rows.lengths.max())]
+        mask = rows.loss_mask[:, 1 : ids.shape[1]]
+        index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
+        logprobs, entropy = self.roles.role("actor")(ids, index, ids[:, 1:], mask)
+        sums.add(f"{prefix}/loss", -logprobs, mask)
+        sums.add(f"{prefix}/entropy", entropy, mask)
+        return -logprobs.sum()
+
+    def build_role(self, name: str) -> nn.Module:
+        """The language model."""
+        return self.sources[name].causal()
+
+    def optimizer_of(self, name: str) -> tuple[Any, Any]:
+        """The only one."""
+        return self.optimizer, self.lr_scheduler

@@ -1,0 +1,1 @@
+"""How each role is spread over devices."""

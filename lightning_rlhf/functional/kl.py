@@ -17,7 +17,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
         k3 = exp(-d) + d - 1     unbiased, low variance, never negative
         abs = |d|
 
-    In k3 the exponent is clamped at 20, so that a token the policy all but lost stays finite.
+    In k3, d is clamped at -20, so that a token the policy all but lost stays finite and is not pushed further down.
 
     Args:
         logprobs: (...) the policy's.
@@ -36,7 +36,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
     if estimator == "k2":
         return difference**2 / 2
     if estimator == "k3":
-        return torch.exp((-difference).clamp(max=20)) + difference - 1
+        # expm1, because exp(-d) - 1 near d = 0 loses every digit and k3 falls below 0.
+        log_ratio = (-difference).clamp(max=20)
+        return torch.expm1(log_ratio) - log_ratio
     if estimator == "abs":
         return difference.abs()
     raise ValueError(f"KL estimator must be one of k1, k2, k3, abs, got {estimator!r}")

@@ -37,7 +37,8 @@ class ClippedValueLoss:
         error = (values - returns) ** 2
         if self.clip_range is None:
             return error / 2, {"clip_fraction": torch.zeros_like(error)}
-        bounded = old_values + (values - old_values).clamp(-self.clip_range, self.clip_range)
+        # Not old + clamp(new - old): rounding would make some values differ from themselves and count as clipped.
+        bounded = torch.clamp(values, old_values - self.clip_range, old_values + self.clip_range)
         bounded_error = (bounded - returns) ** 2
         clipped = (bounded_error > error).to(error.dtype).detach()
         return torch.maximum(error, bounded_error) / 2, {"clip_fraction": clipped}

@@ -175,6 +175,7 @@ class Rollout(_TensorBatch):
     def __post_init__(self) -> None:
         rows = len(self.prompt_ids)
         tokens = self.response_ids.shape
+        _expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         for name in ("response_mask", "rollout_logprobs"):
             _expect_shape(f"Rollout.{name}", getattr(self, name), tokens)
         for name in ("prompt_lengths", "response_lengths", "reward", "group", "truncated", "policy_version"):

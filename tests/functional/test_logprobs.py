@@ -1,0 +1,170 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.functional import logprobs as module
+from lightning_rlhf.functional.logprobs import chunked_token_logprobs, head_logits, token_logprobs
+from tests.helpers import assert_close, float64, golden, normal, properties, seeds
+
+HIDDEN, VOCABULARY = 4, 7
+
+
+def _head(tokens, seed, bias=True, dtype=torch.float32):
+    """Hidden states, weight and bias of a head, all with gradient, and targets."""
+    hidden = normal(tokens, HIDDEN, seed=seed, dtype=dtype).requires_grad_()
+    weight = normal(VOCABULARY, HIDDEN, seed=seed + 1, dtype=dtype).requires_grad_()
+    offset = normal(VOCABULARY, seed=seed + 2, dtype=dtype).requires_grad_() if bias else None
+    targets = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed))
+    return hidden, weight, offset, targets
+
+
+def test_logprobs_and_entropy_of_a_case_worked_by_hand():
+    # probabilities 1/8, 2/8, 5/8 and a uniform quarter;  H = ln 8 / 8 + ln 4 / 4 + 5/8 ln 1.6
+    logits = torch.tensor([[1.0, 2.0, 5.0, 0.0], [3.0, 3.0, 3.0, 3.0]]).log().clamp(min=-100)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 3]))
+    assert_close(logprobs, [-1.3862944, -1.3862944])
+    assert_close(entropy, [0.9002561, 1.3862944])
+
+
+@properties
+@given(seeds, st.sampled_from([0.1, 1.0, 10.0]))
+def test_logprobs_and_entropy_follow_the_definition(seed, scale):
+    logits, targets = scale * normal(5, 6, seed=seed), torch.tensor([0, 5, 2, 2, 4])
+    logprobs, entropy = token_logprobs(logits, targets)
+    for i, row in enumerate(logits.tolist()):
+        total = math.fsum(math.exp(z) for z in row)
+        probabilities = [math.exp(z) / total for z in row]
+        assert_close(logprobs[i], math.log(probabilities[targets[i]]), atol=1e-5)
+        assert_close(entropy[i], -math.fsum(p * math.log(p) for p in probabilities), atol=1e-5)
+
+
+def test_logprobs_and_entropy_are_verls_and_torchs():
+    recorded = golden("verl")
+    logits, targets = float64(recorded["inputs"]["logits"]), torch.tensor(recorded["inputs"]["targets"])
+    logprobs, entropy = token_logprobs(logits, targets)
+    assert_close(logprobs, recorded["outputs"]["token_logprobs"], atol=1e-6)
+    assert_close(entropy, recorded["outputs"]["token_entropy"], atol=1e-6)
+    assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-6)
+
+
+def test_half_precision_logits_are_computed_in_float32():
+    logits = normal(3, 50, seed=0).bfloat16()
+    targets = torch.tensor([4, 0, 49])
+    logprobs, entropy = token_logprobs(logits, targets)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected = token_logprobs(logits.double(), targets)
+    assert_close(logprobs, expected[0])
+    assert_close(entropy, expected[1])
+
+
+def test_huge_logits_stay_finite():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 0]))
+    assert_close(logprobs, [-2e4, -math.log(3)], rtol=1e-3)
+    assert_close(entropy, [0.0, math.log(3)], atol=1e-3)
+
+
+def test_head_caps_before_it_scales():
+    hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, -1.0]])
+    bias = torch.tensor([0.5, 1.0])
+    # 1 + 2 + 0.5 = 3.5;  -2 + 1 = -1
+    assert_close(head_logits(hidden, weight, None, 1.0, None), [[3, -2]])
+    assert_close(head_logits(hidden, weight, bias, 1.0, None), [[3.5, -1]])
+    assert_close(head_logits(hidden, weight, bias, 2.0, None), [[7, -2]])
+    # 2 tanh(1.75) = 1.8827517, 2 tanh(-0.5) = -0.9242343; then halved
+    assert_close(head_logits(hidden, weight, bias, 1.0, 2.0), [[1.8827517, -0.9242343]])
+    assert_close(head_logits(hidden, weight, bias, 0.5, 2.0), [[0.9413759, -0.4621172]])
+
+
+@properties
+@given(
+    tokens=st.integers(0, 9),
+    chunk_tokens=st.integers(1, 12),
+    bias=st.booleans(),
+    scale=st.sampled_from([1.0, 0.7, 2.0]),
+    softcap=st.sampled_from([None, 1.5]),
+    seed=seeds,
+)
+def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, scale, softcap, seed):
+    *inputs, targets = _head(tokens, seed, bias)
+    hidden, weight, offset = inputs
+    differentiable = [tensor for tensor in inputs if tensor is not None]
+
+    # the definition, written out: all logits at once in float64
+    logits = hidden.double() @ weight.double().T + (0 if offset is None else offset.double())
+    logits = scale * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
+    every = logits.log_softmax(-1)
+    expected = every[torch.arange(tokens), targets], -(every.exp() * every).sum(-1)
+    actual = chunked_token_logprobs(
+        hidden, weight, offset, targets, scale=scale, softcap=softcap, chunk_tokens=chunk_tokens
+    )
+
+    outer = normal(2, tokens, seed=seed + 3)  # an arbitrary gradient from above, for both outputs
+    for ours, exact in zip(actual, expected, strict=True):
+        assert ours.shape == (tokens,)
+        assert ours.dtype == torch.float32
+        assert_close(ours, exact, atol=1e-5)
+    gradients, exact_gradients = (
+        torch.autograd.grad((outer[0] * logprobs).sum() + (outer[1] * entropy).sum(), differentiable)
+        for logprobs, entropy in (actual, expected)
+    )
+    for ours, exact in zip(gradients, exact_gradients, strict=True):
+        assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_still_reach_every_parameter():
+    # a rank that selects no token must take part in the gradient's collectives
+    hidden, weight, bias, targets = _head(0, seed=0)
+    logprobs, entropy = chunked_token_logprobs(hidden, weight, bias, targets)
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    for parameter in (hidden, weight, bias):
+        assert_close(parameter.grad, torch.zeros_like(parameter))
+
+
+def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
+    hidden, weight, bias, targets = _head(5, seed=1)
+    with_graph = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=2)
+    with torch.no_grad():
+        without = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=2)
+    for first, second in zip(with_graph, without, strict=True):
+        assert first.requires_grad
+        assert not second.requires_grad
+        assert torch.equal(first, second)
+
+
+def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
+    hidden, weight, bias, targets = _head(5, seed=2)
+    chunked_token_logprobs(hidden, weight.detach(), bias.detach(), targets, chunk_tokens=2)[0].sum().backward()
+    assert hidden.grad.abs().sum() > 0
+    assert weight.grad is None
+
+
+@pytest.fixture
+def chunk_sizes(monkeypatch):
+    """How many rows of logits each call of the head makes."""
+    sizes = []
+
+    def spy(hidden, *arguments):
+        sizes.append(len(hidden))
+        return head_logits(hidden, *arguments)
+
+    monkeypatch.setattr(module, "head_logits", spy)
+    return sizes
+
+
+def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_them_again(chunk_sizes):
+    hidden, weight, bias, targets = _head(7, seed=3)
+    logprobs, _ = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=3)
+    assert chunk_sizes == [3, 3, 1]
+    logprobs.sum().backward()
+    assert sorted(chunk_sizes) == [1, 1, 3, 3, 3, 3]
+
+
+def test_logits_are_made_once_where_no_gradient_is_wanted(chunk_sizes):
+    with torch.no_grad():
+        chunked_token_logprobs(*_head(1025, seed=4))
+    assert chunk_sizes == [1024, 1]

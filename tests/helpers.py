@@ -1,0 +1,95 @@
+"""What several tests share: a strict comparison, simulated ranks, recorded numbers, small random batches."""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+T = TypeVar("T")
+
+# The same examples on every machine: a property that fails, fails for everyone.
+properties = settings(deadline=None, derandomize=True, database=None, max_examples=40)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def assert_close(
+    actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-7, equal_nan: bool = False
+) -> None:
+    """Fail unless shapes are equal and |actual - expected| <= atol + rtol |expected|, in float64.
+
+    Tolerances above 1e-2 are refused: a test that wide proves nothing.
+    """
+    if not (0 <= rtol <= 1e-2 and 0 <= atol <= 1e-2):
+        raise ValueError(f"rtol and atol must lie in [0, 1e-2], got rtol={rtol}, atol={atol}")
+    actual, expected = (torch.as_tensor(value).detach().double() for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:
+    """Run every function as one rank in its own thread and return what each returned.
+
+    Each function is given the callback that sums a tensor over the ranks. Ranks that reduce a different number of
+    times, which would hang a real job, break the barrier and fail the test.
+    """
+    barrier = threading.Barrier(len(ranks), timeout=10)
+    slots: list[Tensor] = [torch.empty(0)] * len(ranks)
+
+    def run(rank: int) -> T:
+        def sum_over_ranks(value: Tensor) -> Tensor:
+            slots[rank] = value
+            barrier.wait()
+            total = torch.stack(slots).sum(dim=0)
+            barrier.wait()
+            return total
+
+        try:
+            result = ranks[rank](sum_over_ranks)
+            barrier.wait()
+        except BaseException:
+            barrier.abort()  # or the other ranks would wait for this one
+            raise
+        return result
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(run, range(len(ranks))))
+
+
+def golden(name: str) -> Any:
+    """Numbers recorded from another library; see golden/README.md."""
+    return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+
+
+def float64(rows: Any) -> Tensor:
+    """A float64 tensor, in which tests can compare tightly."""
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers that depend on nothing but the seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@st.composite
+def masks(draw: st.DrawFn, min_rows: int = 1) -> Tensor:
+    """(B, T) bool masks: ragged, with holes, possibly empty."""
+    rows, columns = draw(st.integers(min_rows, 5)), draw(st.integers(1, 7))
+    cells = draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns))
+    return torch.tensor(cells).view(rows, columns)
+
+
+def with_garbage(values: Tensor, mask: Tensor) -> Tensor:
+    """The same values inside the mask; NaN and infinities outside it."""
+    garbage = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=values.dtype).repeat(values.numel())
+    return torch.where(mask, values, garbage[: values.numel()].view(values.shape))
+
+
+def pad_columns(tensor: Tensor, columns: int) -> Tensor:
+    """The same rows with more columns on the right, filled with zeros."""
+    return torch.nn.functional.pad(tensor, (0, columns))

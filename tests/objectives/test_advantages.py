@@ -1,0 +1,179 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.objectives.advantages import GAE
+from tests.helpers import (
+    assert_close,
+    float64,
+    golden,
+    masks,
+    normal,
+    over_ranks,
+    pad_columns,
+    properties,
+    seeds,
+    with_garbage,
+)
+
+REWARDS = float64([[1, 0, 2], [1, 9, 9]])
+VALUES = float64([[1, 2, 1], [0.5, 9, 9]])
+MASK = torch.tensor([[True, True, True], [True, False, False]])
+
+discounts = st.floats(0, 1)
+
+
+def _compacted(row, mask):
+    """What of a row lies inside the mask."""
+    return [value for value, counts in zip(row.tolist(), mask.tolist(), strict=True) if counts]
+
+
+def test_advantages_and_returns_of_a_case_worked_by_hand():
+    # gamma = lambda = 1/2, backwards through the first row:
+    # delta_2 = 2 - 1 = 1               A_2 = 1
+    # delta_1 = 0 + 1/2 - 2 = -3/2      A_1 = -3/2 + 1/4 = -5/4
+    # delta_0 = 1 + 2/2 - 1 = 1         A_0 = 1 - 5/16 = 11/16
+    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5, whiten=False)(REWARDS, VALUES, MASK)
+    assert_close(advantages, [[0.6875, -1.25, 1], [0.5, 0, 0]])
+    assert_close(returns, [[1.6875, 0.75, 2], [1, 0, 0]])
+
+
+def test_whitening_of_the_case_worked_by_hand_changes_advantages_and_not_returns():
+    # 0.6875, -1.25, 1, 0.5: mean 0.234375, variance 3.0654297 / 3
+    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5)(REWARDS, VALUES, MASK)
+    assert_close(advantages, [[0.4482631, -1.468448, 0.75741], [0.2627749, 0, 0]], rtol=1e-6)
+    assert_close(returns, [[1.6875, 0.75, 2], [1, 0, 0]])
+
+
+def test_defaults_are_undiscounted_with_lambda_0_95_and_whitened():
+    assert GAE() == GAE(gamma=1.0, gae_lambda=0.95, whiten=True)
+
+
+@properties
+@given(masks(), discounts, discounts, seeds)
+def test_advantages_are_the_sum_of_the_papers_equation_16(mask, gamma, gae_lambda, seed):
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    advantages, returns = GAE(gamma, gae_lambda, whiten=False)(rewards, values, mask)
+    for row in range(len(mask)):
+        r, v = _compacted(rewards[row], mask[row]), [*_compacted(values[row], mask[row]), 0.0]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        expected = [
+            sum((gamma * gae_lambda) ** k * delta[t + k] for k in range(len(delta) - t)) for t in range(len(delta))
+        ]
+        assert_close(advantages[row][mask[row]], float64(expected))
+        assert_close(returns[row][mask[row]], float64([a + b for a, b in zip(expected, v, strict=False)]))
+    assert (advantages[~mask] == 0).all()
+    assert (returns[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("case", [0, 1])
+def test_whitened_advantages_and_returns_are_verls(case):
+    recorded = golden("verl")
+    inputs, expected = recorded["inputs"], recorded["outputs"]["gae"][case]
+    mask = float64(inputs["mask"]).bool()
+    advantages, returns = GAE(expected["gamma"], expected["lam"])(
+        float64(inputs["rewards"]), float64(inputs["old_values"]), mask
+    )
+    assert_close(advantages[mask], float64(expected["advantages"])[mask])
+    assert_close(returns[mask], float64(expected["returns"])[mask])
+
+
+@properties
+@given(masks(), discounts, seeds)
+def test_lambda_1_gives_discounted_sums_of_rewards_as_returns(mask, gamma, seed):
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    _, returns = GAE(gamma, 1.0)(rewards, values, mask)
+    for row in range(len(mask)):
+        r = _compacted(rewards[row], mask[row])
+        expected = [sum(gamma**k * reward for k, reward in enumerate(r[t:])) for t in range(len(r))]
+        assert_close(returns[row][mask[row]], float64(expected))
+
+
+def test_lambda_0_gives_one_step_errors():
+    advantages, _ = GAE(gamma=0.5, gae_lambda=0.0, whiten=False)(REWARDS, VALUES, MASK)
+    assert_close(advantages, [[1, -1.5, 1], [0.5, 0, 0]])
+
+
+@properties
+@given(masks(), st.integers(1, 3), st.booleans(), seeds)
+def test_padding_and_garbage_change_nothing(mask, columns, whiten, seed):
+    gae = GAE(0.9, 0.8, whiten)
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    padded_mask = pad_columns(mask, columns)
+    padded = (with_garbage(pad_columns(tensor, columns), padded_mask) for tensor in (rewards, values))
+    for ours, expected in zip(gae(*padded, padded_mask), gae(rewards, values, mask), strict=True):
+        assert_close(ours, pad_columns(expected, columns))
+
+
+@properties
+@given(masks(), seeds)
+def test_tokens_of_an_environment_neither_decay_nor_bootstrap(mask, seed):
+    gae = GAE(0.9, 0.8, whiten=False)
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    holed = gae(rewards, values, mask)
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        inside = mask[row : row + 1]
+        whole = torch.ones(1, length, dtype=torch.bool)
+        if length:  # the same row without the holes
+            compact = gae(rewards[row : row + 1][inside].view(1, -1), values[row : row + 1][inside].view(1, -1), whole)
+            for ours, expected in zip(holed, compact, strict=True):
+                assert_close(ours[row][mask[row]], expected[0])
+
+
+@properties
+@given(masks(), st.booleans(), seeds)
+def test_permuting_rows_permutes_results(mask, whiten, seed):
+    gae = GAE(0.9, 0.8, whiten)
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
+    permuted = gae(rewards[order], values[order], mask[order])
+    for ours, expected in zip(permuted, gae(rewards, values, mask), strict=True):
+        assert_close(ours, expected[order])
+
+
+@properties
+@given(masks(min_rows=2), seeds)
+def test_whitened_advantages_have_mean_0_and_variance_1_over_all_ranks(mask, seed):
+    mask[0, 0] = mask[1, 0] = True
+    rewards, values = normal(*mask.shape, seed=seed) + 5, normal(*mask.shape, seed=seed + 1)
+    halves = slice(0, 1), slice(1, None)
+    each = over_ranks(*(lambda reduce, h=half: GAE()(rewards[h], values[h], mask[h], reduce) for half in halves))
+    advantages, returns = (torch.cat(parts) for parts in zip(*each, strict=True))
+    alone = GAE()(rewards, values, mask)
+    assert_close(advantages, alone[0])
+    assert_close(returns, alone[1])
+    assert_close(advantages[mask].mean(), 0.0)
+    assert_close(advantages[mask].var(), 1.0, rtol=1e-3)
+
+
+def test_a_batch_without_policy_tokens_gives_zeros():
+    for tensor in GAE()(REWARDS, VALUES, torch.zeros_like(MASK)):
+        assert_close(tensor, torch.zeros(2, 3))
+
+
+def test_equal_advantages_whiten_to_0_and_not_to_nan():
+    advantages, returns = GAE()(torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool))
+    assert_close(advantages, torch.zeros(3, 1))
+    assert_close(returns, torch.ones(3, 1))
+
+
+def test_inputs_are_left_as_they_were():
+    rewards, values, mask = REWARDS.clone(), VALUES.clone(), MASK.clone()
+    GAE()(rewards, values, mask)
+    assert torch.equal(rewards, REWARDS)
+    assert torch.equal(values, VALUES)
+    assert torch.equal(mask, MASK)
+
+
+@pytest.mark.parametrize("name", ["gamma", "gae_lambda"])
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
+def test_discounts_outside_the_unit_interval_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must lie in \[0, 1\], got {value}$"):
+        GAE(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["gamma", "gae_lambda"])
+def test_both_ends_of_the_unit_interval_are_allowed(name):
+    for value in (0, 1):
+        GAE(**{name: value})

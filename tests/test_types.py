@@ -1,0 +1,210 @@
+import dataclasses
+
+import pytest
+import torch
+
+from lightning_rlhf.types import (
+    Completion,
+    Experience,
+    PreferenceBatch,
+    PromptBatch,
+    Rollout,
+    SamplingParams,
+    SequenceBatch,
+)
+
+ROWS, PROMPT, TOKENS = 3, 2, 4
+
+
+@pytest.fixture
+def rollout():
+    """Three responses, the last two to the same prompt; every number tells its row."""
+    row = torch.arange(ROWS)
+    return Rollout(
+        prompt_ids=row.view(-1, 1).expand(ROWS, PROMPT) + 10,
+        prompt_lengths=torch.tensor([1, 2, 2]),
+        response_ids=row.view(-1, 1).expand(ROWS, TOKENS) + 20,
+        response_lengths=torch.tensor([4, 3, 1]),
+        response_mask=torch.arange(TOKENS) < torch.tensor([[4], [3], [1]]),
+        rollout_logprobs=-row.view(-1, 1).expand(ROWS, TOKENS).float(),
+        rewards={"right": row.float(), "brief": torch.tensor([0.5, torch.nan, 1.0])},
+        reward=row.float(),
+        group=torch.tensor([0, 1, 1]),
+        truncated=torch.tensor([True, False, False]),
+        policy_version=torch.tensor([7, 7, 8]),
+        temperature=0.7,
+    )
+
+
+@pytest.fixture
+def experience(rollout):
+    """The rollout with six different (B, T) tensors, so that a mix-up shows."""
+    token = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS).float()
+    names = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")
+    return Experience(rollout, **{name: token + 100 * i for i, name in enumerate(names)})
+
+
+def _sequences(rows=2, lengths=(3, 2)):
+    return SequenceBatch(torch.ones(rows, 3).long(), torch.tensor(lengths), torch.zeros(rows, 3).bool())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 0}, r"^max_tokens must be at least 1, got 0$"),
+        ({"temperature": -0.1}, r"^temperature must be 0 \(greedy\) or positive, got -0.1$"),
+        ({"top_p": 0.0}, r"^top_p must lie in \(0, 1\], got 0.0$"),
+        ({"top_p": 1.1}, r"^top_p must lie in \(0, 1\], got 1.1$"),
+        ({"top_k": -1}, r"^top_k must be 0 \(keep all tokens\) or positive, got -1$"),
+    ],
+)
+def test_sampling_parameters_that_make_no_sense_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{"max_tokens": 8} | arguments)
+
+
+def test_sampling_is_from_the_whole_distribution_by_default():
+    assert SamplingParams(1) == SamplingParams(1, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=())
+    assert not SamplingParams(1).truncates
+
+
+@pytest.mark.parametrize(
+    ("arguments", "truncates"),
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 1}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0.0, "top_p": 0.9, "top_k": 5}, False),  # greedy: nothing is drawn that could be cut
+    ],
+)
+def test_top_p_and_top_k_cut_the_distribution_and_temperature_does_not(arguments, truncates):
+    assert SamplingParams(8, **arguments).truncates is truncates
+
+
+@pytest.mark.parametrize(("tokens", "logprobs"), [([], []), ([1, 2], [-1.0]), ([1], [-1.0, -2.0])])
+def test_a_completion_needs_one_logprob_per_token(tokens, logprobs):
+    message = rf"got {len(tokens)} tokens and {len(logprobs)} log-probabilities$"
+    with pytest.raises(ValueError, match=message):
+        Completion(tokens, logprobs, "stop", 0)
+
+
+def test_a_completion_of_one_token_is_allowed():
+    assert Completion([1], [-1.0], "length", 3).policy_version == 3
+
+
+def test_prompts_are_counted_and_live_on_no_device():
+    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]})
+    assert len(prompts) == 2
+    assert prompts.epoch == 0
+    assert prompts.to("meta") is prompts
+
+
+def test_a_rollout_counts_its_responses_and_their_tokens(rollout):
+    assert len(rollout) == ROWS
+    assert rollout.total_lengths.tolist() == [5, 5, 3]
+
+
+def test_rows_are_taken_from_every_tensor_in_the_order_named(rollout):
+    taken = rollout[[2, 0, 2]]
+    for field in dataclasses.fields(Rollout):
+        value = getattr(rollout, field.name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(getattr(taken, field.name), value[[2, 0, 2]]), field.name
+    assert taken.rewards["right"].tolist() == [2, 0, 2]
+    assert taken.rewards["brief"].tolist() == [1, 0.5, 1]
+    assert taken.temperature == 0.7
+
+
+def test_rows_of_an_experience_come_with_the_rows_of_its_rollout(experience):
+    taken = experience[torch.tensor([1])]
+    assert len(taken) == 1
+    assert taken.rollout.reward.tolist() == [1]
+    for name in ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
+        assert torch.equal(getattr(taken, name), getattr(experience, name)[1:2]), name
+
+
+def test_no_rows_are_a_batch_too(experience):
+    nothing = experience[[]]
+    assert len(nothing) == 0
+    assert nothing.mask.shape == (0, TOKENS)
+
+
+def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
+    moved = experience.to("meta")
+    tensors = [*moved._rows(), *moved.rollout.rewards.values()]
+    assert len(tensors) == 6 + 10 + 2
+    assert all(tensor.is_meta for tensor in tensors)
+    assert moved.rollout.temperature == 0.7
+    assert not experience.advantages.is_meta
+
+
+def test_moving_passes_options_on(experience):
+    moved = experience.to("cpu", dtype=torch.float64, non_blocking=True)
+    assert moved.values.dtype == torch.float64
+
+
+def test_the_mask_of_an_experience_is_that_of_its_rollout(experience):
+    assert experience.mask is experience.rollout.response_mask
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("response_ids", (2, TOKENS), (ROWS, TOKENS)),
+        ("response_mask", (ROWS, 3), (ROWS, TOKENS)),
+        ("rollout_logprobs", (TOKENS, ROWS), (ROWS, TOKENS)),
+        ("prompt_lengths", (2,), (ROWS,)),
+        ("response_lengths", (ROWS, 1), (ROWS,)),
+        ("reward", (ROWS, TOKENS), (ROWS,)),
+        ("group", (), (ROWS,)),
+        ("truncated", (1,), (ROWS,)),
+        ("policy_version", (ROWS + 1,), (ROWS,)),
+    ],
+)
+def test_a_rollout_with_a_wrong_shape_names_the_field_and_both_shapes(rollout, name, shape, expected):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        dataclasses.replace(rollout, **{name: torch.zeros(shape)})
+    assert str(error.value) == f"Rollout.{name} has shape {shape}, expected {expected}"
+
+
+def test_a_reward_with_a_wrong_shape_is_named(rollout):
+    with pytest.raises(ValueError, match=r"^Rollout.rewards\['right'\] has shape \(2,\), expected \(3,\)$"):
+        dataclasses.replace(rollout, rewards={"right": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"])
+def test_an_experience_with_a_wrong_shape_names_the_field_and_both_shapes(experience, name):
+    with pytest.raises(ValueError, match=rf"^Experience.{name} has shape \(3, 3\), expected \(3, 4\)$"):
+        dataclasses.replace(experience, **{name: torch.zeros(ROWS, 3)})
+
+
+def test_batches_cannot_be_changed(rollout):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rollout.reward = torch.zeros(ROWS)
+
+
+def test_sequences_are_counted_and_checked():
+    sequences = _sequences()
+    assert len(sequences) == 2
+    assert sequences.total_lengths.tolist() == [3, 2]
+    with pytest.raises(ValueError, match=r"^SequenceBatch.lengths has shape \(1,\), expected \(2,\)$"):
+        dataclasses.replace(sequences, lengths=torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"^SequenceBatch.loss_mask has shape \(2, 4\), expected \(2, 3\)$"):
+        dataclasses.replace(sequences, loss_mask=torch.zeros(2, 4))
+
+
+def test_pairs_are_sliced_together_and_take_twice_the_longer_text():
+    pairs = PreferenceBatch(_sequences(2, (3, 1)), _sequences(2, (2, 3)), margin=torch.tensor([0.0, 1.0]))
+    assert len(pairs) == 2
+    assert pairs.total_lengths.tolist() == [6, 6]
+    second = pairs[[1]]
+    assert second.chosen.lengths.tolist() == [1]
+    assert second.rejected.lengths.tolist() == [3]
+    assert second.margin.tolist() == [1]
+
+
+def test_pairs_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match=r"^PreferenceBatch.margin has shape \(1,\), expected \(2,\)$"):
+        PreferenceBatch(_sequences(), _sequences(), margin=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"^PreferenceBatch.rejected.lengths has shape \(1,\), expected \(2,\)$"):
+        PreferenceBatch(_sequences(), _sequences(1, (3,)), margin=torch.zeros(2))

@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine with Python 3.10 to 3.13:
+#   make quickstart     trains a tiny model by SFT, a reward model, and PPO with both
+#   make test           runs the tests
+# Both install what they need into .venv first. A GPU is used where there is one.
+# Another Python: make test PYTHON=python3.12.  No GPU although there is one: make test DEVICE=cpu.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON DEVICE
+
+.PHONY: help install quickstart test test-all lint lock clean
+
+help:  ## what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+install:  ## make .venv and install everything into it (the other commands do this by themselves)
+	@constraints/install.sh
+
+quickstart: install  ## a supervised model, a reward model, then PPO: minutes on a laptop
+	$(BIN)/lightning-rlhf fit --config configs/quickstart/sft.yaml
+	$(BIN)/lightning-rlhf fit --config configs/quickstart/reward.yaml
+	$(BIN)/lightning-rlhf fit --config configs/quickstart/ppo.yaml
+
+test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goes to pytest
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: install  ## all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: install  ## style, types and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+lock: install  ## make the version locks under constraints/ anew from setup.cfg
+	constraints/lock.sh
+
+clean:  ## remove .venv and what tools left behind; your runs/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find callbacks examples lightning_rlhf tests -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Makes .venv and installs the locked packages and this project into it; does nothing where that is already done.
+#   PYTHON=python3.12   the interpreter to use (default: python3)
+#   DEVICE=cpu          install for a CPU even where there is an NVIDIA GPU (default: gpu where nvidia-smi finds one)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+fail() { echo "make: $*" >&2; exit 1; }
+
+# What is to be installed
+command -v "$python" > /dev/null || fail "there is no command '$python'; name a Python with make PYTHON=/path/to/python"
+version=$("$python" -c 'import platform; print(platform.python_version())') || fail "'$python' does not run"
+case $version in
+    3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
+    *) fail "Python 3.10 to 3.13 is needed, '$python' is $version; name another one with make PYTHON=/path/to/python" ;;
+esac
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "the locked packages are for Linux on x86_64, this is $(uname -sm)"
+device=${DEVICE:-$(nvidia-smi -L > /dev/null 2>&1 && echo gpu || echo cpu)}
+lock=constraints/$device.lock
+[ -f "$lock" ] || fail "DEVICE is cpu or gpu, not '$device'"
+
+# Is it there already? The stamp is written last, so an interrupted installation has none and starts afresh.
+# The lock on this script makes a second make wait for the first.
+exec 9< "$0"
+flock 9
+stamp=.venv/installed
+place="$device Python $version $PWD"
+key="$place $(cat "$lock" setup.cfg pyproject.toml "$0" | sha256sum | cut -d' ' -f1)"
+installed=$(cat "$stamp" 2> /dev/null || true)
+[ "$installed" != "$key" ] || exit 0
+rm -f "$stamp"
+
+# A fresh environment, unless only the packages of a whole one have changed
+if [ "${installed% *}" != "$place" ]; then
+    echo "make: a new .venv for Python $version and the packages of $lock (3 GB on a CPU, some 12 GB with a GPU)"
+    "$python" -m venv --clear .venv || fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
+fi
+uv=$(sed -n 's/^\(uv==[^ ]*\).*/\1/p' "$lock")
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+pip install --quiet "$uv" || fail "pip could not install $uv"
+
+# uv does not read pip's settings: hand over where pip is told to look for packages
+setting() { pip config get "global.$1" 2> /dev/null | tr -s ' \n' ',' | sed 's/^,//; s/,$//' || true; }
+links=$(tr -s ' ' ',' <<< "${PIP_FIND_LINKS:-$(setting find-links)}")
+index=${PIP_INDEX_URL:-$(setting index-url)}
+[ -z "$links" ] || export UV_FIND_LINKS="${UV_FIND_LINKS:-$links}"
+[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+export UV_PYTHON_DOWNLOADS=never
+
+# PyPI has only the CUDA build of torch for Linux. The CPU build comes from a folder named to pip, else from PyTorch.
+backend=()
+hint=
+if [ "$device" = cpu ]; then
+    torch=$(sed -n 's/^torch==\([^ ]*\).*/\1/p' "$lock")
+    tag=cp$(cut -d. -f1,2 <<< "$version" | tr -d .)
+    backend=(--torch-backend cpu)
+    hint="; torch $torch is looked for in the folders of PIP_FIND_LINKS and on the index of the PyTorch project"
+    IFS=, read -r -a folders <<< "${UV_FIND_LINKS:-}"
+    for folder in "${folders[@]}"; do
+        if compgen -G "${folder#file://}/torch-$torch-$tag-*.whl" > /dev/null; then backend=(); fi
+    done
+fi
+
+.venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytecode "${backend[@]}" -r "$lock" || fail \
+    "the packages of $lock could not be installed for Python $version (the reason is above)$hint"
+.venv/bin/uv pip install --python .venv/bin/python --quiet --no-deps --no-build-isolation -e . || fail \
+    "lightning-rlhf itself could not be installed (the reason is above)"
+echo "$key" > "$stamp"

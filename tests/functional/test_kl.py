@@ -113,5 +113,5 @@ def test_equal_policies_are_0_apart_with_gradient_0_except_k1():
 
 
 def test_an_unknown_estimator_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"must be one of k1, k2, k3, abs, got 'k4'$"):
+    with pytest.raises(ValueError, match=r"^KL estimator must be one of k1, k2, k3, abs, got 'k4'$"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

@@ -115,6 +115,19 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
         assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
+def test_by_default_logits_are_neither_scaled_nor_capped():
+    hidden, weight, bias, targets = _head(5, seed=5)
+    expected = token_logprobs(hidden @ weight.T + bias, targets)
+    for ours, exact in zip(chunked_token_logprobs(hidden, weight, bias, targets), expected, strict=True):
+        assert_close(ours, exact, atol=1e-6)
+
+
+def test_hidden_states_and_targets_that_do_not_match_are_refused():
+    hidden, weight, bias, targets = _head(6, seed=6)
+    with pytest.raises(ValueError, match="zip"):
+        chunked_token_logprobs(hidden, weight, bias, targets[:4], chunk_tokens=2)
+
+
 def test_no_tokens_still_reach_every_parameter():
     # a rank that selects no token must take part in the gradient's collectives
     hidden, weight, bias, targets = _head(0, seed=0)

@@ -67,3 +67,7 @@ def test_steering_reaches_the_target():
 def test_target_and_horizon_must_be_positive(target, horizon):
     with pytest.raises(ValueError, match=rf"^target and horizon must be positive, got {target=}, {horizon=}$"):
         AdaptiveKL(target, horizon)
+
+
+def test_a_horizon_of_one_response_is_allowed():
+    assert_close(AdaptiveKL(target=0.1, horizon=1)(0.05, 1.0, 1), 0.06)

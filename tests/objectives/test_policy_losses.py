@@ -147,6 +147,15 @@ def test_no_token_depends_on_another(objective, seed):
     assert_close(objective(new, old, advantages)[0].flatten()[1:], whole.flatten()[1:])
 
 
+def test_a_ratio_exactly_at_a_bound_is_not_counted_as_bound_by_it():
+    ratio = float64(1.0).exp().item()
+    for advantage in (-1.0, 1.0):
+        objective = ClippedPolicyLoss(clip_range_high=ratio - 1, dual_clip=ratio)
+        loss, diagnostics = objective(float64(1.0), float64(0.0), float64(advantage))
+        assert_close(loss, -advantage * ratio)
+        assert diagnostics["clip_fraction"] == diagnostics["dual_clip_fraction"] == 0
+
+
 @properties
 @given(seeds)
 def test_approx_kl_estimates_the_divergence_from_old_to_new(seed):

@@ -4,6 +4,7 @@ Checked against lightning 2.6.6; tests/test_compat.py says what changed when a n
 """
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from torch.optim import Optimizer
 
@@ -43,3 +44,21 @@ def run_validation(trainer: Trainer) -> None:
 def align_logger_step(trainer: Trainer) -> None:
     """Make the loggers' x-axis continue at ``global_step`` after a resume."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+def validation_due(trainer: Trainer) -> bool:
+    """Whether a validation follows the training batch that has just ended, or is running."""
+    if trainer.validating:
+        return True
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def save_due_checkpoint(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
+    """What ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization."""
+    if checkpoint._every_n_train_steps < 1 or trainer.global_step % checkpoint._every_n_train_steps:
+        return
+    if not checkpoint._should_skip_saving_checkpoint(trainer):
+        candidates = checkpoint._monitor_candidates(trainer)
+        checkpoint._save_topk_checkpoint(trainer, candidates)
+        checkpoint._save_last_checkpoint(trainer, candidates)

@@ -220,6 +220,11 @@ class Experience(_TensorBatch):
         """(B, T) bool, short for the rollout's response mask."""
         return self.rollout.response_mask
 
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens of prompt and response together."""
+        return self.rollout.total_lengths
+
 
 def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
     if tuple(tensor.shape) != tuple(shape):

@@ -36,7 +36,9 @@ def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
     """
     prompt, response = rollout.prompt_lengths.unsqueeze(1), rollout.response_lengths.unsqueeze(1)
     position = torch.arange(int(rollout.total_lengths.max()), device=prompt.device).unsqueeze(0)
-    from_prompt = rollout.prompt_ids.gather(1, position.clamp(max=rollout.prompt_ids.shape[1] - 1).expand(len(prompt), -1))
+    from_prompt = rollout.prompt_ids.gather(
+        1, position.clamp(max=rollout.prompt_ids.shape[1] - 1).expand(len(prompt), -1)
+    )
     offset = (position - prompt).clamp(0, rollout.response_ids.shape[1] - 1)
     input_ids = torch.where(position < prompt, from_prompt, rollout.response_ids.gather(1, offset))
     input_ids = input_ids.masked_fill(position >= prompt + response, 0)

@@ -105,11 +105,14 @@ class Preferences(Problems):
     def rows(self) -> Iterator[tuple[str, Row]]:
         """The rows."""
         for number, (generator, a, b) in enumerate(self.draw()):
-            yield f"pair {number}", {
-                "prompt": f"{a:03d}+{b:03d}=",
-                "chosen": worked_answer(a, b),
-                "rejected": _near_miss(generator, a, b),
-            }
+            yield (
+                f"pair {number}",
+                {
+                    "prompt": f"{a:03d}+{b:03d}=",
+                    "chosen": worked_answer(a, b),
+                    "rejected": _near_miss(generator, a, b),
+                },
+            )
 
 
 def exact(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:

@@ -106,7 +106,9 @@ class RowsDataModule(LightningDataModule):
             return self.column(row, "prompt")
         if self.tokenizer.chat_template is None:
             raise BadRow("the prompt is a list of messages, and the tokenizer has no chat template")
-        if not value or not all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value):
+        if not value or not all(
+            isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value
+        ):
             raise BadRow("every message of a prompt needs 'role' and text in 'content'")
         return self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
 
@@ -134,5 +136,8 @@ class RowsDataModule(LightningDataModule):
             BadRow: longer than ``max_tokens``.
         """
         if len(ids) > self.max_tokens:
-            raise BadRow(f"{what} has {len(ids)} tokens, the limit is {self.max_tokens}", f"{what} longer than {self.max_tokens} tokens")
+            raise BadRow(
+                f"{what} has {len(ids)} tokens, the limit is {self.max_tokens}",
+                f"{what} longer than {self.max_tokens} tokens",
+            )
         return ids

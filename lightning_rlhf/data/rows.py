@@ -114,7 +114,9 @@ def as_rows(source: str | RowSource) -> RowSource:
     if Path(source).is_file():
         return JsonLines(source) if source.endswith(".jsonl") else HubDataset(source)
     if Path(source).suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise FileNotFoundError(f"no data at {source!r}: expected an existing .jsonl, .json, .csv or .parquet file, or a hub id")
+        raise FileNotFoundError(
+            f"no data at {source!r}: expected an existing .jsonl, .json, .csv or .parquet file, or a hub id"
+        )
     return HubDataset(source)
 
 
@@ -145,7 +147,9 @@ def use_rows(
     if bad and on_bad_row == "error":
         more = f"\n  ... and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         listed = "".join(f"\n  {line}" for line in bad[:_SHOWN])
-        raise ValueError(f"{name}: {len(bad)} of {report.kept + len(bad)} rows cannot be used (on_bad_row: skip leaves them out):{listed}{more}")
+        raise ValueError(
+            f"{name}: {len(bad)} of {report.kept + len(bad)} rows cannot be used (on_bad_row: skip leaves them out):{listed}{more}"
+        )
     if not items:
         raise ValueError(f"{report}: nothing is left to use")
     return items, report

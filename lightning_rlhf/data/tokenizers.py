@@ -92,9 +92,13 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
         ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
     """
     if isinstance(source, str):
-        if (source.startswith((".", "/", "~")) or source.count("/") != 1) and not Path(source, "tokenizer.json").is_file():
+        if (source.startswith((".", "/", "~")) or source.count("/") != 1) and not Path(
+            source, "tokenizer.json"
+        ).is_file():
             if not Path(source, "tokenizer_config.json").is_file():
-                raise FileNotFoundError(f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id")
+                raise FileNotFoundError(
+                    f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id"
+                )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     else:
         tokenizer = source.load()

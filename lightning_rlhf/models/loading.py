@@ -73,7 +73,7 @@ class Pretrained:
         return ScalarModel(model)
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
-        with _quiet_transformers():
+        with quiet_transformers():
             model, report = auto.from_pretrained(
                 self.path,
                 config=config,
@@ -85,7 +85,9 @@ class Pretrained:
             )
         lacking = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
         if lacking:
-            raise ValueError(f"{self.path} lacks {len(lacking)} parameters of {type(model).__name__}: {lacking[:3]} ...")
+            raise ValueError(
+                f"{self.path} lacks {len(lacking)} parameters of {type(model).__name__}: {lacking[:3]} ..."
+            )
         return model
 
 
@@ -94,12 +96,12 @@ class FromConfig:
     """Fresh weights, drawn from the run's seed.
 
     Args:
-        config: what ``config.json`` would hold: ``model_type`` and the fields of that architecture.
+        architecture: what ``config.json`` would hold: ``model_type`` and the fields of that architecture.
         seed: of the initial weights; None derives it from the run's seed.
         dtype: of the parameters.
     """
 
-    config: dict[str, Any] = field(default_factory=dict)
+    architecture: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     dtype: Dtype = "float32"
 
@@ -109,10 +111,10 @@ class FromConfig:
         Raises:
             ValueError: no or an unknown ``model_type``.
         """
-        values = dict(self.config)
+        values = dict(self.architecture)
         model_type = values.pop("model_type", None)
         if model_type is None:
-            raise ValueError("FromConfig.config needs 'model_type', for example 'qwen2' or 'llama'")
+            raise ValueError("FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'")
         config = _without_dropout(AutoConfig.for_model(model_type, **values))
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
         return config
@@ -174,8 +176,8 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide the loading bar and the table of missing keys; what is missing is checked and said by the caller."""
+def quiet_transformers() -> Iterator[None]:
+    """Hide progress bars and the table of missing keys; what is missing is checked and said by the caller."""
     bar, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity(logging.ERROR)

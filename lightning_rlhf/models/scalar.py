@@ -28,7 +28,9 @@ class ScalarModel(nn.Module):
         head = getattr(lm, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1:
             found = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
-            raise ValueError(f"{type(lm).__name__} has {found}; a critic or reward model needs one output (num_labels=1)")
+            raise ValueError(
+                f"{type(lm).__name__} has {found}; a critic or reward model needs one output (num_labels=1)"
+            )
         self.lm = lm
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))

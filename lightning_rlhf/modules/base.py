@@ -15,8 +15,8 @@ from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -94,6 +94,7 @@ class RLHFModule(RoleModule):
         self.score_shaping, self.ent_coef = score_shaping, ent_coef
         self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
         self._rollout: Rollout | None = None
+        self.experience: Experience | None = None  # of the last step, for callbacks
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ class RLHFModule(RoleModule):
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one rollout."""
         started = time.perf_counter()
-        experience = self.evaluate(self.take_rollout())
+        experience = self.experience = self.evaluate(self.take_rollout())
         evaluated = time.perf_counter()
         sums = Sums()
         for minibatch in self.minibatches(experience):
@@ -131,7 +132,8 @@ class RLHFModule(RoleModule):
                 break
         metrics = {**describe(experience, self.roles.sum_over_ranks), **self.reduced(sums), "kl/coef": self.kl_coef}
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
-        self.finish_step(metrics, bar=("reward/mean", "kl/ref"))
+        rewards = [f"reward/{name}" for name in experience.rollout.rewards]
+        self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
         """Shuffled mini-batches, the rollout gone through ``update_epochs`` times."""

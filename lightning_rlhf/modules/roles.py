@@ -164,4 +164,7 @@ class RoleModule(LightningModule):
     @torch.no_grad()
     def parameter_counts(self) -> dict[str, int]:
         """Parameters of each role."""
-        return {name: sum(p.numel() for p in getattr(self, name).parameters()) for name in (*self.trained_roles, *self.frozen_roles)}
+        return {
+            name: sum(p.numel() for p in getattr(self, name).parameters())
+            for name in (*self.trained_roles, *self.frozen_roles)
+        }

@@ -37,9 +37,7 @@ class ClippedPolicyLoss:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.
 
         Args:

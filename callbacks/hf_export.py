@@ -1,0 +1,53 @@
+"""HFExport: the trained model in the format everything else reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rlhf.models.loading import quiet_transformers
+from lightning_rlhf.modules.roles import RoleModule
+
+
+class HFExport(Callback):
+    """Writes the trained model and its tokenizer to ``export/`` when training ends, and every n steps if asked.
+
+    The directory is what ``transformers`` and vLLM load, and what the next run's configuration names.
+    ``metrics.json`` in it holds the run's last metrics.
+
+    Args:
+        every_n_steps: also write ``export-<step>/`` every so many steps; 0 only at the end.
+    """
+
+    def __init__(self, every_n_steps: int = 0) -> None:
+        self.every_n_steps = every_n_steps
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write when due."""
+        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+            self._write(trainer, pl_module, f"export-{trainer.global_step}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Write the final model."""
+        if not trainer.fast_dev_run:
+            self._write(trainer, pl_module, "export")
+
+    def _write(self, trainer: Trainer, module: RoleModule, name: str) -> None:
+        if not trainer.is_global_zero:
+            return
+        target = Path(trainer.default_root_dir) / name
+        draft = target.with_name(name + ".new")
+        shutil.rmtree(draft, ignore_errors=True)
+        with quiet_transformers():
+            module.exported_model().save_pretrained(draft)
+        trainer.datamodule.tokenizer.save_pretrained(draft)
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        (draft / "metrics.json").write_text(json.dumps({"step": trainer.global_step, **metrics}, indent=2) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)

@@ -1,0 +1,52 @@
+"""KLControl: steers the KL coefficient towards a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
+
+
+class KLControl(Callback):
+    """Moves ``kl_reward``'s coefficient after each rollout; the coefficient is part of the checkpoint.
+
+    Args:
+        controller: the rule.
+    """
+
+    def __init__(self, controller: AdaptiveKL) -> None:
+        self.controller = controller
+        self._restored: float | None = None
+        self._coef = 0.0
+
+    def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Refuse to steer what is not there."""
+        if pl_module.kl_reward.coef <= 0:
+            raise ValueError(
+                "KLControl steers the KL penalty in the reward: give the module kl_reward with a coef above 0"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Continue where a checkpoint stopped."""
+        if self._restored is not None:
+            pl_module.kl_coef = self._restored
+        self._coef = pl_module.kl_coef
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One step of the controller, on the KL that all ranks measured."""
+        responses = len(pl_module.experience) * trainer.world_size
+        kl = float(trainer.callback_metrics["kl/ref"])
+        self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"kl_coef": self._coef}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Take it over when training starts."""
+        self._restored = state_dict["kl_coef"]

@@ -1,0 +1,88 @@
+"""MetricsCSV: every metric of every step in one table that survives a crash."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+_VALIDATION = "val/"
+
+
+class MetricsCSV(Callback):
+    """Writes ``metrics.csv``: one row per training step and one per validation, the step in the first column.
+
+    A row is on disk before the checkpoint of its step, so a resumed run continues the table without gap; rows of steps
+    that the checkpoint does not know are dropped then.
+
+    Args:
+        every_n_steps: training rows are written for steps that this divides, at least 1.
+    """
+
+    def __init__(self, every_n_steps: int = 1) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        self.every_n_steps = every_n_steps
+        self._columns: list[str] = ["step"]
+        self._path = Path()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a table, or continue that of the resumed run."""
+        self._path = Path(trainer.default_root_dir) / "metrics.csv"
+        resumed = trainer.ckpt_path is not None and self._path.is_file()
+        rows = read_metrics(self._path) if resumed and trainer.is_global_zero else []
+        self._columns = list(rows[0]) if rows else ["step"]
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self._rewrite([row for row in rows if _known(row, trainer.global_step)])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The row of a training step."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self._write(trainer, validation=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The row of a validation."""
+        if not trainer.sanity_checking:
+            self._write(trainer, validation=True)
+
+    def _write(self, trainer: Trainer, validation: bool) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith(_VALIDATION) == validation}
+        row = {"step": str(trainer.global_step), **{name: repr(float(value)) for name, value in metrics.items()}}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            rows = read_metrics(self._path)
+            self._columns += sorted(new)
+            self._rewrite([*rows, row])
+        else:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(".csv.new")
+        with draft.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(draft, self._path)
+
+
+def read_metrics(path: Path) -> list[dict[str, str]]:
+    """The rows of a table; a last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def _known(row: dict[str, str], step: int) -> bool:
+    """Whether a row belongs to what a checkpoint of ``step`` has behind it; a validation due then is run again."""
+    validation = all(not value for name, value in row.items() if name != "step" and not name.startswith(_VALIDATION))
+    return int(row["step"]) < step if validation and step > 0 else int(row["step"]) <= step

@@ -1,0 +1,114 @@
+"""PolicyCheck: whether a reward model can be trusted with the policy it is about to teach."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_rlhf.batching.micro import token_budget_batches
+from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.data.rows import RowSource, text_of, use_rows
+from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.collect import collect
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+class PolicyCheck(Callback):
+    """Scores fresh samples of a policy when a reward model is trained, and sets the reward model's scale by them.
+
+    Accuracy on held-out pairs misleads: a reward model can order every pair and still fail on what the policy writes.
+    With a rule that knows right from wrong, ``val/policy_order`` is the share of (right, wrong) pairs of samples that
+    the reward model orders rightly. The samples' scores are made to have mean 0 and deviation 1, so that reward and
+    critic start on one scale.
+
+    Args:
+        policy: that PPO will start from.
+        prompts: rows with ``prompt`` and what the rule needs.
+        rule: gives at least 1 to right answers; None only sets the scale.
+        num_samples: prompts used, one sample each, at least 2.
+        max_response_tokens: longest response.
+        min_pair_accuracy: of held-out pairs, below which the run warns.
+        min_policy_order: of samples, below which the run warns.
+    """
+
+    def __init__(
+        self,
+        policy: str | ModelSource,
+        prompts: str | RowSource,
+        rule: RewardFunction | None = None,
+        num_samples: int = 256,
+        max_response_tokens: int = 256,
+        min_pair_accuracy: float = 0.95,
+        min_policy_order: float = 0.98,
+    ) -> None:
+        self.policy, self.prompts, self.rule = as_source(policy), prompts, rule
+        self.num_samples, self.max_response_tokens = num_samples, max_response_tokens
+        self.min_pair_accuracy, self.min_policy_order = min_pair_accuracy, min_policy_order
+
+    def on_train_end(self, trainer: Trainer, pl_module: RewardModule) -> None:
+        """Sample, score, scale, and say what was found."""
+        if trainer.fast_dev_run:
+            return
+        rollout = self._samples(trainer)
+        scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
+        pl_module.reward_model.normalize(scores.to(pl_module.device))
+        found = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
+        if self.rule is not None:
+            right = rollout.rewards[self.rule.label] >= 1
+            found["val/policy_accuracy"] = right.float().mean()
+            found["val/policy_order"] = torch.tensor(ordered_share(scores[right], scores[~right]))
+        trainer.callback_metrics.update(found)
+        self._say({**trainer.callback_metrics, **found})
+
+    def _samples(self, trainer: Trainer) -> Rollout:
+        tokenizer = trainer.datamodule.tokenizer
+        rows, _ = use_rows(self.prompts, "policy check", dict, on_bad_row="error")
+        rows = rows[: self.num_samples]
+        texts = [text_of(row, "prompt") for row in rows]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        batch = PromptBatch(list(range(len(rows))), ids, texts, columns)
+        directory = Path(trainer.default_root_dir) / "policy_check"
+        save_architecture(self.policy, directory)
+        engine = TransformersEngine()
+        longest = max(map(len, ids)) + self.max_response_tokens
+        engine.start(EngineSetup(directory, self.policy.dtype, longest, directory / "engine.log"))
+        engine.update_weights(((n, p.detach()) for n, p in self.policy.causal().lm.named_parameters()), version=0)
+        sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+        seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
+        return collect(batch, engine.generate(ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)
+
+    @torch.no_grad()
+    def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
+        scores = torch.zeros(len(rollout), device=rollout.reward.device)
+        for rows in token_budget_batches(rollout.total_lengths, module.micro_batch_tokens):
+            part = rollout[rows]
+            ends = (part.total_lengths - 1).unsqueeze(1)
+            scores[rows.to(scores.device)] = module.roles.role("reward_model")(join(part)[0], ends).squeeze(1)
+        return scores
+
+    def _say(self, metrics: dict[str, Tensor]) -> None:
+        bounds = {"val/pair_accuracy": self.min_pair_accuracy, "val/policy_order": self.min_policy_order}
+        for name, bound in bounds.items():
+            if name not in metrics:
+                continue
+            value = float(metrics[name])
+            log.info("%s = %.3f (at least %.2f is wanted)", name, value, bound)
+            if not value >= bound:
+                log.warning(
+                    "%s is %.3f, below %.2f: PPO would learn to exploit this reward model rather than the task. "
+                    "Train it longer, or on pairs closer to what the policy writes.",
+                    name, value, bound,
+                )  # fmt: skip

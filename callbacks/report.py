@@ -1,0 +1,121 @@
+"""Report: what a run achieved, at its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from lightning_rlhf.modules.base import RLHFModule
+
+from .metrics_csv import read_metrics
+from .rollout_loop import RolloutLoop
+
+_TIMES = ("time/sync_s", "time/generate_s", "time/reward_s", "time/check_s", "time/evaluate_s", "time/update_s")
+
+
+class Report(Callback):
+    """Prints validation before and after, problems with the answers before and after, and where the time went.
+
+    Reads ``metrics.csv``, so it needs MetricsCSV.
+
+    Args:
+        num_samples: problems shown: first those whose reward changed.
+    """
+
+    def __init__(self, num_samples: int = 4) -> None:
+        self.num_samples = num_samples
+        self._before: list[dict[str, Any]] = []
+        self._started = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Keep the answers of the first validation."""
+        if not self._before:
+            self._before = self._loop(trainer).validation_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The answers of the first validation."""
+        return {"before": self._before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take them over."""
+        self._before = state_dict["before"]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Print everything."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        screen = RichConsole(highlight=False, markup=False)
+        rows = read_metrics(Path(trainer.default_root_dir) / "metrics.csv")
+        for part in (self.progress(rows), self.answers(self._loop(trainer).validation_samples), self.times(rows)):
+            if part is not None:
+                screen.print(part)
+        screen.print(f"run directory: {trainer.default_root_dir}", soft_wrap=True)
+        summary = {"seconds": time.perf_counter() - self._started, "before": self._before}
+        (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
+
+    def progress(self, rows: list[dict[str, str]]) -> Table | None:
+        """First and last validation, and the KL and speed of training."""
+        validations = [row for row in rows if any(k.startswith("val/") and v for k, v in row.items())]
+        training = [row for row in rows if row.get("reward/mean")]
+        if not validations or not training:
+            return None
+        first, last = validations[0], validations[-1]
+        table = Table(title="Held-out problems", title_justify="left")
+        for heading in ("", f"step {first['step']}", f"step {last['step']}"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name in first:
+            if name.startswith("val/") and first[name] and last.get(name):
+                table.add_row(name.removeprefix("val/"), f"{float(first[name]):.3f}", f"{float(last[name]):.3f}")
+        table.add_section()
+        for name, label in (("reward/mean", "training reward"), ("kl/ref", "KL to the reference, nats per response")):
+            table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
+        speed = [float(row["perf/tokens_per_s"]) for row in training if row.get("perf/tokens_per_s")]
+        generated = [float(row["rollout/tokens_per_s"]) for row in training if row.get("rollout/tokens_per_s")]
+        if speed:
+            table.add_row("tokens per second, median", "", f"{sorted(speed)[len(speed) // 2]:.0f}")
+            table.add_row("generated per second, median", "", f"{sorted(generated)[len(generated) // 2]:.0f}")
+        return table
+
+    def answers(self, after: list[dict[str, Any]]) -> Table | None:
+        """The same problems answered greedily at the first and at the last validation."""
+        pairs = list(zip(self._before, after, strict=False))
+        if not pairs:
+            return None
+        pairs.sort(key=lambda pair: pair[0]["response"] == pair[1]["response"])
+        table = Table(title="Greedy answers to held-out problems", title_justify="left")
+        for heading in ("prompt", "before", "after"):
+            table.add_column(heading, overflow="fold")
+        if "answer" in after[0]:
+            table.add_column("right answer", overflow="fold")
+        for before, now in pairs[: self.num_samples]:
+            texts = [now["prompt"], before["response"], now["response"], *([now["answer"]] if "answer" in now else [])]
+            table.add_row(*(str(text).strip()[-300:] for text in texts))
+        return table
+
+    def times(self, rows: list[dict[str, str]]) -> Table | None:
+        """Seconds of all steps together, by what they were spent on."""
+        totals = {name: sum(float(row[name]) for row in rows if row.get(name)) for name in _TIMES}
+        whole = sum(float(row["time/step_s"]) for row in rows if row.get("time/step_s"))
+        if not whole:
+            return None
+        table = Table(title="Where the time of the steps went", title_justify="left")
+        for heading in ("", "seconds", "share"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name, label in zip(
+            _TIMES,
+            ("push weights", "generate", "judge", "compare engine and actor", "ask the models", "update"),
+            strict=True,
+        ):
+            table.add_row(label, f"{totals[name]:.1f}", f"{totals[name] / whole:.0%}")
+        rest = whole - sum(totals.values())
+        table.add_row("the rest", f"{rest:.1f}", f"{rest / whole:.0%}")
+        return table
+
+    def _loop(self, trainer: Trainer) -> RolloutLoop:
+        return next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))

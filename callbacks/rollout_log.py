@@ -1,0 +1,81 @@
+"""RolloutLog: what was asked, answered and rewarded, as files and now and then on the screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from lightning_rlhf.modules.base import RLHFModule
+
+
+class RolloutLog(Callback):
+    """Writes each step's responses to ``rollouts/step-000001.jsonl``, and shows some as a table.
+
+    Args:
+        max_rows: responses written per step and rank, at least 1.
+        table_every_n_steps: how often a table is shown; 0 never.
+        table_rows: responses in it: the best, the worst and those between, at equal distances.
+    """
+
+    def __init__(self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4) -> None:
+        self.max_rows, self.table_every_n_steps, self.table_rows = max_rows, table_every_n_steps, table_rows
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One file, and a table when it is due."""
+        if trainer.fast_dev_run:
+            return
+        rows = self.rows(trainer, pl_module)
+        directory = Path(trainer.default_root_dir) / "rollouts"
+        directory.mkdir(parents=True, exist_ok=True)
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        path = directory / f"step-{trainer.global_step:06d}{rank}.jsonl"
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
+            self._show(rows, trainer.global_step)
+
+    def rows(self, trainer: Trainer, module: RLHFModule) -> list[dict[str, Any]]:
+        """The first responses of the step in plain values."""
+        experience = module.experience
+        rollout, tokenizer = experience.rollout, trainer.datamodule.tokenizer
+        total, kl = experience.token_rewards.sum(1), (experience.old_logprobs - experience.ref_logprobs).sum(1)
+        found = []
+        for i in range(min(self.max_rows, len(rollout))):
+            prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
+            response = rollout.response_ids[i, : rollout.response_lengths[i]]
+            found.append(
+                {
+                    "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                    "response": tokenizer.decode(response, skip_special_tokens=True),
+                    "reward": total[i].item(),
+                    "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
+                    "kl": kl[i].item(),
+                    "truncated": bool(rollout.truncated[i]),
+                    "policy_version": int(rollout.policy_version[i]),
+                    "group": int(rollout.group[i]),
+                }
+            )
+        return found
+
+    def _show(self, rows: list[dict[str, Any]], step: int) -> None:
+        ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
+        count = min(self.table_rows, len(ranked))
+        chosen = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
+        table = Table(title=f"Responses of step {step}, best to worst", title_justify="left", expand=False)
+        for heading in ("prompt", "response", "reward", *chosen[0]["rewards"]):
+            table.add_column(heading, overflow="fold")
+        for row in chosen:
+            numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
+            table.add_row(_short(row["prompt"]), _short(row["response"]), *numbers)
+        RichConsole(highlight=False, markup=False).print(table)
+
+
+def _short(text: str, limit: int = 300) -> str:
+    text = text.strip()
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

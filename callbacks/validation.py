@@ -1,0 +1,90 @@
+"""What a validation gathers over its batches, and the metrics it makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.functional.diagnostics import ordered_share, pass_at_k
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.types import PromptBatch, Rollout
+
+_KEPT_SAMPLES = 64
+
+
+class Validation:
+    """Responses of one validation: for each prompt one greedy one, then ``val_samples`` sampled ones.
+
+    Args:
+        reward_names: what judged them.
+        metric: which of them says that a response is correct (at least 1); None takes the first.
+        val_samples: sampled responses per prompt.
+    """
+
+    def __init__(self, reward_names: list[str], metric: str | None, val_samples: int) -> None:
+        self._metric = metric or (reward_names[0] if reward_names else None)
+        self._val_samples = val_samples
+        self._sums = Sums()
+        self._correct: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        self.samples: list[dict[str, Any]] = []
+
+    def add(self, batch: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
+        """One batch of N prompts and N x (1 + val_samples) responses."""
+        for name, values in rollout.rewards.items():
+            for kind, part in self._parts(values).items():
+                self._sums.add(f"val/{name}_{kind}", part, ~part.isnan())
+        lengths, truncated = self._parts(rollout.response_lengths.float()), self._parts(rollout.truncated.float())
+        self._sums.add("val/response_tokens_mean", lengths["sampled"])
+        self._sums.add("val/truncated_fraction", truncated["sampled"])
+        if self._metric is not None:
+            correct = self._parts((rollout.rewards[self._metric] >= 1).float())
+            self._correct.append(correct["sampled"])
+            for kind, part in correct.items():
+                self._sums.add(f"val/{kind}", part)
+        size = 1 + self._val_samples
+        for i in range(min(len(batch), _KEPT_SAMPLES - len(self.samples))):
+            row = i * size
+            ids = rollout.response_ids[row, : rollout.response_lengths[row]]
+            self.samples.append(
+                {
+                    "prompt": batch.texts[i],
+                    "response": tokenizer.decode(ids, skip_special_tokens=True),
+                    **{name: values[row].item() for name, values in rollout.rewards.items()},
+                    **{name: column[i] for name, column in batch.columns.items()},
+                }
+            )
+
+    def add_scores(self, scores: Tensor) -> None:
+        """The reward model's scores of the responses added last."""
+        parts = self._parts(scores.cpu())
+        self._scores.append(parts["sampled"])
+        for kind, part in parts.items():
+            self._sums.add(f"val/score_{kind}", part)
+
+    def metrics(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """All metrics; those of pass@k and of the ordering need a metric that says what is correct."""
+        found = self._sums.means(reduce)
+        if self._correct:
+            correct = torch.cat(self._correct).sum(dim=1).int().tolist()
+            k = 2
+            while k <= self._val_samples:
+                values = torch.tensor([pass_at_k(self._val_samples, c, k) for c in correct])
+                sums = Sums()
+                sums.add(f"val/pass@{k}", values)
+                found |= sums.means(reduce)
+                k *= 2
+            if self._scores:
+                right, scores = torch.cat(self._correct) > 0, torch.cat(self._scores)
+                share = ordered_share(scores[right], scores[~right])
+                if share == share:  # NaN where all are right or all are wrong
+                    found["val/score_orders_right_first"] = share
+        return found
+
+    def _parts(self, values: Tensor) -> dict[str, Tensor]:
+        table = values.view(-1, 1 + self._val_samples)
+        return {"greedy": table[:, :1], "sampled": table[:, 1:]}

@@ -1,0 +1,33 @@
+"""Door to the top-level ``callbacks/`` folder; in a wheel that folder is installed here instead."""
+
+from pathlib import Path
+
+__path__ = [str(Path(__file__).resolve().parents[2] / "callbacks")]
+
+from .checkpoint import RunCheckpoint
+from .console import Console
+from .defaults import complete
+from .hf_export import HFExport
+from .kl_control import KLControl
+from .metrics_csv import MetricsCSV
+from .policy_check import PolicyCheck
+from .report import Report
+from .rollout_log import RolloutLog
+from .rollout_loop import RolloutLoop
+from .run_state import RunState
+from .throughput import Throughput
+
+__all__ = [
+    "Console",
+    "HFExport",
+    "KLControl",
+    "MetricsCSV",
+    "PolicyCheck",
+    "Report",
+    "RolloutLog",
+    "RolloutLoop",
+    "RunCheckpoint",
+    "RunState",
+    "Throughput",
+    "complete",
+]

@@ -1,0 +1,88 @@
+"""What generates responses: the protocol every engine keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_rlhf.types import Completion, SamplingParams
+
+
+class EngineDied(RuntimeError):
+    """The engine is gone; the message says how it ended and where its log lies."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What every engine must know to start.
+
+    Args:
+        model: directory with the actor's ``config.json``; the weights are pushed later.
+        dtype: of the weights, ``float32`` or ``bfloat16``.
+        max_tokens: longest prompt with response, in tokens.
+        log: file that the engine's own output goes to.
+    """
+
+    model: Path
+    dtype: str
+    max_tokens: int
+    log: Path
+
+
+class RolloutEngine(ABC):
+    """Token ids in, token ids and log-probabilities out.
+
+    The same weights, prompts, sampling and seeds give the same completions, whatever the order of the requests and
+    whatever the engine did before.
+    """
+
+    @abstractmethod
+    def start(self, setup: EngineSetup) -> None:
+        """Begin to start; may return before the engine is ready."""
+
+    @abstractmethod
+    def wait(self) -> str:
+        """Block until ready; describe the engine in a few words.
+
+        Raises:
+            EngineDied: it could not start.
+        """
+
+    @abstractmethod
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; what is generated from now on carries the version.
+
+        Args:
+            parameters: (transformers name, tensor), each valid only until the next.
+            version: of the policy.
+
+        Raises:
+            EngineDied: the engine is gone.
+        """
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """One completion per prompt, in their order.
+
+        Args:
+            prompts: token ids.
+            sampling: how to draw.
+            seeds: one per prompt, in [0, 2**63).
+
+        Raises:
+            EngineDied: the engine is gone.
+        """
+
+    @abstractmethod
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Name of the first parameter that is not what was last pushed; None if all are."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine and everything it started; closing twice is fine."""

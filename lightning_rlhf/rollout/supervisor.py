@@ -1,0 +1,131 @@
+"""A child process that generates, and everything that can happen to it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.rollout.engine import EngineDied
+
+# A launcher's variables would make the child join the trainer's process group; the seed would reseed it.
+_NOT_FOR_THE_CHILD = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PL_GLOBAL_SEED", "LD_PRELOAD",
+)  # fmt: skip
+_CLOSE_SECONDS = 10
+_LOG_TAIL = 2000
+
+
+class EngineProcess:
+    """Starts a worker module, sends it commands, and turns its death into :class:`EngineDied` at once.
+
+    A thread reads the worker's answers. The socket pair reaches its end the moment the worker is gone, however it
+    ended, so no pending future outlives it.
+
+    Args:
+        module: to run, for example ``lightning_rlhf.rollout.vllm_worker``.
+        arguments: sent first.
+        environment: variables set for the child, beside those it inherits.
+        log: file for the child's output.
+    """
+
+    def __init__(self, module: str, arguments: dict[str, Any], environment: dict[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        ours, theirs = socket.socketpair()
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_THE_CHILD}
+        with log.open("wb") as output, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                env={**inherited, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+        self._sending = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[str, Future[dict[str, Any]]] = {}
+        self._death: EngineDied | None = None
+        self.ready: Future[dict[str, Any]] = Future()
+        self._send({"kind": "start", "arguments": arguments})
+        threading.Thread(target=self._read, name="engine answers", daemon=True).start()
+
+    def command(self, kind: str, **fields: Any) -> Future[dict[str, Any]]:
+        """Send a command; the future is its reply."""
+        identity, future = self._expect()
+        self._send({"kind": kind, "id": identity, **fields})
+        return future
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[Future[dict[str, Any]]]:
+        """Queue requests; each future is the finished completion."""
+        futures = []
+        for request in requests:
+            request["id"], future = self._expect()
+            futures.append(future)
+        # Should the batch itself be refused, the error answers its first request, which is the one waited for first.
+        self._send({"kind": "add", "id": requests[0]["id"], "requests": requests})
+        return futures
+
+    def close(self) -> None:
+        """Ask the worker to end, then make it."""
+        self._send({"kind": "close"})
+        try:
+            self.process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._connection.close()
+
+    def _expect(self) -> tuple[str, Future[dict[str, Any]]]:
+        if self._death is not None:
+            raise self._death
+        identity, future = str(next(self._numbers)), Future()
+        self._pending[identity] = future
+        return identity, future
+
+    def _send(self, message: dict[str, Any]) -> None:
+        # A broken pipe means the worker is gone: the reading thread sees that too, and answers every future.
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def _read(self) -> None:
+        reason = None
+        try:
+            while True:
+                message = json.loads(self._connection.recv_bytes())
+                if message["kind"] == "ready":
+                    self.ready.set_result(message)
+                elif message["kind"] == "fatal":
+                    reason = message["message"]
+                elif future := self._pending.pop(message["id"], None):
+                    if message["kind"] == "error":
+                        future.set_exception(RuntimeError(message["message"]))
+                    else:
+                        future.set_result(message)
+        except (EOFError, OSError):
+            self._bury(reason)
+
+    def _bury(self, reason: str | None) -> None:
+        code = self.process.wait()
+        ended = reason or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+        tail = self._log.read_text(errors="replace")[-_LOG_TAIL:] if self._log.exists() else ""
+        self._death = EngineDied(
+            f"the engine process {self.process.pid} died: {ended}. Its log is {self._log}, and ends:\n{tail}"
+        )
+        for future in [self.ready, *list(self._pending.values())]:
+            if not future.done():
+                future.set_exception(self._death)
+        self._pending.clear()

@@ -1,0 +1,157 @@
+"""transformers' own generation as rollout engine: runs wherever torch does, and is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.types import Completion, SamplingParams
+
+
+class TransformersEngine(RolloutEngine):
+    """A second copy of the actor in the trainer's process, sampled by ``transformers``.
+
+    Args:
+        batch_size: prompts generated together, at least 1.
+    """
+
+    def __init__(self, batch_size: int = 128) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self._batch_size = batch_size
+        self._model: PreTrainedModel | None = None
+        self._version = -1
+
+    def start(self, setup: EngineSetup) -> None:
+        """Build the model; its weights come with the first push."""
+        config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
+        with torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        return f"transformers' generate on {self._running.device}"
+
+    @torch.no_grad()
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`."""
+        ours = dict(self._running.named_parameters())
+        for name, tensor in parameters:
+            ours.pop(name).copy_(tensor)
+        if ours:
+            raise RuntimeError(f"no new weights came for {sorted(ours)[:3]} ...")
+        self._version = version
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`."""
+        completions = []
+        for first in range(0, len(prompts), self._batch_size):
+            part = slice(first, first + self._batch_size)
+            completions += self._generate_batch(prompts[part], sampling, seeds[part])
+        return completions
+
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        model = self._running
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
+        seen = torch.tensor(
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
+        )
+        sampler = SeededSampler(sampling, seeds)
+        output = model.generate(
+            ids,
+            attention_mask=seen,
+            generation_config=GenerationConfig(
+                max_new_tokens=sampling.max_tokens,
+                do_sample=False,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=0,
+            ),
+            logits_processor=LogitsProcessorList([sampler]),
+        )[:, width:].tolist()
+        logprobs = torch.stack(sampler.logprobs, dim=1).tolist()
+        return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
+
+    def _completion(self, row: list[int], logprobs: list[float], sampling: SamplingParams) -> Completion:
+        ends = [place for place, token in enumerate(row) if token in sampling.stop_token_ids]
+        length = ends[0] + 1 if ends else len(row)
+        return Completion(row[:length], logprobs[:length], "stop" if ends else "length", self._version)
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`."""
+        ours = dict(self._running.named_parameters())
+        return next((name for name, tensor in parameters if not torch.equal(ours[name], tensor)), None)
+
+    def close(self) -> None:
+        """Drop the model."""
+        self._model = None
+
+    @property
+    def _running(self) -> PreTrainedModel:
+        if self._model is None:
+            raise RuntimeError("the engine was not started")
+        return self._model
+
+
+class SeededSampler(LogitsProcessor):
+    """Makes transformers' greedy search draw samples, each row from a generator of its own.
+
+    Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution, so a row's sample
+    depends on its seed and its own logits alone.
+
+    Args:
+        sampling: how to draw.
+        seeds: one per row.
+    """
+
+    def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        self._temperature = sampling.temperature
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._warpers: list[LogitsProcessor] = []
+        if sampling.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores whose largest is the sampled token; its log-probability is kept.
+
+        Args:
+            input_ids: (B, L) so far.
+            scores: (B, V) logits.
+
+        Returns:
+            (B, V).
+        """
+        scores = scores.float()
+        if self._temperature == 0:
+            logprobs = noisy = scores.log_softmax(dim=-1)
+        else:
+            scores = scores / self._temperature
+            for warper in self._warpers:
+                scores = warper(input_ids, scores)
+            logprobs = scores.log_softmax(dim=-1)
+            noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=g) for g in self._generators])
+            noisy = logprobs - noise.log().to(scores.device)
+        chosen = noisy.argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, chosen).squeeze(1))
+        return noisy

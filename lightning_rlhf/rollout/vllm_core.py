@@ -1,0 +1,64 @@
+"""vLLM behind four methods, for the engine process and for use in process. Importing this module imports vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+
+
+class VLLMCore:
+    """One vLLM engine that is stepped by its owner.
+
+    Args:
+        arguments: for ``vllm.LLM``.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        extension = "lightning_rlhf.rollout.vllm_extension.WeightReceiver"
+        self._llm = LLM(worker_extension_cls=extension, **arguments)
+        self._engine = self._llm.llm_engine
+        self._version = -1
+
+    def load(self, weights: dict[str, Any], version: int) -> None:
+        """Take new weights from shared memory and forget every cached prefix of the old ones.
+
+        Raises:
+            RuntimeError: a cached prefix could not be dropped because requests are running.
+        """
+        self._llm.collective_rpc("receive_weights", kwargs=weights)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
+        self._version = version
+
+    def add(self, request: dict[str, Any]) -> None:
+        """Queue one request: ``id``, ``prompt``, ``seed`` and the fields of ``sampling``."""
+        sampling = SamplingParams(
+            **request["sampling"],
+            seed=request["seed"],
+            logprobs=0,
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(request["id"], TokensPrompt(prompt_token_ids=request["prompt"]), sampling)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return self._engine.has_unfinished_requests()
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        """Advance all requests by a token; the finished ones."""
+        for output in self._engine.step():
+            if output.finished:
+                sample = output.outputs[0]
+                yield {
+                    "id": output.request_id,
+                    "token_ids": list(sample.token_ids),
+                    "logprobs": [float(value) for value in sample.logprobs.logprobs],
+                    "finish_reason": "length" if sample.finish_reason == "length" else "stop",
+                    "policy_version": self._version,
+                }

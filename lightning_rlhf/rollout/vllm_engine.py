@@ -1,0 +1,212 @@
+"""vLLM as rollout engine: in a process of its own, or in the trainer's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.supervisor import EngineProcess
+from lightning_rlhf.rollout.weight_sync import WeightSender
+from lightning_rlhf.types import Completion, SamplingParams
+
+_CPU_CACHE_BYTES = 1 << 28
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # one process; nothing phones home
+
+
+def vllm_installed() -> bool:
+    """Whether vLLM can be imported, without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+class VLLMEngine(RolloutEngine):
+    """vLLM in a process of its own.
+
+    In the trainer's process vLLM reseeds the random generators, caps the threads and joins torch.distributed; in its
+    own it can do none of that, starts while data and models load, and its death is an error message.
+
+    Args:
+        gpu_memory_utilization: share of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
+        tensor_parallel_size: GPUs that share one engine, at least 1.
+        cpu_threads: of the engine on a machine without GPU, at least 1.
+        arguments: further arguments of ``vllm.LLM``; they win over ours.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        cpu_threads: int = 1,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        if not vllm_installed():
+            raise ModuleNotFoundError(
+                "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA GPU, "
+                "'make' installs the CPU build elsewhere; or choose TransformersEngine"
+            )
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {gpu_memory_utilization}")
+        self._gpu_memory_utilization, self._tensor_parallel_size = gpu_memory_utilization, tensor_parallel_size
+        self._cpu_threads, self._extra = cpu_threads, dict(arguments or {})
+        self._sender = WeightSender()
+        self._process: EngineProcess | None = None
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the process and return at once."""
+        environment = {**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+        if not torch.cuda.is_available():
+            # Nothing is compiled when vLLM runs eagerly, but its samplers would be, for a quarter of a minute.
+            environment |= {"OMP_NUM_THREADS": str(self._cpu_threads), "TORCH_COMPILE_DISABLE": "1"}
+        module = "lightning_rlhf.rollout.vllm_worker"
+        self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+
+    def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
+        """What ``vllm.LLM`` is given."""
+        arguments = {
+            "model": str(setup.model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": setup.dtype,
+            "max_model_len": setup.max_tokens,
+            "seed": 0,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "trust_remote_code": False,
+            "tensor_parallel_size": self._tensor_parallel_size,
+        }
+        if torch.cuda.is_available():
+            arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
+        else:
+            # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
+            arguments |= {
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, setup.max_tokens),
+                "kv_cache_memory_bytes": _CPU_CACHE_BYTES,
+                "block_size": 32,
+            }
+        return {**arguments, **self._extra}
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        ready = self._running.ready.result()
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        return f"vLLM {ready['version']} in process {ready['pid']} on {device}"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`."""
+        self._running.ready.result()
+        self._running.command("load", weights=self._sender.write(parameters), version=version).result()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`."""
+        futures = self._running.generate(as_requests(prompts, sampling, seeds))
+        return [as_completion(future.result()) for future in futures]
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`."""
+        return self._sender.first_difference(parameters)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._sender.close()
+
+    @property
+    def _running(self) -> EngineProcess:
+        if self._process is None:
+            raise RuntimeError("the engine was not started")
+        return self._process
+
+
+class InProcessVLLMEngine(VLLMEngine):
+    """vLLM inside the trainer's process: for debugging it with one debugger, and where processes are forbidden.
+
+    The random state is put back after every call. Threads and torch.distributed stay as vLLM leaves them.
+
+    Args:
+        gpu_memory_utilization: see :class:`VLLMEngine`.
+        tensor_parallel_size: must be 1.
+        arguments: further arguments of ``vllm.LLM``; they win over ours.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(gpu_memory_utilization, tensor_parallel_size, arguments=arguments)
+        if tensor_parallel_size != 1:
+            raise ValueError("an engine inside the trainer's process cannot span devices; use VLLMEngine")
+        self._core: Any = None
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start and wait."""
+        os.environ.update(_ENVIRONMENT)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        with torch.random.fork_rng():
+            from lightning_rlhf.rollout.vllm_core import VLLMCore
+
+            self._core = VLLMCore(self.llm_arguments(setup))
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        import vllm
+
+        return f"vLLM {vllm.__version__} inside the trainer's process"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`."""
+        with torch.random.fork_rng():
+            self._core.load(self._sender.write(parameters), version)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`."""
+        finished = {}
+        with torch.random.fork_rng():
+            for number, request in enumerate(as_requests(prompts, sampling, seeds)):
+                self._core.add({**request, "id": str(number)})
+            while self._core.busy:
+                finished |= {int(done["id"]): as_completion(done) for done in self._core.step()}
+        return [finished[number] for number in range(len(prompts))]
+
+    def close(self) -> None:
+        """Drop the engine."""
+        self._core = None
+        super().close()
+
+
+def as_requests(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Requests in vLLM's words."""
+    words = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    return [
+        {"prompt": list(prompt), "sampling": words, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+
+
+def as_completion(finished: dict[str, Any]) -> Completion:
+    """A completion from the worker's message."""
+    return Completion(
+        finished["token_ids"], finished["logprobs"], finished["finish_reason"], finished["policy_version"]
+    )

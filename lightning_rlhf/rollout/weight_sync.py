@@ -1,0 +1,111 @@
+"""Weights from trainer to engine through shared memory: one copy, no disk, no serialisation.
+
+The memory is anonymous (memfd), so it needs no space in ``/dev/shm``, has no name that could leak, and is gone with
+the last process that maps it. Receivers open it as ``/proc/<trainer>/fd/<n>``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in the shared memory.
+
+    Args:
+        name: the transformers name.
+        dtype: for example ``float32``.
+        shape: of the tensor.
+        offset: in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        return getattr(torch, self.dtype).itemsize * int(torch.Size(self.shape).numel())
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The parameter as a view of the memory."""
+        piece = memory[self.offset : self.offset + self.nbytes]
+        return piece.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+def map_memory(path: str, nbytes: int) -> Tensor:
+    """The shared memory as bytes."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """(name, view) of every parameter, in the order they were written."""
+    for slot in layout:
+        yield slot["name"], Slot(**slot).view(memory)
+
+
+class WeightSender:
+    """The trainer's side: writes parameters where engines read them."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("lightning_rlhf_weights")
+        self._slots: list[Slot] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Copy all parameters in.
+
+        Args:
+            parameters: (name, tensor), each needed only until the next; the same ones at every call.
+
+        Returns:
+            What :func:`map_memory` and :func:`read_slots` need: ``path``, ``nbytes``, ``layout``.
+        """
+        if self._slots:
+            for slot, (name, tensor) in zip(self._slots, parameters, strict=True):
+                if slot.name != name:
+                    raise RuntimeError(
+                        f"parameter {name} came where {slot.name} was pushed before: the model has changed"
+                    )
+                slot.view(self._memory).copy_(tensor)
+        else:
+            self._append_all(parameters)
+        layout = [asdict(slot) for slot in self._slots]
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
+
+    def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        # The first pass learns the sizes one parameter at a time, because a sharded role never holds them all.
+        end = 0
+        for name, tensor in parameters:
+            slot = Slot(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
+            end += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
+            os.truncate(self._file, end)
+            self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
+            slot.view(self._memory).copy_(tensor)
+            self._slots.append(slot)
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Name of the first parameter that differs from what was last written; None if all are equal."""
+        written = {slot.name: slot for slot in self._slots}
+        for name, tensor in parameters:
+            if name not in written or not torch.equal(written.pop(name).view(self._memory), tensor.cpu()):
+                return name
+        return next(iter(written), None)
+
+    def close(self) -> None:
+        """Unmap and free the memory."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,79 @@
+"""Checkpoint files that are whole or absent, and are never unpickled into code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, syncs, then renames; reads tensors and plain values only, after checking the bytes.
+
+    Lightning writes through the system's temporary folder, which is not atomic across filesystems, and stores no
+    checksum. Beside each ``x.ckpt`` lies ``x.ckpt.sha256``.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Replace the file in one step; whoever is killed meanwhile leaves the previous one whole."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".new")
+        with draft.open("wb") as file:
+            torch.save(checkpoint, file)
+            os.fsync(file.fileno())
+        # While both files may be met, their sum names both; after the rename only the new one passes.
+        digest = _digest(draft)
+        _write_sums(path, [*_sums(path)[-1:], digest])
+        os.replace(draft, path)
+        _write_sums(path, [digest])
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Tensors and plain values of a file that is what was written.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: its bytes are not what was written.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no checkpoint at {path}")
+        expected = _sums(path)
+        if expected and _digest(path) not in expected:
+            raise ValueError(
+                f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
+            )
+        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a checkpoint and its checksum."""
+        super().remove_checkpoint(path)
+        Path(f"{path}.sha256").unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sums(path: Path) -> list[str]:
+    beside = path.with_name(path.name + ".sha256")
+    return beside.read_text().split() if beside.is_file() else []
+
+
+def _write_sums(path: Path, digests: list[str]) -> None:
+    draft = path.with_name(path.name + ".sha256.new")
+    draft.write_text("\n".join(digests) + "\n")
+    os.replace(draft, path.with_name(path.name + ".sha256"))

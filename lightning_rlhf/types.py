@@ -39,7 +39,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
@@ -134,8 +134,9 @@ class _TensorBatch:
         return self._map(lambda tensor: tensor.to(device, **kwargs))
 
     def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
-        """The named rows, in that order."""
-        index = torch.as_tensor(rows, dtype=torch.long)
+        """The rows of these numbers, in that order, or those where a mask is True."""
+        index = torch.as_tensor(rows)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
         return self._map(lambda tensor: tensor[index.to(tensor.device)])
 
 

@@ -213,3 +213,12 @@ def test_pairs_that_do_not_match_are_refused():
         PreferenceBatch(_sequences(), _sequences(), margin=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^PreferenceBatch.rejected.lengths has shape \(1,\), expected \(2,\)$"):
         PreferenceBatch(_sequences(), _sequences(1, (3,)), margin=torch.zeros(2))
+
+
+def test_a_mask_picks_the_rows_where_it_is_true(rollout):
+    assert rollout[rollout.truncated].policy_version.tolist() == [7]
+    assert rollout[~rollout.truncated].group.tolist() == [1, 1]
+
+
+def test_an_experience_is_as_long_as_its_rollout(experience):
+    assert experience.total_lengths.tolist() == [5, 5, 3]

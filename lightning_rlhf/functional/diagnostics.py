@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_mean, this_rank_only
+from lightning_rlhf.functional.masked import SumOverRanks, masked_centered, masked_mean, this_rank_only
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
@@ -19,9 +19,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Su
         mask: (B, T) bool.
         reduce: sums a tensor over ranks.
     """
-    residual = returns - values
-    unexplained = masked_mean((residual - masked_mean(residual, mask, reduce)) ** 2, mask, reduce)
-    total = masked_mean((returns - masked_mean(returns, mask, reduce)) ** 2, mask, reduce)
+    unexplained = masked_mean(masked_centered(returns - values, mask, reduce) ** 2, mask, reduce)
+    total = masked_mean(masked_centered(returns, mask, reduce) ** 2, mask, reduce)
     return torch.where(total > 0, 1 - unexplained / total, torch.full_like(total, math.nan))
 
 
@@ -53,7 +52,5 @@ def ordered_share(better: Tensor, worse: Tensor) -> float:
     Returns:
         A number in [0, 1]; NaN when either side is empty.
     """
-    if not len(better) or not len(worse):
-        return math.nan
     difference = better.double().unsqueeze(1) - worse.double().unsqueeze(0)
     return ((difference > 0).double() + (difference == 0).double() / 2).mean().item()

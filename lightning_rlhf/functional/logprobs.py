@@ -20,7 +20,8 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logprobs: (N,) float32.
         entropy: (N,) float32.
     """
-    logits = logits.float()
+    # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is no number.
+    logits = logits.float().clamp(min=torch.finfo(torch.float32).min)
     normalizer = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
     entropy = normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
@@ -78,10 +79,8 @@ def chunked_token_logprobs(
     def of_chunk(states: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         return token_logprobs(head_logits(states, weight, bias, scale, softcap), ids)
 
-    # An empty selection still has to reach the parameters, or a rank without tokens would skip its collectives.
-    chunks = zip(hidden.split(chunk_tokens) or (hidden,), targets.split(chunk_tokens) or (targets,), strict=True)
     parts = []
-    for states, ids in chunks:
+    for states, ids in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
         if torch.is_grad_enabled():
             parts.append(checkpoint(of_chunk, states, ids, weight, bias, use_reentrant=False, preserve_rng_state=False))
         else:

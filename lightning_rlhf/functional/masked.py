@@ -31,6 +31,7 @@ def masked_mean(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_o
         mask: bool, the same shape.
         reduce: sums a tensor over ranks.
     """
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision cannot count beyond 256
     total, count = reduce(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
     return total / count.clamp(min=1)
 
@@ -40,9 +41,18 @@ def masked_variance(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_ra
 
     Two passes, because E[x^2] - E[x]^2 loses every digit when the mean is large.
     """
-    mean = masked_mean(values, mask, reduce)
-    squares, count = reduce(torch.stack([masked_sum((values - mean) ** 2, mask), mask.sum().to(values.dtype)]))
-    return squares / (count - 1).clamp(min=1)
+    squares = masked_centered(values, mask, reduce) ** 2
+    total, count = reduce(torch.stack([masked_sum(squares, mask), mask.sum().to(squares.dtype)]))
+    return total / (count - 1).clamp(min=1)
+
+
+def masked_centered(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    """Values less their mean over the mask and all ranks.
+
+    Centred twice: the mean of equal values is off by a rounding error, which would otherwise pass for their spread.
+    """
+    once = values - masked_mean(values, mask, reduce)
+    return once - masked_mean(once, mask, reduce)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only, eps: float = 1e-8) -> Tensor:
@@ -54,6 +64,5 @@ def masked_whiten(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank
         reduce: sums a tensor over ranks.
         eps: added to the variance, so that equal values give 0 and not NaN.
     """
-    mean = masked_mean(values, mask, reduce)
     scale = torch.rsqrt(masked_variance(values, mask, reduce) + eps)
-    return ((values - mean) * scale).masked_fill(~mask, 0)
+    return (masked_centered(values, mask, reduce) * scale).masked_fill(~mask, 0)

@@ -19,7 +19,7 @@ class KLTerm:
     estimator: KLEstimator = "k1"
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
+        if not self.coef >= 0:
             raise ValueError(f"KL coef must be at least 0, got {self.coef}")
         if self.estimator not in ("k1", "k2", "k3", "abs"):
             raise ValueError(f"KL estimator must be one of k1, k2, k3, abs, got {self.estimator!r}")
@@ -29,8 +29,9 @@ class KLTerm:
 class AdaptiveKL:
     """Steers the KL coefficient so that the measured KL approaches a target.
 
-    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon).
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2.
+    coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1)).
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2; the last factor is theirs for batches
+    within a horizon, and keeps larger ones from turning the coefficient negative.
 
     Args:
         target: wanted KL to the reference, nats per response, positive.
@@ -41,7 +42,7 @@ class AdaptiveKL:
     horizon: int = 10000
 
     def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon <= 0:
+        if not (self.target > 0 and self.horizon > 0):
             raise ValueError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
 
     def __call__(self, coef: float, kl: float, num_responses: int) -> float:
@@ -53,4 +54,4 @@ class AdaptiveKL:
             num_responses: responses it was measured on.
         """
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return coef * (1.0 + error * num_responses / self.horizon)
+        return coef * (1.0 + error * min(num_responses / self.horizon, 1.0))

@@ -32,9 +32,9 @@ class ClippedPolicyLoss:
             raise ValueError(f"clip_range must lie in (0, 1), got {self.clip_range}")
         if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
             raise ValueError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
-        if self.clip_range_high is not None and self.clip_range_high <= 0:
+        if self.clip_range_high is not None and not self.clip_range_high > 0:
             raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ class PairwiseLoss:
     center_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.center_coef < 0:
+        if not self.center_coef >= 0:
             raise ValueError(f"center_coef must be at least 0, got {self.center_coef}")
 
     def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:

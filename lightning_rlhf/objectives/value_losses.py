@@ -19,7 +19,7 @@ class ClippedValueLoss:
     clip_range: float | None = 0.5
 
     def __post_init__(self) -> None:
-        if self.clip_range is not None and self.clip_range <= 0:
+        if self.clip_range is not None and not self.clip_range > 0:
             raise ValueError(f"value clip_range must be positive or null, got {self.clip_range}")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

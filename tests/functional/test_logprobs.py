@@ -181,3 +181,12 @@ def test_logits_are_made_once_where_no_gradient_is_wanted(chunk_sizes):
     with torch.no_grad():
         chunked_token_logprobs(*_head(1025, seed=4))
     assert chunk_sizes == [1024, 1]
+
+
+def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0]))
+    (logprobs + entropy).sum().backward()
+    assert_close(entropy, torch.tensor([math.log(2)]))
+    assert_close(logprobs, torch.tensor([-math.log(2)]))
+    assert logits.grad.isfinite().all()

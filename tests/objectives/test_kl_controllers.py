@@ -71,3 +71,7 @@ def test_target_and_horizon_must_be_positive(target, horizon):
 
 def test_a_horizon_of_one_response_is_allowed():
     assert_close(AdaptiveKL(target=0.1, horizon=1)(0.05, 1.0, 1), 0.06)
+
+
+def test_a_batch_larger_than_the_horizon_cannot_turn_the_coefficient_negative():
+    assert AdaptiveKL(target=1.0, horizon=10)(0.1, kl=0.0, num_responses=1000) == pytest.approx(0.08)

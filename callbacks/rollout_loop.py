@@ -40,7 +40,7 @@ class RolloutLoop(Callback):
         val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
         val_metric: reward that says whether a validation response is correct (at least 1), for pass@k and for how well
             the reward model orders right and wrong; None takes the first one.
-        validate_before_training: whether to validate before the first step, so that progress has a beginning.
+        validate_at_ends: whether to validate before the first and after the last step, so that progress can be told.
         check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
             the push; 0 switches the check off.
         max_logprob_diff: largest difference that passes, nats; None is 1e-3 for float32 and 1 for bfloat16.
@@ -55,7 +55,7 @@ class RolloutLoop(Callback):
         temperature: float = 1.0,
         val_samples: int = 1,
         val_metric: str | None = None,
-        validate_before_training: bool = True,
+        validate_at_ends: bool = True,
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
     ) -> None:
@@ -65,12 +65,13 @@ class RolloutLoop(Callback):
             raise ValueError(f"training samples need a positive temperature, got {temperature}")
         self.rewards, self._engine_choice = list(rewards or []), engine
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
-        self.validate_before_training = validate_before_training
+        self.validate_at_ends = validate_at_ends
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
         self.val_samples, self.val_metric = val_samples, val_metric
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self._pushed: int | None = None
+        self._validated: int | None = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._validation: Validation | None = None
 
@@ -128,7 +129,12 @@ class RolloutLoop(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Measure where training begins."""
-        if self.validate_before_training and trainer.global_step == 0 and not trainer.fast_dev_run:
+        if self.validate_at_ends and trainer.global_step == 0 and not trainer.fast_dev_run:
+            run_validation(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Measure where it ended, unless that has just been done."""
+        if self.validate_at_ends and self._validated != trainer.global_step and not trainer.fast_dev_run:
             run_validation(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
@@ -213,6 +219,7 @@ class RolloutLoop(Callback):
         if trainer.sanity_checking:
             return
         self.push_weights(trainer, pl_module)
+        self._validated = trainer.global_step
         self._validation = Validation([reward.label for reward in self.rewards], self.val_metric, self.val_samples)
 
     def on_validation_batch_start(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import shutil
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,16 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
-from lightning_rlhf.cli.parser import FriendlyParser
+from lightning_rlhf.cli.parser import FriendlyParser, explain
 from lightning_rlhf.modules.roles import RoleModule
-from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
 
+log = logging.getLogger("lightning_rlhf")
 # Said at every run by Lightning, and not for our users: rows are tokenised beforehand, so there is nothing for loader
-# workers to do, and roles are put into their mode one by one.
+# workers to do; roles are put into their mode one by one; the last is Lightning's own use of a renamed torch function.
 _NOISE = (r".*does not have many workers.*", r".*module\(s\) in eval mode.*", r".*isinstance\(treespec, LeafSpec\).*")
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
@@ -27,11 +31,23 @@ _TRAINER_DEFAULTS = {
     "enable_model_summary": False,
     "log_every_n_steps": 1,
 }
-_USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError)
+
+
+class Stopped(Exception):
+    """A run that ended with a sentence for its user.
+
+    Args:
+        message: the sentence.
+        code: 2 before the first training step, 1 from then on.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` into the run's directory; a resumed run writes its own beside it."""
+    """Writes ``config.yaml`` into the run's directory."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the configuration as it was understood."""
@@ -46,18 +62,61 @@ class RLHFCLI(LightningCLI):
     """LightningCLI with the callbacks every run wants; one given in the configuration replaces the default."""
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the default callbacks and the checkpoint files that survive a crash."""
+        """Add the default callbacks, the run's loggers, and checkpoint files that survive a crash."""
         given = self._get(self.config_init, "trainer")
-        directory = Path(given.get("default_root_dir") or "runs/default")
+        directory = given.get("default_root_dir") or "runs/default"
+        kwargs["default_root_dir"] = str(directory)
+        kwargs["plugins"] = [*(given.get("plugins") or []), AtomicCheckpointIO()]
         if given.get("logger") is None:
             kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard")
         if given.get("enable_progress_bar") is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
-        kwargs["default_root_dir"] = str(directory)
-        kwargs["plugins"] = [*(given.get("plugins") or []), AtomicCheckpointIO()]
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks = callbacks.complete(trainer.callbacks)
         return trainer
+
+    def instantiate_classes(self) -> None:
+        """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise Stopped(explain(str(error)), code=2) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run; an error that this package raised itself is a sentence, any other keeps its traceback."""
+        directory = Path(self.trainer.default_root_dir)
+        resumed = self._get(self.config_init, "ckpt_path") is not None
+        fresh = subcommand == "fit" and not resumed and not self.trainer.fast_dev_run and not rank_zero_only.rank
+        earlier = set_aside(directory) if fresh else None
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            started = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+            if earlier is not None and not started:
+                shutil.rmtree(directory, ignore_errors=True)
+                earlier.rename(directory)
+            if not _ours(error):
+                raise
+            if error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            raise Stopped(str(error), code=1 if started else 2) from error
+        if earlier is not None:
+            log.info("An earlier run of this directory is now %s.", earlier)
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Rename the directory of an earlier run: nothing is lost, nothing is mixed.
+
+    Args:
+        directory: of the run to come.
+
+    Returns:
+        Where the earlier run is now; None if there was none.
+    """
+    if not (directory / "config.yaml").is_file():
+        return None
+    number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
+    return directory.rename(directory.with_name(f"{directory.name}-{number}"))
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -70,9 +129,8 @@ def run(arguments: list[str] | None = None) -> int:
         Exit code: 0, or 2 for a mistake found before training, or 1 for a failure in it.
     """
     quiet()
-    cli = None
     try:
-        cli = RLHFCLI(
+        RLHFCLI(
             RoleModule,
             LightningDataModule,
             subclass_mode_model=True,
@@ -82,13 +140,11 @@ def run(arguments: list[str] | None = None) -> int:
             save_config_callback=SaveRunConfig,
             seed_everything_default=42,
             trainer_defaults=_TRAINER_DEFAULTS,
-            parser_kwargs={"parser_mode": "yaml"},
             args=arguments,
-            run=True,
         )
-    except (*_USER_ERRORS, RuntimeError, FloatingPointError, EngineDied) as error:
-        print(f"lightning-rlhf: {error}", file=sys.stderr)
-        return 1
+    except Stopped as stopped:
+        print(f"lightning-rlhf: {stopped}", file=sys.stderr)
+        return stopped.code
     return 0
 
 
@@ -96,12 +152,17 @@ def quiet() -> None:
     """Leave on the screen what is worth reading."""
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", message=pattern)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    ours = logging.getLogger("lightning_rlhf")
-    ours.setLevel(logging.INFO)
-    if not ours.handlers:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)
+    if not log.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
-        ours.addHandler(handler)
-        ours.propagate = False
+        log.addHandler(handler)
+        log.propagate = False
+
+
+def _ours(error: Exception) -> bool:
+    """Whether this package raised the error itself, so that its message is written for users."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals.get("__name__", "").startswith("lightning_rlhf.")

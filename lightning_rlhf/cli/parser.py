@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
 import sys
+from dataclasses import is_dataclass
+from importlib import import_module
 from typing import NoReturn
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+
+_KEY = re.compile(r'^-?\s*Parser key "(.+)":\s*(.*)$')
+_CLASS = re.compile(r"^-?\s*Problem with given class_path '(.+)':$")
+_UNKNOWN = re.compile(r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'")
+_NO_CLASS = re.compile(r"module '(.+)' has no attribute '(.+)'")
+_WRONG_TYPE = re.compile(r"Expected a (?:<class ')?([\w.\[\], |]+)(?:'>)?\. Got value: (.*)")
+_NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|-? ?Expected a <class 'NoneType'>$|Given value)")
+_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path")
 
 
 class FriendlyParser(LightningArgumentParser):
@@ -20,5 +34,66 @@ class FriendlyParser(LightningArgumentParser):
 
 
 def explain(message: str) -> str:
-    """The last word of jsonargparse's message."""
+    """What a message of jsonargparse comes down to.
+
+    Args:
+        message: a tree of what was tried and why each did not fit.
+
+    Returns:
+        Where, and the first reason that says something; with what was meant, where a name is nearly right.
+    """
+    keys: list[str] = []
+    class_path = ""
+    for line in (line.strip() for line in message.splitlines()):
+        if found := _KEY.match(line):
+            keys.append(found[1])
+            line = found[2].strip()
+        elif found := _CLASS.match(line):
+            class_path = found[1]
+            continue
+        if line and not _NO_NEWS.match(line):
+            where = ".".join(dict.fromkeys(keys))
+            owner = f" ({class_path.rpartition('.')[2]})" if class_path else ""
+            reason = _reason(line.removeprefix("- "), class_path)
+            return f"{where}{owner}: {reason}" if where or owner else reason
     return message
+
+
+def _reason(line: str, class_path: str) -> str:
+    if found := _NO_CLASS.search(line):
+        return f"there is no {found[2]!r} in {found[1]}{_meant(found[2], dir(import_module(found[1])))}"
+    if found := _WRONG_TYPE.search(line):
+        return f"expected {found[1]}, got {found[2]!r}"
+    if found := _UNKNOWN.search(line):
+        section, _, name = found["name"].rpartition(".")
+        name = name or found["name"]
+        if section in ("", "trainer") or class_path:
+            return f"unknown option {found['name']!r}{_meant(name, _known_names(class_path, found['group'], section))}"
+        return f"unknown option {found['name']!r}{_meant(section.partition('.')[0], _SECTIONS)}"
+    return line
+
+
+def _known_names(class_path: str, group: str | None, section: str) -> list[str]:
+    """Names that could have been meant: parameters of a class, of one of its groups, or of the Trainer."""
+    if not class_path:
+        return list(inspect.signature(Trainer).parameters) if section == "trainer" else list(_SECTIONS)
+    module, _, name = class_path.rpartition(".")
+    parameters = _parameters(getattr(import_module(module), name))
+    if group is None:
+        return list(parameters)
+    default = parameters[group].default if group in parameters else None
+    return list(inspect.signature(type(default)).parameters) if is_dataclass(default) else []
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """Constructor parameters, those passed on to base classes included."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            found = {**inspect.signature(base.__init__).parameters, **found}
+    return {name: parameter for name, parameter in found.items() if name not in ("self", "args", "kwargs")}
+
+
+def _meant(name: str, known: list[str] | tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
@@ -68,6 +69,8 @@ class RowsDataModule(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything once."""
+        if self.trainer is not None and "val" not in self.sources:
+            self.trainer.limit_val_batches = 0  # an empty loader would do, with a warning at every run
         if self.examples:
             return
         self.tokenizer = load_tokenizer(self.tokenizer_source)
@@ -87,6 +90,7 @@ class RowsDataModule(LightningDataModule):
             range(len(rows)),
             batch_size=self.val_batch_size,
             collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, 0),
+            generator=torch.Generator(),  # so that a validation leaves the global one as it was
         )
 
     # -- helpers for convert ----------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class ResumableLoader(DataLoader):
             range(len(rows)),
             batch_sampler=_Batches(self._order, batch_size),
             collate_fn=lambda numbers: collate([rows[i] for i in numbers], numbers, self._order.epoch),
+            # Each pass draws a seed for workers; drawn from the global generator, a resumed epoch would draw one more.
+            generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[Any]:

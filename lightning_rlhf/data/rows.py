@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -72,6 +72,22 @@ class JsonLines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{self.path}:{number}", _parsed(line)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Rows that are already there.
+
+    Args:
+        items: the rows.
+    """
+
+    items: Sequence[Row]
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Rows with their numbers."""
+        for number, row in enumerate(self.items):
+            yield f"row {number}", row
 
 
 @dataclass(frozen=True)

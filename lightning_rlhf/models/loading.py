@@ -44,10 +44,17 @@ class Pretrained:
         """The model's configuration, with dropout off.
 
         Raises:
-            FileNotFoundError: the path looks like a directory and is none.
+            FileNotFoundError: there is no such directory, and no such repository on the hub.
         """
         _expect_model_directory(self.path)
-        return _without_dropout(AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False))
+        try:
+            config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise FileNotFoundError(
+                f"no model at {self.path!r}: there is no such directory, and from the hub: {reason}"
+            ) from None
+        return _without_dropout(config)
 
     def causal(self) -> CausalLM:
         """The language model."""
@@ -159,7 +166,7 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
 
 
 def _expect_model_directory(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).exists()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
     if looks_local and not (Path(path) / "config.json").is_file():
         raise FileNotFoundError(
             f"no model at {path!r}: expected a directory with config.json and safetensors "

@@ -178,7 +178,8 @@ class RLHFModule(RoleModule):
         mask = rollout.response_mask
         kl = kl_estimate(old_logprobs, ref_logprobs, self.kl_reward.estimator).masked_fill(~mask, 0)
         token_rewards = -self.kl_coef * kl
-        last = rollout.response_lengths.unsqueeze(1) - 1
+        # On the policy's last token: what an environment wrote behind it is passed over, and so would be its reward.
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
         token_rewards.scatter_add_(1, last, self.total_reward(rollout).unsqueeze(1))
         values = self.values(rollout)
         advantages, returns = self.advantages_of(rollout, token_rewards, values)

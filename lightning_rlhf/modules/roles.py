@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.micro import token_budget_batches
-from lightning_rlhf.compat import count_training_step
+from lightning_rlhf.compat import count_training_step, optimizer_at
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.strategies.roles import Roles, roles_of
 from lightning_rlhf.types import _TensorBatch
@@ -135,12 +135,12 @@ class RoleModule(LightningModule):
             metrics: already reduced over ranks.
             bar: names that the progress bar shows.
         """
+        for i, name in enumerate(self.trained_roles):  # the rate of this step, not of the next
+            metrics[f"lr/{name}"] = optimizer_at(self, i).param_groups[0]["lr"]
         schedulers = self.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()
         count_training_step(self.trainer)
-        for i, name in enumerate(self.trained_roles):
-            metrics[f"lr/{name}"] = self.trainer.strategy.optimizers[i].param_groups[0]["lr"]
         for name, value in metrics.items():
             self.log(name, float(value), prog_bar=name in bar, batch_size=1)
 

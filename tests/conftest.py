@@ -1,0 +1,58 @@
+"""Fixtures for all tests: the same random numbers, an environment put back, tiny models."""
+
+import logging
+import os
+import random
+
+import pytest
+import torch
+
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from tests.stand_ins import TinyModel
+
+# What Lightning says of every small Trainer; an ``error`` in setup.cfg would make it fail the test.
+_NOISE = (
+    r"ignore:You defined a `validation_step` but have no `val_dataloader`",
+    r"ignore:.*module\(s\) in eval mode at the start of training",
+)
+
+
+def pytest_configure(config):
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hints about hardware are no news
+    for line in _NOISE:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """Every test begins with the same random state and leaves environment and torch's switches as it found them."""
+    environment = dict(os.environ)
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    random.seed(0)
+    torch.manual_seed(0)
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Float64 where the code says float32, so that equality can be shown to twelve digits."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def tiny():
+    """Source of a llama of two layers."""
+    return TinyModel()
+
+
+@pytest.fixture
+def tokenizer():
+    """Four special tokens and the letters a to g: as many as the tiny model knows."""
+    return CharacterTokenizer("abcdefg").load()

@@ -1,0 +1,428 @@
+"""What each part of PPOModule does, seen from outside: whole steps under a real Trainer."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from tests.helpers import assert_close, over_ranks
+from tests.stand_ins import TINY_LLAMA, OneOfTwoRanks, Response, TinyModel, fit, responses, rollout_of
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+ROWS = responses(8, seed=5)
+
+
+def ppo(dtype="float64", **options):
+    """A module whose models are there already: actor and critic of different weights, plain gradient descent."""
+    defaults = {"critic": TinyModel(seed=1, dtype=dtype), "actor_optimizer": SGD, "critic_optimizer": SGD}
+    module = PPOModule(TinyModel(dtype=dtype), **(defaults | {"minibatch_size": 4} | options))
+    module.configure_model()
+    return module
+
+
+def weights(module, role):
+    return [parameter.detach().clone() for parameter in getattr(module, role).parameters()]
+
+
+def distance(ones, others):
+    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
+
+
+def rollout(rows=ROWS, **options):
+    return rollout_of(rows, dtype=torch.get_default_dtype(), **options)
+
+
+# -- rewards and values -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("exact")
+def test_the_reward_model_scores_the_last_token_of_the_whole_response():
+    module = ppo(reward_model=TinyModel(seed=2, dtype="float64"))
+    fit(module, [rollout(extra_columns=3)])
+    lm = module.reward_model.lm
+    for row, given in zip(ROWS, module.experience.token_rewards, strict=True):
+        ids = torch.tensor([row.prompt + row.tokens])
+        score = lm.score(lm.model(ids).last_hidden_state)[0, -1, 0]
+        expected = torch.zeros_like(given)
+        expected[len(row.tokens) - 1] = row.reward + score
+        assert_close(given, expected)
+
+
+@pytest.mark.usefixtures("exact")
+def test_the_reward_of_a_response_that_an_environment_ends_belongs_to_the_last_token_of_the_policy():
+    rows = [
+        Response([3, 4], [5, 6, 7, 8], 2.0, [True, True, False, False]),
+        Response([3], [5, 6, 7], -1.0, [True, False, True]),
+    ]
+    module = ppo(minibatch_size=2, advantages=GAE(gae_lambda=1.0, whiten=False))
+    fit(module, [rollout(rows)])
+    assert_close(module.experience.token_rewards, [[0, 2, 0, 0], [0, 0, -1, 0]])
+    # with lambda 1 and gamma 1 every token of the policy returns the whole reward
+    assert_close(module.experience.returns, [[2, 2, 0, 0], [-1, 0, -1, 0]])
+
+
+@pytest.mark.usefixtures("exact")
+def test_the_critic_speaks_before_each_token_is_known():
+    module = ppo()
+    fit(module, [rollout()])
+    before = TinyModel(seed=1, dtype="float64").scalar().lm
+    for row, values in zip(ROWS, module.experience.values, strict=True):
+        ids = torch.tensor([row.prompt + row.tokens])
+        every = before.score(before.model(ids).last_hidden_state)[0, :, 0]
+        assert_close(values[: len(row.tokens)], every[len(row.prompt) - 1 : -1])
+        assert not values[len(row.tokens) :].any()
+
+
+@pytest.mark.usefixtures("exact")
+def test_what_an_environment_wrote_is_not_learnt_from():
+    """Only its role as context remains: another reward there, or another old log-probability, changes nothing."""
+    rows = responses(8, seed=5, observations=True)
+    assert any(not all(row.mask) for row in rows)
+
+    class Disturbed(PPOModule):
+        def evaluate(self, given):
+            experience = super().evaluate(given)
+            noise = torch.full_like(experience.values, 3.0).masked_fill(experience.mask, 0)
+            names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+            return replace(experience, **{name: getattr(experience, name) + noise for name in names})
+
+    results = []
+    for kind in (PPOModule, Disturbed):
+        options = {"actor_optimizer": SGD, "critic_optimizer": SGD, "kl_loss": KLTerm(0.1, "k3"), "ent_coef": 0.1}
+        module = kind(TinyModel(dtype="float64"), minibatch_size=4, update_epochs=2, **options)
+        fit(module, [rollout(rows)])
+        results.append(weights(module, "actor") + weights(module, "critic"))
+    assert distance(*results) == 0
+
+
+# -- the reference ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("term", ["kl_reward", "kl_loss"])
+def test_kl_to_a_reference_of_the_same_source_is_exactly_0_at_the_first_step(term):
+    module = ppo("float32", **{term: KLTerm(0.1, "k3")})
+    trainer = fit(module, [rollout()])
+    assert torch.equal(module.experience.old_logprobs, module.experience.ref_logprobs)
+    assert trainer.callback_metrics["kl/ref"] == 0
+
+
+def test_a_reference_is_loaded_only_where_it_is_needed():
+    assert ppo().frozen_roles == ()
+    assert ppo(ref=TinyModel(seed=3)).frozen_roles == ()
+    assert ppo(kl_reward=KLTerm(0.1)).frozen_roles == ("ref",)
+    assert ppo(kl_loss=KLTerm(0.1, "k2")).frozen_roles == ("ref",)
+
+
+def test_kl_in_nats_per_response_is_measured_to_the_reference():
+    module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
+    trainer = fit(module, [rollout()])
+    difference = module.experience.old_logprobs - module.experience.ref_logprobs
+    assert_close(trainer.callback_metrics["kl/ref"], difference.sum(dim=1).mean())
+    assert difference.abs().max() > 0.1
+
+
+def test_the_coefficient_of_the_penalty_can_be_steered_between_steps():
+    module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
+    module.kl_coef = 0.5
+    fit(module, [rollout([replace(row, reward=0.0) for row in ROWS])])
+    experience = module.experience
+    assert_close(experience.token_rewards, -0.5 * (experience.old_logprobs - experience.ref_logprobs))
+
+
+def test_frozen_roles_stay_bit_for_bit_what_they_were():
+    module = ppo("float32", kl_reward=KLTerm(0.1), ref=TinyModel(seed=3), reward_model=TinyModel(seed=2))
+    frozen = {role: weights(module, role) for role in ("ref", "reward_model")}
+    trained = {role: weights(module, role) for role in ("actor", "critic")}
+    fit(module, [rollout(), rollout()])
+    assert not module.ref.training
+    assert not module.reward_model.training
+    assert all(distance(before, weights(module, role)) == 0 for role, before in frozen.items())
+    assert all(distance(before, weights(module, role)) > 0 for role, before in trained.items())
+
+
+# -- when to stop and when to start -----------------------------------------------------------------------------------
+
+
+def test_while_the_critic_warms_up_the_actor_does_not_move():
+    module = ppo("float32", critic_warmup_steps=2)
+    actor, critic = weights(module, "actor"), weights(module, "critic")
+    trainer = fit(module, [rollout(), rollout()])
+    assert distance(actor, weights(module, "actor")) == 0
+    assert distance(critic, weights(module, "critic")) > 0
+    assert "loss/policy" not in trainer.callback_metrics
+
+
+def test_after_the_warm_up_the_actor_learns():
+    module = ppo("float32", critic_warmup_steps=2)
+    actor = weights(module, "actor")
+    fit(module, [rollout()] * 3)
+    assert distance(actor, weights(module, "actor")) > 0
+
+
+class Counting(PPOModule):
+    """Counts the optimizer steps of each role."""
+
+    def update(self, role, *arguments, **options):
+        self.updates = [*getattr(self, "updates", []), role]
+        return super().update(role, *arguments, **options)
+
+
+def counting(target_kl, rate, **options):
+    fast = partial(torch.optim.SGD, lr=rate)
+    module = Counting(
+        TinyModel(), minibatch_size=4, update_epochs=4, target_kl=target_kl, actor_optimizer=fast, **options
+    )
+    module.configure_model()
+    return module
+
+
+def test_updates_stop_once_the_policy_has_strayed():
+    free, held = counting(None, 0.5), counting(0.01, 0.5)
+    fit(free, [rollout()])
+    fit(held, [rollout()])
+    assert free.updates == ["critic", "actor"] * 8
+    # the first update starts from the old policy itself, so the second is the first that can have strayed
+    assert held.updates == ["critic", "actor"] * 2
+
+
+def test_a_policy_that_stays_near_is_not_stopped_and_each_rollout_starts_afresh():
+    module = counting(0.01, 1e-5)
+    fit(module, [rollout()] * 2)
+    assert module.updates == ["critic", "actor"] * 16
+    again = counting(0.01, 0.5)
+    fit(again, [rollout()] * 2)
+    assert again.updates == ["critic", "actor"] * 4
+
+
+def test_where_one_rank_strays_both_stop_after_the_same_update():
+    """Alone, the second rank would go on: its rewards are all alike, so it has nothing to learn."""
+    dull = [replace(row, reward=0.0) for row in ROWS]
+    shares = (ROWS, dull)
+    zeros = partial(torch.optim.SGD, lr=0.0)
+    options = {"critic_optimizer": zeros, "advantages": GAE(whiten=False), "max_grad_norm": None}
+
+    class OwnGradients(OneOfTwoRanks):
+        """Ranks whose weights part ways, so that one strays and the other stays."""
+
+        gradient_scale = 1.0
+
+        def accumulate(self, name, sync):
+            return self._local.accumulate(name, sync)
+
+    alone = counting(0.01, 0.3, critic=FromConfig(dict(TINY_LLAMA), seed=1), **options)
+    fit(alone, [rollout(dull)])
+    assert len(alone.updates) == 16
+
+    modules = [counting(0.01, 0.3, critic=FromConfig(dict(TINY_LLAMA), seed=1), **options) for _ in shares]
+
+    def rank(number, sum_over_ranks):
+        fit(modules[number], [rollout(shares[number])], strategy=OwnGradients(sum_over_ranks))
+        return modules[number].updates
+
+    first, second = over_ranks(*(partial(rank, number) for number in (0, 1)))
+    assert first == second
+    assert len(first) < 16
+
+
+@pytest.mark.usefixtures("exact")
+def test_two_ranks_take_the_step_of_one_rank_with_all_rows():
+    """Advantages are whitened over both, and every mean is over both, although their token counts differ."""
+    shares = ROWS[:4], ROWS[4:]
+    assert len({sum(len(row.tokens) for row in share) for share in shares}) == 2
+    options = {"update_epochs": 2, "kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3, dtype="float64")}
+    alone = ppo(minibatch_size=8, **options)
+    logged = fit(alone, [rollout()]).callback_metrics
+    modules = [ppo(minibatch_size=4, micro_batch_tokens=9, **options) for _ in shares]
+
+    def rank(number, sum_over_ranks):
+        trainer = fit(modules[number], [rollout(shares[number])], strategy=OneOfTwoRanks(sum_over_ranks))
+        return trainer.callback_metrics
+
+    for metrics, module in zip(over_ranks(*(partial(rank, i) for i in (0, 1))), modules, strict=True):
+        for role in ("actor", "critic"):
+            assert distance(weights(module, role), weights(alone, role)) <= 1e-9
+        for name, value in logged.items():
+            if not name.startswith(("time/", "rollout/logprob_diff_max")):
+                assert_close(metrics[name], value, atol=1e-6)
+
+
+# -- where the critic comes from --------------------------------------------------------------------------------------
+
+
+def backbone(model):
+    return model.lm.base_model.state_dict()
+
+
+def same_backbone(one, other):
+    return all(torch.equal(value, backbone(other)[name]) for name, value in backbone(one).items())
+
+
+def test_the_critic_starts_from_the_reward_model_where_there_is_one():
+    module = ppo("float32", critic=None, reward_model=TinyModel(seed=2))
+    assert same_backbone(module.critic, module.reward_model)
+    assert torch.equal(module.critic.lm.score.weight, module.reward_model.lm.score.weight)
+    assert module.critic.lm.score.weight is not module.reward_model.lm.score.weight
+    assert all(parameter.requires_grad for parameter in module.critic.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"critic": "actor"}, {"critic": "actor", "reward_model": TinyModel(seed=2)}])
+def test_the_critic_starts_from_the_actor_else_or_when_told(options):
+    module = PPOModule(FromConfig(dict(TINY_LLAMA), seed=0), **options)
+    module.configure_model()
+    assert same_backbone(module.critic, module.actor)
+    assert not module.critic.lm.score.weight.any()
+
+
+def test_the_critic_can_have_a_source_of_its_own():
+    module = ppo("float32", critic=TinyModel(seed=9), reward_model=TinyModel(seed=2))
+    assert torch.equal(module.critic.lm.score.weight, TinyModel(seed=9).scalar().lm.score.weight)
+
+
+def test_a_critic_from_a_reward_model_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"^critic: reward_model needs a reward_model to start from; give one, or say"):
+        PPOModule(TinyModel(), critic="reward_model")
+
+
+# -- under the Trainer ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_one_rollout_whatever_the_optimizers_do_in_it():
+    rates = {"actor": [], "critic": []}
+
+    class Watch(PPOModule):
+        def finish_step(self, metrics, bar):
+            super().finish_step(metrics, bar)
+            for role, seen in rates.items():
+                seen.append(metrics[f"lr/{role}"])
+
+    module = Watch(
+        TinyModel(),
+        minibatch_size=2,
+        update_epochs=3,
+        actor_optimizer=SGD,
+        critic_optimizer=partial(torch.optim.SGD, lr=0.04),
+        actor_lr_scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    )
+    assert fit(module, [rollout()] * 3).global_step == 3
+    assert rates == {"actor": [0.05, 0.025, 0.0125], "critic": [0.04, 0.04, 0.04]}
+
+
+def test_max_steps_counts_rollouts():
+    assert fit(ppo("float32", update_epochs=2), [rollout()] * 5, max_steps=2, max_epochs=-1).global_step == 2
+
+
+def test_each_epoch_takes_every_response_once_in_another_order():
+    orders = []
+
+    class Watch(PPOModule):
+        def minibatches(self, experience):
+            for minibatch in super().minibatches(experience):
+                orders.append(minibatch.rollout.policy_version.tolist())
+                yield minibatch
+
+    fit(Watch(TinyModel(), minibatch_size=3, update_epochs=2), [rollout()] * 2)
+    assert [len(rows) for rows in orders] == [3, 3, 2] * 4
+    epochs = [[row for rows in orders[i : i + 3] for row in rows] for i in range(0, 12, 3)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_the_run_seed_decides_the_order_and_nothing_else_does(monkeypatch):
+    def result(seed):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+        torch.rand(3)
+        module = ppo("float32")
+        fit(module, [rollout()])
+        return weights(module, "actor")
+
+    first = result(1)
+    assert distance(first, result(1)) == 0
+    assert distance(first, result(2)) > 0
+
+
+def test_a_step_without_a_rollout_names_the_missing_callback():
+    module = ppo("float32")
+    module.receive = lambda given: None
+    with pytest.raises(RuntimeError) as error:
+        fit(module, [rollout()])
+    assert str(error.value) == (
+        "PPOModule has no rollout for this batch: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+    )
+
+
+def test_a_rollout_is_learnt_from_once():
+    module = ppo("float32")
+    fit(module, [rollout()])
+    with pytest.raises(RuntimeError, match="no rollout for this batch"):
+        module.take_rollout()
+
+
+def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
+    module = PPOModule(TinyModel(), reward_model=FromConfig(TINY_LLAMA | {"vocab_size": 12}))
+    with pytest.raises(ValueError, match=r"their vocabularies differ: {'actor': 11, 'reward_model': 12, 'critic': 12}"):
+        fit(module, [rollout()])
+    assert not module.built
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touched():
+    module = ppo("float32")
+    actor = weights(module, "actor")
+    poisoned = replace(rollout(), reward=torch.full((8,), torch.nan))
+    with pytest.raises(FloatingPointError, match=r"^the critic's gradient norm is nan at step 0"):
+        fit(module, [poisoned])
+    assert distance(actor, weights(module, "actor")) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update_epochs": 0}, "update_epochs must be at least 1, got 0"),
+        ({"minibatch_size": 0}, "minibatch_size must be at least 1, got 0"),
+        ({"ent_coef": -0.1}, "ent_coef must be at least 0, got -0.1"),
+        ({"vf_coef": 0.0}, "vf_coef must be positive, got 0.0"),
+        ({"critic_warmup_steps": -1}, "critic_warmup_steps must be at least 0, got -1"),
+    ],
+)
+def test_hyper_parameters_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PPOModule(TinyModel(), **options)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+# Lists of batches do not know where they stopped; the second fit is handed the rest.
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_checkpoint_holds_trained_roles_only_and_training_goes_on_from_it_bit_for_bit(tmp_path):
+    options = {"kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3), "reward_model": TinyModel(seed=2)}
+    adam = {name: partial(torch.optim.AdamW, lr=1e-2) for name in ("actor_optimizer", "critic_optimizer")}
+    batches = [rollout(responses(8, seed=i)) for i in range(4)]
+    straight = ppo("float32", **options, **adam)
+    fit(straight, batches)
+
+    first = ppo("float32", **options, **adam)
+    trainer = fit(first, batches, max_steps=2, max_epochs=-1)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    held = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert {name.split(".")[0] for name in held} == {"actor", "critic"}
+
+    second = ppo("float32", **options, **adam)
+    fit(second, batches[2:] * 2, ckpt=tmp_path / "half.ckpt", max_steps=4, max_epochs=-1)
+    for role in ("actor", "critic", "ref", "reward_model"):
+        assert distance(weights(straight, role), weights(second, role)) == 0
+
+
+def test_the_log_counts_clipped_tokens_and_the_drift_from_the_old_policy():
+    module = ppo("float32", policy_loss=ClippedPolicyLoss(0.01), update_epochs=3)
+    metrics = fit(module, [rollout()]).callback_metrics
+    assert 0 < metrics["policy/clip_fraction"] < 1
+    assert metrics["kl/approx"] > 0
+    assert metrics["rollout/response_tokens"] == sum(len(row.tokens) for row in ROWS)
+    assert metrics["rollout/truncated_fraction"] == 0.25
+    assert_close(metrics["reward/given"], sum(row.reward for row in ROWS) / 8)

@@ -1,0 +1,232 @@
+"""Small stand-ins for what is large or slow: models, rollouts, the engine, and a Trainer that says nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.strategies.single import LocalRoles
+from lightning_rlhf.types import Completion, Rollout, SamplingParams
+
+VOCABULARY = 11
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "head_dim": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class TinyModel(FromConfig):
+    """A llama of two layers; as a scalar model its head is drawn too, because one of zeros hides mistakes."""
+
+    architecture: dict[str, Any] = field(default_factory=lambda: dict(TINY_LLAMA))
+    seed: int | None = 0
+
+    def scalar(self) -> ScalarModel:
+        model = super().scalar()
+        generator = torch.Generator().manual_seed(self.seed or 0)
+        torch.nn.init.normal_(model.lm.score.weight, std=0.3, generator=generator)
+        return model
+
+
+# -- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Response:
+    """One row of a rollout, without padding."""
+
+    prompt: list[int]
+    tokens: list[int]
+    reward: float = 0.0
+    policy: list[bool] | None = None  # False on what an environment wrote
+    truncated: bool = False
+
+    @property
+    def mask(self) -> list[bool]:
+        return [True] * len(self.tokens) if self.policy is None else self.policy
+
+
+def responses(count: int, seed: int, *, observations: bool = False) -> list[Response]:
+    """Random responses of 1 to 7 tokens to prompts of 1 to 4; every third one was truncated."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=draw))
+
+    rows = []
+    for i in range(count):
+        prompt, tokens = ([number(0, VOCABULARY - 1) for _ in range(number(1, most))] for most in (4, 7))
+        policy = [not 2 <= t <= 3 or t == len(tokens) - 1 for t in range(len(tokens))] if observations else None
+        rows.append(Response(prompt, tokens, number(-20, 20) / 10, policy, truncated=i % 3 == 2))
+    return rows
+
+
+def rollout_of(
+    rows: Sequence[Response], *, dtype: torch.dtype = torch.float32, extra_columns: int = 0, temperature: float = 1.0
+) -> Rollout:
+    """The rows as tensors, padded with tokens and numbers that nobody may read. ``policy_version`` numbers the rows."""
+    prompts, prompt_lengths = _padded([row.prompt for row in rows], extra_columns)
+    tokens, lengths = _padded([row.tokens for row in rows], extra_columns)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        mask[i, : len(row.tokens)] = torch.tensor(row.mask)
+    reward = torch.tensor([row.reward for row in rows], dtype=dtype)
+    return Rollout(
+        prompt_ids=prompts,
+        prompt_lengths=prompt_lengths,
+        response_ids=tokens,
+        response_lengths=lengths,
+        response_mask=mask,
+        rollout_logprobs=torch.zeros(tokens.shape, dtype=dtype).masked_fill(mask, -1.0),
+        rewards={"given": reward},
+        reward=reward,
+        group=torch.arange(len(rows)),
+        truncated=torch.tensor([row.truncated for row in rows]),
+        policy_version=torch.arange(len(rows)),
+        temperature=temperature,
+    )
+
+
+def _padded(rows: list[list[int]], extra_columns: int) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.full((len(rows), int(lengths.max()) + extra_columns), VOCABULARY - 1)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+    return ids, lengths
+
+
+# -- the world around a module ----------------------------------------------------------------------------------------
+
+
+class HandOver(Callback):
+    """Gives the module the batch itself as rollout."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+        pl_module.receive(batch)
+
+
+def quiet_trainer(**options: Any) -> Trainer:
+    """A Trainer on the CPU that writes nothing."""
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return Trainer(**(quiet | options))
+
+
+def fit(module: LightningModule, batches: Iterable[Any], val: Iterable[Any] | None = None, **options: Any) -> Trainer:
+    """Train on the batches, one step each; rollouts are handed over."""
+    batches, ckpt = list(batches), options.pop("ckpt", None)
+    callbacks = [*options.pop("callbacks", [])]
+    if isinstance(batches[0], Rollout):
+        callbacks.append(HandOver())
+    trainer = quiet_trainer(callbacks=callbacks, **options)
+    loaders = [DataLoader(list(data), batch_size=None) for data in (batches, val) if data is not None]
+    trainer.fit(module, *loaders, ckpt_path=ckpt)
+    return trainer
+
+
+class OneOfTwoRanks(SingleDeviceStrategy):
+    """A rank in a thread of its own whose gradients are averaged with the other's, as DDP does."""
+
+    gradient_scale = 2.0
+
+    def __init__(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        super().__init__("cpu")
+        self.sum_over_ranks = sum_over_ranks
+        self.syncs: list[bool] = []
+
+    @property
+    def _local(self) -> LocalRoles:
+        return LocalRoles(self.lightning_module)
+
+    def role(self, name: str) -> Callable[..., Any]:
+        return self._local.role(name)
+
+    @contextmanager
+    def accumulate(self, name: str, sync: bool) -> Iterator[None]:
+        yield
+        self.syncs.append(sync)
+        if sync:
+            for parameter in getattr(self.lightning_module, name).parameters():
+                parameter.grad = self.sum_over_ranks(parameter.grad) / 2
+
+    def clip_role(self, name: str, max_norm: float | None) -> Tensor:
+        return self._local.clip_role(name, max_norm)
+
+    def step_role(self, name: str) -> None:
+        self._local.step_role(name)
+
+    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        return self._local.iter_full_params(name)
+
+
+class ScriptedEngine(RolloutEngine):
+    """Says the texts it was given, in turn, whatever the prompts and weights; every token at -1 nat.
+
+    Use it with ``check_rows=0``: its log-probabilities are not the actor's.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts, self.tokenizer = list(texts), tokenizer
+        self.calls: list[str] = []  # what was asked of it, in order
+        self.version = -1
+
+    def start(self, setup: EngineSetup) -> None:
+        self.calls.append("start")
+
+    def wait(self) -> str:
+        return "a script"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        list(parameters)
+        self.calls.append(f"update_weights {version}")
+        self.version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        self.calls.append(f"generate {len(prompts)}")
+        said = []
+        for i in range(len(prompts)):
+            ids = self.tokenizer(self.texts[i % len(self.texts)], add_special_tokens=False)["input_ids"]
+            ids = [*ids, *sampling.stop_token_ids[:1]]
+            reason = "stop" if len(ids) <= sampling.max_tokens else "length"
+            ids = ids[: sampling.max_tokens]
+            said.append(Completion(ids, [-1.0] * len(ids), reason, self.version))
+        return said
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self.calls.append("close")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.roles import RoleModule
 
 _LINE_METRICS = (
-    "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value", "policy/entropy",
-    "perf/tokens_per_s",
+    "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
+    "policy/entropy", "perf/tokens_per_s",
 )  # fmt: skip
 
 
@@ -36,11 +39,8 @@ class Console(Callback):
         """Models, data, batch arithmetic, engine and device, a line each."""
         data = trainer.datamodule
         sizes = [f"{name} {_count(n)}" for name, n in module.parameter_counts().items()]
-        device = (
-            torch.cuda.get_device_name()
-            if module.device.type == "cuda"
-            else f"{module.device.type}, {torch.get_num_threads()} threads"
-        )
+        threads = f"{module.device.type}, {torch.get_num_threads()} threads"
+        device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
         lines += [str(report) for report in data.reports.values()]
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
@@ -54,6 +54,7 @@ class Console(Callback):
                 f"= {updates} updates; {steps} steps"
             )
             lines.append(f"rollouts: {loop.engine_description}, at most {loop.max_response_tokens} tokens")
+            lines += trust_in_reward_model(module)
         else:
             lines.append(f"one step: {data.batch_size} rows, one update; {steps} steps")
         lines.append(f"run directory: {trainer.default_root_dir}")
@@ -78,6 +79,18 @@ class Console(Callback):
         metrics = trainer.callback_metrics
         shown = [f"{name} {_number(float(metrics[name]))}" for name in names if name in metrics]
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
+
+
+def trust_in_reward_model(module: RLHFModule) -> list[str]:
+    """What the reward model's own run found out about it, a line if anything."""
+    source = module.sources.get("reward_model")
+    path = Path(source.path) / "metrics.json" if isinstance(source, Pretrained) else Path()
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    known = {"held-out pairs": "val/pair_accuracy", "samples of the policy": "val/policy_order"}
+    figures = [f"{found[name]:.3f} of {what}" for what, name in known.items() if name in found]
+    return [f"reward model: orders rightly {', '.join(figures)}"] if figures else []
 
 
 def _count(number: int) -> str:

@@ -111,7 +111,8 @@ class RolloutLoop(Callback):
         vocabulary = module.sources["actor"].hf_config().get_text_config().vocab_size
         if len(data.tokenizer) > vocabulary:
             raise ValueError(
-                f"the tokenizer knows {len(data.tokenizer)} tokens, the actor only {vocabulary}: give the actor's own tokenizer"
+                f"the tokenizer knows {len(data.tokenizer)} tokens, the actor only {vocabulary}: "
+                f"give the tokenizer that belongs to the actor"
             )
         responses = data.batch_size * self.group_size
         if responses % module.minibatch_size:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.cli.parser import FriendlyParser, explain
 from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
 
 log = logging.getLogger("lightning_rlhf")
@@ -164,5 +165,7 @@ def quiet() -> None:
 
 def _ours(error: Exception) -> bool:
     """Whether this package raised the error itself, so that its message is written for users."""
+    if isinstance(error, EngineDied):
+        return True
     frames = list(traceback.walk_tb(error.__traceback__))
     return frames[-1][0].f_globals.get("__name__", "").startswith("lightning_rlhf.")

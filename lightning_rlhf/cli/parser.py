@@ -15,7 +15,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 _KEY = re.compile(r'^-?\s*Parser key "(.+)":\s*(.*)$')
 _CLASS = re.compile(r"^-?\s*Problem with given class_path '(.+)':$")
-_UNKNOWN = re.compile(r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'")
+_UNKNOWN = re.compile(
+    r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'"
+)
 _NO_CLASS = re.compile(r"module '(.+)' has no attribute '(.+)'")
 _WRONG_TYPE = re.compile(r"Expected a (?:<class ')?([\w.\[\], |]+)(?:'>)?\. Got value: (.*)")
 _NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|-? ?Expected a <class 'NoneType'>$|Given value)")

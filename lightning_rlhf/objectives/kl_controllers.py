@@ -30,8 +30,8 @@ class AdaptiveKL:
     """Steers the KL coefficient so that the measured KL approaches a target.
 
     coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(responses / horizon, 1)).
-    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2; the last factor is theirs for batches
-    within a horizon, and keeps larger ones from turning the coefficient negative.
+    See "Fine-Tuning Language Models from Human Preferences", Ziegler et al. 2019, section 2.2.
+    The last factor is theirs for batches within a horizon, and keeps larger ones from making the coefficient negative.
 
     Args:
         target: wanted KL to the reference, nats per response, positive.

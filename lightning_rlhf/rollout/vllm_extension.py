@@ -24,7 +24,7 @@ class WeightReceiver:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On CPUs a head that is tied to the embedding keeps its packed copy of the old weights (vLLM 0.32): pack it anew."""
+    """Pack a head that is tied to the embedding anew: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
             module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,103 @@
+"""Who may import whom: a floor imports the floors below it, never those beside or above."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = (
+    {"__about__", "compat", "seeding", "types"},
+    {"functional"},
+    {"objectives"},
+    {"batching"},  # pads and sorts rows for all above
+    {"data", "models", "rewards"},
+    {"rollout", "strategies"},
+    {"modules"},
+    {"callbacks"},
+    {"cli"},
+)
+DOORS = {"__init__", "__main__"}  # of the package: they name what lies inside, and nothing inside imports them
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
+
+
+def module_of(path):
+    """Dotted name parts of a file; the top-level ``callbacks/`` is the package's room of that name."""
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return parts if parts[0] == "lightning_rlhf" else ["lightning_rlhf", *parts]
+
+
+def imported(path, source=None):
+    """Dotted names of everything of ours that a file imports, relative imports resolved."""
+    here = module_of(path)
+    for node in ast.walk(ast.parse(source or path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level] if node.level else []
+            stem = [*base, *(node.module or "").split(".")] if node.module else base
+            names = [".".join([*stem, alias.name]) for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in ("lightning_rlhf", "callbacks"))
+
+
+def wrong_imports(path, source=None):
+    """What a file imports although it may not."""
+    room = module_of(path)[1]
+    if room in DOORS:
+        return []
+    wrong = []
+    for name in imported(path, source):
+        parts = name.split(".")
+        other = parts[1] if len(parts) > 1 else ""
+        beside = other != room and LEVEL.get(other, len(FLOORS)) >= LEVEL[room]
+        lowest = LEVEL[room] == LEVEL.get(other) == 0  # single files that make up the ground floor together
+        forbidden = (room, other) == ("modules", "rollout")
+        if (beside and not lowest) or forbidden or parts[0] == "callbacks":
+            wrong.append(name)
+    return wrong
+
+
+def test_every_file_lies_in_a_room_of_the_house():
+    rooms = {module_of(path)[1] for path in FILES}
+    assert rooms <= LEVEL.keys() | DOORS
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downwards(path):
+    assert wrong_imports(path) == []
+
+
+def test_the_ground_floor_needs_none_of_the_heavy_libraries():
+    """``types`` is made of tensors; ``compat`` is where Lightning's inner workings are; ``seeding`` is plain Python."""
+    allowed = {"seeding": set(), "types": {"torch"}, "compat": {"torch", "lightning"}}
+    for room, libraries in allowed.items():
+        tree = ast.parse((ROOT / f"lightning_rlhf/{room}.py").read_text())
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        found = {name.split(".")[0] for name in modules}
+        assert found & {"torch", "lightning", "transformers", "datasets", "vllm"} <= libraries, room
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wrong"),
+    [
+        ("lightning_rlhf/modules/x.py", "from lightning_rlhf.rollout.engine import RolloutEngine", 1),
+        ("lightning_rlhf/modules/x.py", "from ..rollout import engine", 1),
+        ("lightning_rlhf/modules/x.py", "import lightning_rlhf.callbacks.console", 1),
+        ("lightning_rlhf/modules/x.py", "def f():\n    from lightning_rlhf.cli import main", 1),
+        ("lightning_rlhf/modules/x.py", "from .base import RLHFModule\nfrom ..types import Rollout", 0),
+        ("lightning_rlhf/modules/x.py", "from lightning_rlhf import PPOModule", 1),
+        ("lightning_rlhf/models/x.py", "from lightning_rlhf.batching import micro", 0),
+        ("lightning_rlhf/models/x.py", "from lightning_rlhf.rewards import rules", 1),
+        ("lightning_rlhf/functional/x.py", "import torch", 0),
+        ("callbacks/x.py", "from .console import Console\nfrom lightning_rlhf.rollout.engine import EngineDied", 0),
+        ("callbacks/x.py", "from lightning_rlhf.cli.main import run", 1),
+        ("callbacks/x.py", "from callbacks.console import Console", 1),
+    ],
+)
+def test_the_rule_sees_what_it_should(path, source, wrong):
+    assert len(wrong_imports(ROOT / path, source)) == wrong

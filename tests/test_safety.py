@@ -1,0 +1,75 @@
+"""What the package must never do: run code from data, hide an error."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py"), *ROOT.glob("examples/*.py")])
+# The one place where every error is caught: the engine's process, which sends it to the trainer to be raised there.
+PASSED_ON = {"lightning_rlhf/rollout/vllm_worker.py": 1}
+BROAD = {"Exception", "BaseException"}
+CODE_FROM_DATA = {
+    "eval", "exec", "compile", "os.system", "os.popen", "pickle.load", "pickle.loads", "cloudpickle.loads",
+    "dill.loads", "marshal.loads", "yaml.load", "yaml.unsafe_load",
+}  # fmt: skip
+UNSAFE = {"trust_remote_code": True, "weights_only": False, "shell": True}
+
+
+def dangers(source):
+    """What is wrong with some code, in words."""
+    return [word for node in ast.walk(ast.parse(source)) for word in _dangers_of(node)]
+
+
+def _dangers_of(node):
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name in CODE_FROM_DATA:
+            yield f"{name}() at line {node.lineno}"
+        for keyword in node.keywords:
+            if isinstance(keyword.value, ast.Constant) and UNSAFE.get(keyword.arg, object()) is keyword.value.value:
+                yield f"{keyword.arg}={keyword.value.value} at line {node.lineno}"
+        if name == "torch.load" and not any(keyword.arg == "weights_only" for keyword in node.keywords):
+            yield f"torch.load without weights_only at line {node.lineno}"
+    if isinstance(node, ast.ExceptHandler) and _is_broad(node) and not _raises(node):
+        yield f"a broad except that swallows at line {node.lineno}"
+
+
+def _is_broad(handler):
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or ast.unparse(kind) in BROAD for kind in kinds)
+
+
+def _raises(handler):
+    return any(isinstance(node, ast.Raise) for node in ast.walk(handler))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_runs_no_code_from_data_and_hides_no_error(path):
+    found = dangers(path.read_text())
+    swallowed = [word for word in found if word.startswith("a broad except")]
+    assert [word for word in found if word not in swallowed] == []
+    assert len(swallowed) == PASSED_ON.get(path.relative_to(ROOT).as_posix(), 0), swallowed
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", 1),
+        ("AutoModel.from_pretrained(path, trust_remote_code=False)", 0),
+        ("torch.load(path, weights_only=False)", 1),
+        ("torch.load(path)", 1),
+        ("torch.load(path, weights_only=True)", 0),
+        ("pickle.load(file)", 1),
+        ("eval(text)", 1),
+        ("model.eval()", 0),
+        ("subprocess.run(line, shell=True)", 1),
+        ("try:\n    f()\nexcept:\n    pass", 1),
+        ("try:\n    f()\nexcept (ValueError, Exception):\n    log()", 1),
+        ("try:\n    f()\nexcept Exception as error:\n    raise RuntimeError('f') from error", 0),
+        ("try:\n    f()\nexcept ValueError:\n    pass", 0),
+    ],
+)
+def test_the_rule_sees_what_it_should(source, count):
+    assert len(dangers(source)) == count

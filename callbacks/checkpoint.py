@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -9,11 +11,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf.compat import save_due_checkpoint
 
+log = logging.getLogger(__name__)
+
 
 class RunCheckpoint(ModelCheckpoint):
     """Keeps ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt`` instead.
 
-    Steps are the Trainer's ``global_step``, one per training batch. Resume with ``--ckpt_path last``.
+    Steps are the Trainer's ``global_step``, one per training batch; the state after the run's last step is kept too.
+    Resume with ``--ckpt_path last``, or from the best with its path.
 
     Args:
         every_n_steps: between two saves of the last checkpoint, at least 1.
@@ -37,12 +42,41 @@ class RunCheckpoint(ModelCheckpoint):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put checkpoints under the run's directory."""
-        self.dirpath = f"{trainer.default_root_dir}/checkpoints"
+        """Put checkpoints under the run's directory, and take away what a killed run left half written.
+
+        Raises:
+            ValueError: another RunCheckpoint writes the same file.
+        """
+        others = [c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c is not self]
+        if any(other.filename == self.filename for other in others):
+            raise ValueError(f"two RunCheckpoint callbacks would write {self.filename}.ckpt: keep one of them")
+        self.dirpath = str(_directory(trainer))
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):
+                draft.unlink()
+            if trainer.ckpt_path is None and _directory(trainer).joinpath(f"{self.filename}.ckpt").exists():
+                log.warning(
+                    "%s holds the %s checkpoint of an earlier run, which this run will replace; "
+                    "--ckpt_path last would continue that run.", self.dirpath, self.filename,
+                )  # fmt: skip
         super().setup(trainer, pl_module, stage)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the best so far."""
+        super().load_state_dict(state_dict)
+        self.current_score = state_dict["current_score"]
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        # Lightning asks for the last checkpoint before setup() says where it is, and would look below the logger.
+        last = _directory(trainer) / "last.ckpt"
+        return {str(last)} if last.is_file() else set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save when due."""
         save_due_checkpoint(self, trainer)
+
+
+def _directory(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / "checkpoints"

@@ -27,16 +27,11 @@ class MetricsCSV(Callback):
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self._columns: list[str] = ["step"]
-        self._path = Path()
+        self._path: Path | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a table, or continue that of the resumed run."""
-        self._path = Path(trainer.default_root_dir) / "metrics.csv"
-        resumed = trainer.ckpt_path is not None and self._path.is_file()
-        rows = read_metrics(self._path) if resumed and trainer.is_global_zero else []
-        self._columns = list(rows[0]) if rows else ["step"]
-        if trainer.is_global_zero and not trainer.fast_dev_run:
-            self._rewrite([row for row in rows if _known(row, trainer.global_step)])
+        self._table(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -53,33 +48,44 @@ class MetricsCSV(Callback):
     def _write(self, trainer: Trainer, validation: bool) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
+        path = self._table(trainer)
         metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith(_VALIDATION) == validation}
         row = {"step": str(trainer.global_step), **{name: repr(float(value)) for name, value in metrics.items()}}
         new = [name for name in row if name not in self._columns]
         if new:
-            rows = read_metrics(self._path)
+            rows = read_metrics(path)
             self._columns += sorted(new)
-            self._rewrite([*rows, row])
+            self._rewrite(path, [*rows, row])
         else:
-            with self._path.open("a", newline="", encoding="utf-8") as file:
+            with path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, restval="").writerow(row)
 
-    def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(".csv.new")
+    def _table(self, trainer: Trainer) -> Path:
+        """Where the table lies; made at the first call, which may come from a validation before the first step."""
+        if self._path is None:
+            self._path = Path(trainer.default_root_dir) / "metrics.csv"
+            if trainer.is_global_zero and not trainer.fast_dev_run:
+                rows = read_metrics(self._path) if trainer.ckpt_path is not None else []
+                self._columns = list(rows[0]) if rows else ["step"]
+                self._rewrite(self._path, [row for row in rows if _known(row, trainer.global_step)])
+        return self._path
+
+    def _rewrite(self, path: Path, rows: list[dict[str, str]]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".csv.new")
         with draft.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns, restval="")
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(draft, self._path)
+        os.replace(draft, path)
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
     """The rows of a table; a last line that a crash cut short is left out."""
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values()]
+    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return list(csv.DictReader(whole))
 
 
 def _known(row: dict[str, str], step: int) -> bool:

@@ -14,7 +14,7 @@ import numpy
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_rlhf.compat import align_logger_step, run_validation, validation_due
+from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
 
 _KEY = "lightning_rlhf"
 _REPORTED = (
@@ -34,8 +34,9 @@ class RunState(Callback):
     """Adds to each checkpoint what Lightning leaves out, and writes ``env.json``.
 
     Lightning restores models, optimizers, schedulers, counters and, through the loader's own state, the place in the
-    data. This adds the state of every random generator, and whether a validation was still to come, which is then run.
-    The policy version is the Trainer's ``global_step``; the KL coefficient is kept by KLControl.
+    data. This adds the state of every random generator, the metrics last measured, and whether a validation was still
+    to come, which is then run. The policy version is the Trainer's ``global_step``; the KL coefficient is kept by
+    KLControl. A checkpoint taken while validating is one whose validation is run again.
     """
 
     def __init__(self) -> None:
@@ -43,14 +44,20 @@ class RunState(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write ``env.json``."""
+        finish_when_resumed(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             directory = Path(trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the random state and what is still to do."""
-        checkpoint[_KEY] = {"random": random_state(), "validation_due": validation_due(trainer)}
+        """Add what is missing, and count every batch as done or not begun."""
+        checkpoint[_KEY] = {
+            "random": random_state(),
+            "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
+            "validation": "running" if trainer.validating else "due" if validation_due(trainer) else "none",
+        }
+        settle_progress(checkpoint, trainer.num_training_batches)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep it until training starts.
@@ -66,10 +73,12 @@ class RunState(Callback):
         """Continue exactly where the checkpoint was taken."""
         if self._restored is None:
             return
-        align_logger_step(trainer)
+        trainer.callback_metrics.update(self._restored["metrics"])
         restore_random_state(self._restored["random"])
-        if self._restored["validation_due"]:
+        if self._restored["validation"] != "none":
             run_validation(trainer)
+        if self._restored["validation"] == "running":
+            restore_random_state(self._restored["random"])
         self._restored = None
 
 

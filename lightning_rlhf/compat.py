@@ -3,9 +3,12 @@
 Checked against lightning 2.6.6; tests/test_compat.py says what changed when a name is gone.
 """
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from torch.optim import Optimizer
 
 
@@ -25,38 +28,95 @@ def count_training_step(trainer: Trainer) -> None:
     """Move ``global_step`` by one: once per batch, however many optimizers stepped how often inside it.
 
     Lightning counts every step of every optimizer under manual optimization, so ``max_steps``, ``fast_dev_run`` and
-    ``every_n_train_steps`` would count something nobody asked for.
+    ``every_n_train_steps`` would count something nobody asked for. The loggers' x-axis is put on the same count: by
+    itself it is one behind, and forgets where it was at a resume.
     """
-    progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.manual_optimization.optim_step_progress
     progress.increment_ready()
     progress.increment_completed()
+    loop._batches_that_stepped = trainer.global_step
 
 
 def run_validation(trainer: Trainer) -> None:
-    """One validation pass from inside ``on_train_start``, with its metrics logged and its hooks called."""
+    """One whole validation pass from inside ``on_train_start``, with its metrics logged and its hooks called."""
+    loop = trainer.fit_loop.epoch_loop
+    loop._batches_that_stepped = trainer.global_step
+    loop.val_loop.restarting = False  # or a resumed pass would leave out as many batches as the last one had
     first_iteration = trainer._logger_connector._first_loop_iter
     trainer.validating = True
-    trainer.fit_loop.epoch_loop.val_loop.run()
+    loop.val_loop.run()
     trainer.training = True
     trainer._logger_connector._first_loop_iter = first_iteration
 
 
-def align_logger_step(trainer: Trainer) -> None:
-    """Make the loggers' x-axis continue at ``global_step`` after a resume."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-
-
 def validation_due(trainer: Trainer) -> bool:
-    """Whether a validation follows the training batch that has just ended, or is running."""
-    if trainer.validating:
-        return True
+    """Whether a validation follows the training batch that has just ended."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
+def training_ends(trainer: Trainer) -> bool:
+    """Whether the training batch that has just ended is the last one of the run."""
+    loop = trainer.fit_loop
+    last_batch = loop.epoch_loop._num_ready_batches_reached()
+    last_epoch = loop.max_epochs not in (None, -1) and loop.epoch_progress.current.processed + 1 >= loop.max_epochs
+    return 0 <= trainer.max_steps <= trainer.global_step or (last_batch and last_epoch)
+
+
+def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> None:
+    """Write a checkpoint's loop counters as they stand between two batches, wherever in a batch it was taken.
+
+    Lightning guesses from half-counted batches and epochs where it was, in ten cases of which some lose count: a
+    checkpoint taken at an epoch's last batch numbers all later epochs wrongly, and the next resume repeats data. Here
+    every batch is either done or not begun, and an epoch whose last batch is done is over.
+
+    Args:
+        checkpoint: with ``loops``, taken at a training batch's end or in the validation behind it; changed in place.
+        epoch_batches: training batches of an epoch.
+    """
+    fit = checkpoint["loops"]["fit_loop"]
+    batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
+    for counts in (batches["total"], batches["current"]):
+        counts["completed"] = counts["processed"]
+    for counts in fit["epoch_loop.val_loop.batch_progress"].values():
+        if isinstance(counts, dict):
+            counts.update(dict.fromkeys(counts, 0))
+    if batches["is_last_batch"] or batches["current"]["ready"] >= epoch_batches:
+        batches["is_last_batch"] = False
+        batches["current"].update(dict.fromkeys(batches["current"], 0))
+        for counts in (epochs["total"], epochs["current"]):
+            counts.update(dict.fromkeys(counts, counts["started"]))
+        fit["state_dict"].pop("combined_loader", None)  # the next epoch starts at its beginning
+
+
+class _FinishingFitLoop(_FitLoop):
+    """A fit loop that, resumed behind its last step, still begins and ends, so that what was left to do is done."""
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train on at all."""
+        if self.is_resuming:
+            return bool(self.max_batches == 0 or self.trainer.limit_train_batches == 0)
+        return bool(super().skip)
+
+
+def finish_when_resumed(trainer: Trainer) -> None:
+    """Let a run that was killed between its last step and its end do the rest when it is resumed.
+
+    Lightning would leave out ``on_train_start`` and ``on_train_end``, and with them a validation that was due.
+    """
+    if type(trainer.fit_loop) is _FitLoop:
+        trainer.fit_loop.__class__ = _FinishingFitLoop
+
+
 def save_due_checkpoint(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
-    """What ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization."""
-    if checkpoint._every_n_train_steps < 1 or trainer.global_step % checkpoint._every_n_train_steps:
+    """What ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization.
+
+    The run's last step is always due.
+    """
+    every = checkpoint._every_n_train_steps
+    if every < 1 or (trainer.global_step % every and not training_ends(trainer)):
         return
     if not checkpoint._should_skip_saving_checkpoint(trainer):
         candidates = checkpoint._monitor_candidates(trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with draft.open("wb") as file:
             torch.save(checkpoint, file)
             os.fsync(file.fileno())
-        # While both files may be met, their sum names both; after the rename only the new one passes.
         digest = _digest(draft)
-        _write_sums(path, [*_sums(path)[-1:], digest])
+        # From here to the rename the path may be found with either content. All sums known so far are kept until then:
+        # the last of them can belong to a draft that an earlier process did not live to rename.
+        known = _sums(path) or ([_digest(path)] if path.is_file() else [])
+        _write_sums(path, [*known, digest])
         os.replace(draft, path)
+        _sync_folder(path.parent)
         _write_sums(path, [digest])
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -42,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: its bytes are not what was written.
+            ValueError: its bytes are not what was written, or it holds more than tensors and plain values.
         """
         path = Path(path)
         if not path.is_file():
@@ -52,7 +53,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise ValueError(
                 f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
             )
-        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(
+                f"{path} is no checkpoint of tensors and plain values, and nothing else is loaded, because it could "
+                f"run code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
+            ) from None
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint and its checksum."""
@@ -75,5 +82,15 @@ def _sums(path: Path) -> list[str]:
 
 def _write_sums(path: Path, digests: list[str]) -> None:
     draft = path.with_name(path.name + ".sha256.new")
-    draft.write_text("\n".join(digests) + "\n")
+    with draft.open("w") as file:
+        file.write("\n".join(digests) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path.with_name(path.name + ".sha256"))
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)

@@ -1,0 +1,200 @@
+"""Where weights come from, and what is refused."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification
+
+from lightning_rlhf.models.loading import (
+    FromConfig,
+    Pretrained,
+    as_source,
+    quiet_transformers,
+    save_architecture,
+)
+from tests.stand_ins import TINY_LLAMA, TinyModel
+
+
+def state(model):
+    return model.lm.state_dict()
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Directory of a tiny language model."""
+    TinyModel().causal().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# -- from scratch -----------------------------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_does():
+    one = state(FromConfig(TINY_LLAMA, seed=3).causal())
+    torch.rand(5)
+    assert same(one, state(FromConfig(TINY_LLAMA, seed=3).causal()))
+    assert not same(one, state(FromConfig(TINY_LLAMA, seed=4).causal()))
+
+
+def test_without_a_seed_the_runs_seed_decides(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    one = state(FromConfig(TINY_LLAMA).causal())
+    assert same(one, state(FromConfig(TINY_LLAMA).causal()))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
+    assert not same(one, state(FromConfig(TINY_LLAMA).causal()))
+
+
+def test_drawing_weights_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    FromConfig(TINY_LLAMA, seed=3).causal()
+    FromConfig(TINY_LLAMA, seed=3).scalar()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_language_and_scalar_model_of_one_source_share_their_backbone_and_the_head_is_0():
+    source = FromConfig(TINY_LLAMA, seed=3)
+    causal, scalar = source.causal().lm.model.state_dict(), source.scalar().lm
+    assert same(causal, scalar.model.state_dict())
+    assert scalar.score.weight.shape == (1, 32)
+    assert not scalar.score.weight.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["causal", "scalar"])
+def test_parameters_have_the_dtype_asked_for(saved, kind, dtype):
+    for source in (FromConfig(TINY_LLAMA, dtype=dtype), Pretrained(str(saved), dtype=dtype)):
+        model = getattr(source, kind)()
+        assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_an_architecture_without_or_of_unknown_type_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'$"
+    ):
+        FromConfig({"hidden_size": 8}).hf_config()
+    with pytest.raises(ValueError, match="lama2"):
+        FromConfig({"model_type": "lama2"}).hf_config()
+
+
+def test_dropout_is_off_everywhere(tmp_path):
+    architecture = {
+        "model_type": "gpt2", "vocab_size": 11, "n_embd": 32, "n_layer": 1, "n_head": 1, "n_positions": 16,
+        "resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3,
+    }  # fmt: skip
+    model = FromConfig(architecture).causal().train()
+    assert {layer.p for layer in model.modules() if isinstance(layer, torch.nn.Dropout)} == {0.0}
+    model.lm.config.resid_pdrop = 0.3  # as somebody else's directory may say
+    model.save_pretrained(tmp_path)
+    again = Pretrained(str(tmp_path)).causal().train()
+    assert {layer.p for layer in again.modules() if isinstance(layer, torch.nn.Dropout)} == {0.0}
+    assert FromConfig(TINY_LLAMA | {"attention_dropout": 0.3}).hf_config().attention_dropout == 0.0
+
+
+# -- from a directory -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_loaded(saved):
+    assert same(state(Pretrained(str(saved)).causal()), state(TinyModel().causal()))
+
+
+def test_a_scalar_model_from_a_language_model_scores_0_everywhere(saved):
+    model = Pretrained(str(saved)).scalar()
+    assert same(model.lm.model.state_dict(), TinyModel().causal().lm.model.state_dict())
+    assert not model(torch.tensor([[3, 4, 5]]), torch.tensor([[0, 1, 2]])).any()
+
+
+def test_a_trained_head_is_kept(tmp_path):
+    model = TinyModel().scalar()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Pretrained(str(tmp_path)).scalar().lm.score.weight, model.lm.score.weight)
+    assert model.lm.score.weight.any()
+
+
+def test_a_classifier_of_two_labels_is_refused(tmp_path):
+    config = TinyModel().hf_config()
+    config.num_labels = 2
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is a classifier with 2 labels; a critic or reward model needs one \(num_"):
+        Pretrained(str(tmp_path)).scalar()
+
+
+def test_a_reward_model_has_no_language_head_to_act_with(tmp_path):
+    FromConfig(TINY_LLAMA | {"tie_word_embeddings": False}).scalar().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks 1 parameters of LlamaForCausalLM: \['lm_head.weight'\]"):
+        Pretrained(str(tmp_path)).causal()
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "nowhere", "runs/never/sft/export"])
+def test_a_missing_directory_is_named(path):
+    with pytest.raises(FileNotFoundError) as error:
+        Pretrained(path).causal()
+    assert str(error.value) == (
+        f"no model at {path!r}: expected a directory with config.json and safetensors "
+        f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+    )
+
+
+def test_an_existing_directory_without_a_model_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no model at 'one/two': expected a directory with config.json"):
+        Pretrained("one/two").causal()
+
+
+@pytest.mark.parametrize("kind", ["causal", "scalar"])
+def test_pickled_weights_are_not_loaded(saved, kind):
+    """A pickle can run code; only safetensors are read."""
+    (saved / "model.safetensors").unlink()
+    torch.save(state(TinyModel().causal()), saved / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"expected a directory with config.json and safetensors \(an earlier"):
+        getattr(Pretrained(str(saved)), kind)()
+
+
+def test_code_that_lies_beside_the_weights_is_not_run(saved):
+    (saved / "evil.py").write_text("raise SystemExit('code from the model directory ran')\n")
+    config = json.loads((saved / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ValueError, OSError)):
+        Pretrained(str(saved)).causal()
+
+
+# -- around -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_string_is_a_path():
+    assert as_source("x/y") == Pretrained("x/y")
+    source = TinyModel()
+    assert as_source(source) is source
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_architecture_alone_is_enough_to_build_the_model(tmp_path, dtype):
+    save_architecture(TinyModel(dtype=dtype), tmp_path / "engine")
+    assert os.listdir(tmp_path / "engine") == ["config.json"]
+    written = json.loads((tmp_path / "engine" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert written["dtype"] == dtype
+    assert written["head_dim"] == 32
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_transformers_is_as_loud_afterwards_as_it_was(shown):
+    logs = transformers.utils.logging
+    before, level = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.set_verbosity_info()
+    (logs.enable_progress_bar if shown else logs.disable_progress_bar)()
+    with quiet_transformers():
+        assert not logs.is_progress_bar_enabled()
+        assert logs.get_verbosity() == 40
+    assert logs.is_progress_bar_enabled() == shown
+    assert logs.get_verbosity() == 20
+    logs.set_verbosity(level)
+    (logs.enable_progress_bar if before else logs.disable_progress_bar)()

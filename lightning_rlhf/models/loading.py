@@ -167,7 +167,7 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
 
 def _expect_model_directory(path: str) -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
-    if looks_local and not (Path(path) / "config.json").is_file():
+    if looks_local and not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         raise FileNotFoundError(
             f"no model at {path!r}: expected a directory with config.json and safetensors "
             f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"

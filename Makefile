@@ -6,7 +6,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-export PYTHON DEVICE
+# Models as small as those of quickstart and tests are fastest on one thread; your own value wins.
+OMP_NUM_THREADS ?= 1
+export PYTHON DEVICE OMP_NUM_THREADS
 
 .PHONY: help install quickstart test test-all lint lock clean
 

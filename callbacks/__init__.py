@@ -10,6 +10,7 @@ from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
+from .progress import StepProgressBar
 from .report import Report
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
@@ -27,6 +28,7 @@ __all__ = [
     "RolloutLoop",
     "RunCheckpoint",
     "RunState",
+    "StepProgressBar",
     "Throughput",
     "complete",
 ]

@@ -16,6 +16,15 @@ from lightning_rlhf.modules.base import RLHFModule
 from .metrics_csv import read_metrics
 from .rollout_loop import RolloutLoop
 
+_LABELS = {
+    "val/greedy": "right answers, greedy",
+    "val/sampled": "right answers, sampled at temperature 1",
+    "val/score_greedy": "reward model's score, greedy",
+    "val/score_sampled": "reward model's score, sampled",
+    "val/score_orders_right_first": "reward model orders right before wrong",
+    "val/response_tokens_mean": "tokens per response",
+    "val/truncated_fraction": "cut by the length limit",
+}
 _TIMES = ("time/sync_s", "time/generate_s", "time/reward_s", "time/check_s", "time/evaluate_s", "time/update_s")
 
 
@@ -69,9 +78,13 @@ class Report(Callback):
         table = Table(title="Held-out problems", title_justify="left")
         for heading in ("", f"step {first['step']}", f"step {last['step']}"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name in first:
-            if name.startswith("val/") and first[name] and last.get(name):
-                table.add_row(name.removeprefix("val/"), f"{float(first[name]):.3f}", f"{float(last[name]):.3f}")
+        shown = set()
+        for name in ("val/greedy", "val/sampled", *first):
+            row = (first.get(name), last.get(name))
+            # A reward that is 0 or 1 is its own share of right answers: once is enough.
+            if name.startswith("val/") and all(row) and row not in shown:
+                shown.add(row)
+                table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
         table.add_section()
         for name, label in (("reward/mean", "training reward"), ("kl/ref", "KL to the reference, nats per response")):
             table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")

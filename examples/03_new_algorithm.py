@@ -43,7 +43,12 @@ def main(run_directory: str = "runs/examples/new_algorithm") -> float:
     """Train, and return the mean reward of the last step."""
     L.seed_everything(0)
     architecture = {"model_type": "llama", "vocab_size": 8, "hidden_size": 32, "head_dim": 32, "num_attention_heads": 1}
-    architecture |= {"num_key_value_heads": 1, "intermediate_size": 64, "num_hidden_layers": 1, "initializer_range": 0.2}
+    architecture |= {
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "initializer_range": 0.2,
+    }
     module = MeanBaselineModule(
         actor=FromConfig(architecture), actor_optimizer=partial(torch.optim.AdamW, lr=3e-3), minibatch_size=64
     )

@@ -11,6 +11,7 @@ from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
+from .progress import StepProgressBar
 from .report import Report
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
@@ -28,6 +29,7 @@ __all__ = [
     "RolloutLoop",
     "RunCheckpoint",
     "RunState",
+    "StepProgressBar",
     "Throughput",
     "complete",
 ]

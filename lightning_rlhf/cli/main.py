@@ -73,6 +73,9 @@ class RLHFCLI(LightningCLI):
         if given.get("enable_progress_bar") is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
         trainer = super().instantiate_trainer(**kwargs)
+        if kwargs.get("enable_progress_bar") and trainer.progress_bar_callback is not None:
+            trainer.callbacks.remove(trainer.progress_bar_callback)
+            trainer.callbacks.append(callbacks.StepProgressBar())
         trainer.callbacks = callbacks.complete(trainer.callbacks)
         return trainer
 

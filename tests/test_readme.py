@@ -1,0 +1,35 @@
+"""Every command of the README is run by a test, and every file it names exists."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+# command: where it is run
+RUN_BY = {
+    "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
+    "make test": "whoever runs this test",
+    ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": "tests/learning/test_quickstart.py",
+    ".venv/bin/python examples/01_ppo_from_python.py": "tests/test_examples.py",
+}
+
+
+def test_every_command_is_run_by_a_test():
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    commands = {line.strip() for block in blocks for line in block.splitlines() if line.strip()}
+    assert commands == set(RUN_BY)
+
+
+def test_the_quickstart_recipe_is_the_three_runs_that_are_tested():
+    recipe = re.search(r"^quickstart:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert re.findall(r"fit --config (\S+)", recipe) == [
+        f"configs/quickstart/{s}.yaml" for s in ("sft", "reward", "ppo")
+    ]
+
+
+def test_every_file_that_documents_name_exists():
+    for name in ("README.md", "CONTRIBUTING.md", "configs/README.md"):
+        document = ROOT / name
+        if document.is_file():
+            for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+                assert (document.parent / target).exists(), f"{name} links to {target}"

@@ -58,8 +58,7 @@ class RewardModule(RoleModule):
         sums = Sums()
         with torch.no_grad():
             self.pair_loss(batch, sums, prefix="val")
-        for name, value in self.reduced(sums).items():
-            self.log(name, value, batch_size=len(batch), prog_bar=name == "val/pair_accuracy")
+        self.log_validation(sums, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
 
     def pair_loss(self, rows: PreferenceBatch, sums: Sums, prefix: str) -> Tensor:
         """Loss summed over some pairs, both texts in one forward pass."""

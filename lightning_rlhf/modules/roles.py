@@ -144,6 +144,18 @@ class RoleModule(LightningModule):
         for name, value in metrics.items():
             self.log(name, float(value), prog_bar=name in bar, batch_size=1)
 
+    def log_validation(self, sums: Sums, weight: Tensor, bar: str) -> None:
+        """Log the means of one validation batch.
+
+        Args:
+            sums: of this rank.
+            weight: how many tokens or pairs of this rank the means are over; the means over all batches weigh by it.
+            bar: name that the progress bar shows.
+        """
+        total = int(self.roles.sum_over_ranks(weight))
+        for name, value in self.reduced(sums).items():
+            self.log(name, value, prog_bar=name == bar, batch_size=total)
+
     def reduced(self, sums: Sums) -> dict[str, float]:
         """Means over all ranks."""
         return sums.means(self.roles.sum_over_ranks)

@@ -53,8 +53,7 @@ class SFTModule(RoleModule):
         sums = Sums()
         with torch.no_grad():
             self.token_loss(batch, sums, prefix="val")
-        for name, value in self.reduced(sums).items():
-            self.log(name, value, batch_size=int(batch.loss_mask.sum()), prog_bar=name == "val/loss")
+        self.log_validation(sums, batch.loss_mask.sum(), bar="val/loss")
 
     def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str) -> Tensor:
         """Negative log-likelihood summed over the marked tokens of some rows."""

@@ -1,0 +1,54 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.batching.micro import token_budget_batches
+from tests.helpers import properties
+
+lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def test_a_case_worked_by_hand():
+    # sorted: row 1 (9 tokens), rows 3 and 4 (5 each), row 0 (4), row 2 (1); budget 12
+    # 9 + another row at width 9 is 18 > 12; 5 + 5 = 10 fits, a third at width 5 is 15; 4 + 4 = 8 fits
+    batches = token_budget_batches(torch.tensor([4, 9, 1, 5, 5]), 12)
+    assert [rows.tolist() for rows in batches] == [[1], [3, 4], [0, 2]]
+
+
+@properties
+@given(lengths_lists, st.integers(1, 120))
+def test_every_row_once_within_the_budget_and_longest_first(lengths, budget):
+    batches = [rows.tolist() for rows in token_budget_batches(torch.tensor(lengths), budget)]
+    assert sorted(row for rows in batches for row in rows) == list(range(len(lengths)))
+    for rows in batches:
+        assert len(rows) == 1 or len(rows) * max(lengths[row] for row in rows) <= budget
+    flat = [lengths[row] for rows in batches for row in rows]
+    assert flat == sorted(flat, reverse=True)
+
+
+@properties
+@given(lengths_lists, st.integers(1, 120))
+def test_no_batch_could_take_the_next_row_too(lengths, budget):
+    batches = [rows.tolist() for rows in token_budget_batches(torch.tensor(lengths), budget)]
+    for rows in batches[:-1]:
+        assert (len(rows) + 1) * lengths[rows[0]] > budget
+
+
+def test_equal_lengths_keep_their_order():
+    (rows,) = token_budget_batches(torch.full((20,), 3), 60)
+    assert rows.tolist() == list(range(20))
+
+
+def test_a_row_longer_than_the_budget_goes_alone():
+    assert [rows.tolist() for rows in token_budget_batches(torch.tensor([50, 60]), 10)] == [[1], [0]]
+
+
+def test_no_rows_make_no_batches():
+    assert token_budget_batches(torch.tensor([], dtype=torch.long), 10) == []
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_must_be_positive(budget):
+    with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {budget}$"):
+        token_budget_batches(torch.tensor([1]), budget)

@@ -1,0 +1,85 @@
+"""Supervised fine-tuning: cross-entropy of the marked tokens, its mean exact."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from lightning_rlhf import SFTModule
+from lightning_rlhf.types import SequenceBatch
+from tests.helpers import assert_close, over_ranks
+from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
+
+
+def texts(lengths, seed):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 2), generator=draw)
+    lengths = torch.tensor(lengths)
+    place = torch.arange(ids.shape[1]).expand_as(ids)
+    marked = torch.rand(ids.shape, generator=draw) < 0.6
+    return SequenceBatch(ids, lengths, marked & (place > 0) & (place < lengths.unsqueeze(1)))
+
+
+def marked_losses(batch):
+    """torch's cross-entropy of every marked token under the untrained model."""
+    lm = TinyModel().causal().lm
+    logits = lm(batch.input_ids).logits[:, :-1]
+    return cross_entropy(
+        logits[batch.loss_mask[:, 1:]], batch.input_ids[:, 1:][batch.loss_mask[:, 1:]], reduction="none"
+    )
+
+
+def sft(**options):
+    module = SFTModule(TinyModel(), **({"optimizer": partial(torch.optim.SGD, lr=0.0)} | options))
+    module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [5, 1000])
+def test_the_training_loss_is_torchs_cross_entropy_of_the_marked_tokens(micro_batch_tokens):
+    batch = texts([5, 9, 3], seed=0)
+    metrics = fit(sft(micro_batch_tokens=micro_batch_tokens), [batch]).callback_metrics
+    assert_close(metrics["train/loss"], marked_losses(batch).mean())
+
+
+def test_the_validation_loss_counts_every_token_of_ragged_batches_the_same():
+    batches = [texts([3, 2], 1), texts([12, 11, 9, 8], 2), texts([7], 3)]
+    every = torch.cat([marked_losses(batch) for batch in batches])
+    assert abs(torch.stack([marked_losses(batch).mean() for batch in batches]).mean() - every.mean()) > 1e-2
+    metrics = fit(sft(), [texts([4], 0)], val=batches).callback_metrics
+    assert_close(metrics["val/loss"], every.mean())
+
+
+def test_the_validation_loss_counts_every_token_of_both_ranks_the_same():
+    shares = [[texts([3, 2], 1), texts([12, 9], 2)], [texts([11], 3), texts([2, 2, 4], 4)]]
+    every = torch.cat([marked_losses(batch) for share in shares for batch in share])
+    modules = [sft() for _ in shares]
+
+    def rank(number, sum_over_ranks):
+        strategy = OneOfTwoRanks(sum_over_ranks)
+        return fit(modules[number], [texts([4], 0)], val=shares[number], strategy=strategy).callback_metrics
+
+    for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):
+        assert_close(metrics["val/loss"], every.mean())
+
+
+def test_a_short_fit_lowers_the_loss():
+    batch = texts([5, 9, 3], seed=0)
+    module = sft(optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    losses = []
+
+    class Watch(SFTModule):
+        def finish_step(self, metrics, bar):
+            losses.append(metrics["train/loss"])
+            super().finish_step(metrics, bar)
+
+    module.__class__ = Watch
+    fit(module, [batch] * 30)
+    assert losses[-1] < 0.2 * losses[0]
+    assert losses[0] == pytest.approx(marked_losses(batch).mean().item(), rel=1e-5)
+
+
+def test_a_batch_of_single_tokens_has_nothing_to_predict():
+    batch = SequenceBatch(torch.tensor([[3], [4]]), torch.tensor([1, 1]), torch.zeros(2, 1).bool())
+    assert "train/loss" not in fit(sft(), [batch], val=[batch]).callback_metrics

@@ -1,0 +1,64 @@
+import math
+
+import torch
+from hypothesis import given
+
+from lightning_rlhf.modules.sums import Sums
+from tests.helpers import assert_close, masks, normal, over_ranks, properties, seeds
+
+
+def alone(value):
+    return value
+
+
+@properties
+@given(masks(), seeds)
+def test_a_mean_does_not_depend_on_how_its_values_were_cut_up(mask, seed):
+    values = normal(*mask.shape, seed=seed)
+    whole, parts, merged = Sums(), Sums(), Sums()
+    whole.add("x", values, mask)
+    for row, wanted in zip(values, mask, strict=True):
+        parts.add("x", row, wanted)
+        part = Sums()
+        part.add("x", row, wanted)
+        merged.merge(part)
+    if mask.any():
+        assert_close(whole.means(alone)["x"], values[mask].mean())
+        assert_close(parts.means(alone)["x"], whole.means(alone)["x"])
+        assert_close(merged.means(alone)["x"], whole.means(alone)["x"])
+    else:
+        assert whole.means(alone) == parts.means(alone) == {}
+
+
+def test_means_are_exact_over_ranks_that_hold_differing_counts():
+    def rank(values):
+        def run(sum_over_ranks):
+            sums = Sums()
+            sums.add("x", torch.tensor(values))
+            sums.add("nothing", torch.tensor([]))
+            return sums.means(sum_over_ranks)
+
+        return run
+
+    assert over_ranks(rank([1.0]), rank([2.0, 6.0])) == [{"x": 3.0}, {"x": 3.0}]
+
+
+def test_nothing_added_needs_no_reduction():
+    def never(value):
+        raise AssertionError("reduced")
+
+    assert Sums().means(never) == {}
+
+
+def test_small_values_are_not_lost_beside_large_ones():
+    sums = Sums()
+    sums.add("x", torch.tensor([1e8]))
+    for _ in range(100):
+        sums.add("x", torch.tensor([1.0]))
+    assert math.isclose(sums.means(alone)["x"], (1e8 + 100) / 101, rel_tol=1e-12)
+
+
+def test_metrics_keep_no_graph():
+    sums = Sums()
+    sums.add("x", torch.ones(2, requires_grad=True) * 2)
+    assert not any(part.requires_grad for part in sums._sums.values())

@@ -109,6 +109,11 @@ class _TensorBatch:
     def __len__(self) -> int:
         return len(next(iter(self._rows())))
 
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens that each row takes in a model's input."""
+        raise NotImplementedError
+
     def _rows(self) -> Iterator[Tensor]:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -76,7 +76,7 @@ class Pretrained:
         config.num_labels = 1
         model = self._load(AutoModelForSequenceClassification, config, may_lack=() if trained_head else ("score.",))
         if not trained_head:
-            torch.nn.init.zeros_(model.score.weight)
+            torch.nn.init.zeros_(model.get_parameter("score.weight"))
         return ScalarModel(model)
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
@@ -123,7 +123,8 @@ class FromConfig:
         if model_type is None:
             raise ValueError("FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'")
         config = _without_dropout(AutoConfig.for_model(model_type, **values))
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        config.architectures = [model_class.__name__]
         return config
 
     def causal(self) -> CausalLM:
@@ -135,7 +136,7 @@ class FromConfig:
         config = self.hf_config()
         config.num_labels = 1
         model = self._build(AutoModelForSequenceClassification, config)
-        torch.nn.init.zeros_(model.score.weight)
+        torch.nn.init.zeros_(model.get_parameter("score.weight"))
         return ScalarModel(model)
 
     def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:

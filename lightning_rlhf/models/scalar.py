@@ -1,6 +1,7 @@
 """The language model in the roles of critic and reward model: token ids in, one number per position out."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,13 @@ class ScalarModel(nn.Module):
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        head = getattr(lm, "score", None)
+        head: Any = getattr(lm, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1:
             found = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
             raise ValueError(
                 f"{type(lm).__name__} has {found}; a critic or reward model needs one output (num_labels=1)"
             )
-        self.lm = lm
+        self.lm: Any = lm
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 

@@ -55,7 +55,7 @@ class RLHFModule(RoleModule):
             over a mini-batch and all ranks exceeds this; None never stops.
     """
 
-    trained_roles = ("actor",)
+    trained_roles: tuple[str, ...] = ("actor",)
 
     def __init__(
         self,

@@ -137,7 +137,7 @@ class RoleModule(LightningModule):
         """
         for i, name in enumerate(self.trained_roles):  # the rate of this step, not of the next
             metrics[f"lr/{name}"] = optimizer_at(self, i).param_groups[0]["lr"]
-        schedulers = self.lr_schedulers() or []
+        schedulers: Any = self.lr_schedulers() or []
         for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
             scheduler.step()
         count_training_step(self.trainer)

@@ -36,7 +36,7 @@ class RewardFunction:
     @property
     def label(self) -> str:
         """The name under which it is logged."""
-        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+        return self.name or str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse a function that needs what is not there.

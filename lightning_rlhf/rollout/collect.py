@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def collect(
     mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
     logprobs = torch.zeros(response_ids.shape)
     logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
-    given = {
+    given: dict[str, list[Any]] = {
         "prompts": [text for text in batch.texts for _ in range(size)],
         "completions": tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True),
         "completion_ids": [completion.token_ids for completion in completions],

@@ -21,7 +21,7 @@ class LocalRoles:
     gradient_scale = 1.0
 
     def __init__(self, module: LightningModule) -> None:
-        self._module = module
+        self._module: Any = module
 
     def role(self, name: str) -> Callable[..., Any]:
         """The module of that role."""

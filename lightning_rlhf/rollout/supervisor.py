@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -55,13 +56,14 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._sending = threading.Lock()
+        self._sending, self._expecting = threading.Lock(), threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[str, Future[dict[str, Any]]] = {}
         self._death: EngineDied | None = None
         self.ready: Future[dict[str, Any]] = Future()
         self._send({"kind": "start", "arguments": arguments})
-        threading.Thread(target=self._read, name="engine answers", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="engine answers", daemon=True)
+        self._reader.start()
 
     def command(self, kind: str, **fields: Any) -> Future[dict[str, Any]]:
         """Send a command; the future is its reply."""
@@ -75,8 +77,7 @@ class EngineProcess:
         for request in requests:
             request["id"], future = self._expect()
             futures.append(future)
-        # Should the batch itself be refused, the error answers its first request, which is the one waited for first.
-        self._send({"kind": "add", "id": requests[0]["id"], "requests": requests})
+        self._send({"kind": "add", "requests": requests})
         return futures
 
     def close(self) -> None:
@@ -87,14 +88,16 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._reader.join(_CLOSE_SECONDS)  # or it would read from whatever gets the descriptor next
         self._connection.close()
 
     def _expect(self) -> tuple[str, Future[dict[str, Any]]]:
-        if self._death is not None:
-            raise self._death
-        identity, future = str(next(self._numbers)), Future()
-        self._pending[identity] = future
-        return identity, future
+        with self._expecting:  # or a future could be added behind the back of the thread that buries them all
+            if self._death is not None:
+                raise self._death
+            identity, future = str(next(self._numbers)), Future()
+            self._pending[identity] = future
+            return identity, future
 
     def _send(self, message: dict[str, Any]) -> None:
         # A broken pipe means the worker is gone: the reading thread sees that too, and answers every future.
@@ -120,12 +123,19 @@ class EngineProcess:
 
     def _bury(self, reason: str | None) -> None:
         code = self.process.wait()
-        ended = reason or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
-        tail = self._log.read_text(errors="replace")[-_LOG_TAIL:] if self._log.exists() else ""
-        self._death = EngineDied(
-            f"the engine process {self.process.pid} died: {ended}. Its log is {self._log}, and ends:\n{tail}"
-        )
-        for future in [self.ready, *list(self._pending.values())]:
+        ended = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
+        tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
+        ends = f", and ends:\n{tail}" if tail else ""
+        with self._expecting:
+            self._death = EngineDied(
+                f"the engine process {self.process.pid} died: {ended}; its log is {self._log}{ends}"
+            )
+        for future in [self.ready, *self._pending.values()]:
             if not future.done():
                 future.set_exception(self._death)
         self._pending.clear()
+
+
+def _signal_name(number: int) -> str:
+    names = {member.value: member.name for member in signal.Signals}
+    return f"signal {number} ({names.get(number, 'without a name')})"

@@ -39,6 +39,7 @@ class TransformersEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
+        model.generation_config = GenerationConfig()  # generate() would take from it whatever the request leaves open
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 
     def wait(self) -> str:
@@ -98,7 +99,7 @@ class TransformersEngine(RolloutEngine):
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
         ours = dict(self._running.named_parameters())
-        return next((name for name, tensor in parameters if not torch.equal(ours[name], tensor)), None)
+        return next((name for name, tensor in parameters if not torch.equal(ours[name].cpu(), tensor.cpu())), None)
 
     def close(self) -> None:
         """Drop the model."""

@@ -33,13 +33,26 @@ class VLLMCore:
             raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
         self._version = version
 
-    def add(self, request: dict[str, Any]) -> None:
-        """Queue one request: ``id``, ``prompt``, ``seed`` and the fields of ``sampling``."""
+    def add(self, requests: list[dict[str, Any]]) -> None:
+        """Queue all requests or, if one is refused, none.
+
+        Args:
+            requests: each with ``id``, ``prompt``, ``seed`` and the fields of ``sampling``.
+        """
+        for number, request in enumerate(requests):
+            try:
+                self._add(request)
+            except Exception:
+                self._engine.abort_request([queued["id"] for queued in requests[:number]])
+                raise
+
+    def _add(self, request: dict[str, Any]) -> None:
         sampling = SamplingParams(
             **request["sampling"],
             seed=request["seed"],
             logprobs=0,
             detokenize=False,
+            ignore_eos=True,  # the end token of config.json ends a response only if it is among the stop tokens
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

@@ -177,8 +177,8 @@ class InProcessVLLMEngine(VLLMEngine):
         """See :meth:`RolloutEngine.generate`."""
         finished = {}
         with torch.random.fork_rng():
-            for number, request in enumerate(as_requests(prompts, sampling, seeds)):
-                self._core.add({**request, "id": str(number)})
+            requests = as_requests(prompts, sampling, seeds)
+            self._core.add([{**request, "id": str(number)} for number, request in enumerate(requests)])
             while self._core.busy:
                 finished |= {int(done["id"]): as_completion(done) for done in self._core.step()}
         return [finished[number] for number in range(len(prompts))]

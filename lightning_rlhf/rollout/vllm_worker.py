@@ -52,15 +52,16 @@ def main(descriptor: int) -> int:
 
 def _obey(core: Any, message: dict[str, Any], say: Any) -> None:
     """Run one command; what it raises goes back to whoever asked, and the engine lives on."""
+    asked = [request["id"] for request in message["requests"]] if message["kind"] == "add" else [message["id"]]
     try:
         if message["kind"] == "add":
-            for request in message["requests"]:
-                core.add(request)
+            core.add(message["requests"])
         elif message["kind"] == "load":
             core.load(message["weights"], message["version"])
             say("reply", id=message["id"])
     except Exception as error:
-        say("error", id=message["id"], message=f"{type(error).__name__}: {error}")
+        for identity in asked:
+            say("error", id=identity, message=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

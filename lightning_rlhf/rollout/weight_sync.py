@@ -6,6 +6,7 @@ the last process that maps it. Receivers open it as ``/proc/<trainer>/fd/<n>``.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,14 @@ class Slot:
     shape: list[int]
     offset: int
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, offset: int) -> Slot:
+        """The slot that a parameter needs."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.shape})"
+
     @property
     def nbytes(self) -> int:
         """Bytes it takes."""
@@ -56,10 +65,10 @@ def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[s
 
 
 class WeightSender:
-    """The trainer's side: writes parameters where engines read them."""
+    """The trainer's side: writes parameters where engines read them. After :meth:`close` it starts anew."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("lightning_rlhf_weights")
+        self._file = -1
         self._slots: list[Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -71,25 +80,33 @@ class WeightSender:
 
         Returns:
             What :func:`map_memory` and :func:`read_slots` need: ``path``, ``nbytes``, ``layout``.
+
+        Raises:
+            RuntimeError: the parameters are not those of the first call.
         """
         if self._slots:
-            for slot, (name, tensor) in zip(self._slots, parameters, strict=True):
-                if slot.name != name:
-                    raise RuntimeError(
-                        f"parameter {name} came where {slot.name} was pushed before: the model has changed"
-                    )
-                slot.view(self._memory).copy_(tensor)
+            self._replace_all(parameters)
         else:
             self._append_all(parameters)
         layout = [asdict(slot) for slot in self._slots]
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
 
+    def _replace_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        for slot, parameter in itertools.zip_longest(self._slots, parameters):
+            came = Slot.of(*parameter, offset=slot.offset if slot else 0) if parameter else None
+            if came != slot:
+                raise RuntimeError(
+                    f"{came or 'nothing'} came where {slot or 'nothing'} was pushed before: the model changed"
+                )
+            slot.view(self._memory).copy_(parameter[1])
+
     def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         # The first pass learns the sizes one parameter at a time, because a sharded role never holds them all.
+        self._file = os.memfd_create("lightning_rlhf_weights")
         end = 0
         for name, tensor in parameters:
-            slot = Slot(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
-            end += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
+            slot = Slot.of(name, tensor, offset=end)
+            end += max(-(-slot.nbytes // _ALIGNMENT), 1) * _ALIGNMENT  # memory of no bytes cannot be mapped
             os.truncate(self._file, end)
             self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
             slot.view(self._memory).copy_(tensor)
@@ -108,4 +125,5 @@ class WeightSender:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+            self._slots = []
             self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,66 @@
+"""The real worker with a stub where vLLM would be: as a module, ``python -m tests.rollout.stub_worker <descriptor>``.
+
+The stub answers a request with its own prompt after as many steps as the prompt has tokens.
+"""
+
+import os
+import sys
+import time
+import types
+
+
+class StubCore:
+    def __init__(self, arguments):
+        if "refuse" in arguments:
+            raise ValueError(arguments["refuse"])
+        if "chatter" in arguments:
+            print(arguments["chatter"], flush=True)
+        time.sleep(arguments.get("slow", 0))
+        if "exit" in arguments:
+            os._exit(arguments["exit"])
+        if "kill" in arguments:
+            os.kill(os.getpid(), arguments["kill"])
+        self.running, self.version, self.deaf = {}, -1, arguments.get("deaf", False)
+
+    @property
+    def busy(self):
+        while self.deaf:
+            time.sleep(1)
+        return bool(self.running)
+
+    def load(self, weights, version):
+        if weights is None:
+            raise TypeError("no weights")
+        self.version = version
+
+    def add(self, requests):
+        if any(not request["prompt"] for request in requests):
+            raise ValueError("an empty prompt")
+        for request in requests:
+            self.running[request["id"]] = [len(request["prompt"]), request["prompt"]]
+
+    def step(self):
+        time.sleep(0.01)
+        for identity, (left, prompt) in list(self.running.items()):
+            if prompt == [666]:
+                raise FloatingPointError("the engine burnt down")
+            self.running[identity][0] -= 1
+            if left == 1:
+                del self.running[identity]
+                yield {
+                    "id": identity,
+                    "token_ids": prompt,
+                    "logprobs": [-1.0] * len(prompt),
+                    "finish_reason": "stop",
+                    "policy_version": self.version,
+                }
+
+
+if __name__ == "__main__":
+    from lightning_rlhf.rollout import vllm_worker
+
+    sys.modules["vllm"] = types.SimpleNamespace(__version__="0")
+    sys.modules["lightning_rlhf.rollout.vllm_core"] = types.SimpleNamespace(VLLMCore=StubCore)
+    code = vllm_worker.main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)

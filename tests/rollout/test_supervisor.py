@@ -1,0 +1,213 @@
+"""Whatever happens to the engine process, nobody waits for it in vain and the reason is told; the worker is the real
+one with a stub where vLLM would be."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.supervisor import EngineProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 60
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    started = []
+
+    def start(environment=None, **arguments):
+        process = EngineProcess(
+            "tests.rollout.stub_worker", arguments, environment or {}, tmp_path / "new" / "engine.log"
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.process.kill()
+        process.close()
+
+
+def request(*prompt):
+    return {"prompt": list(prompt), "sampling": {}, "seed": 0}
+
+
+def wait_for_end(pid, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_starting_does_not_wait(start):
+    began = time.monotonic()
+    engine = start(slow=3)
+    assert time.monotonic() - began < 1
+    assert not engine.ready.done()
+    assert engine.ready.result(WAIT)["pid"] == engine.process.pid
+
+
+def test_each_future_gets_its_own_answer_whatever_finishes_first(start):
+    engine = start()
+    engine.command("load", weights={}, version=7).result(WAIT)
+    prompts = [[3] * 9, [1], [2, 2, 2]]
+    futures = engine.generate([request(*prompt) for prompt in prompts])
+    answers = [future.result(WAIT) for future in futures]
+    assert [answer["token_ids"] for answer in answers] == prompts
+    assert {answer["policy_version"] for answer in answers} == {7}
+
+
+def test_threads_may_ask_at_the_same_time(start):
+    engine = start()
+    with ThreadPoolExecutor(8) as threads:
+        asked = threads.map(
+            lambda i: engine.generate([request(*[i] * (i + 1))])[0].result(WAIT)["token_ids"], range(24)
+        )
+        assert list(asked) == [[i] * (i + 1) for i in range(24)]
+
+
+def test_a_refused_batch_answers_all_its_futures_and_the_engine_lives_on(start):
+    engine = start()
+    futures = engine.generate([request(1), request(), request(2)])
+    for future in futures:
+        with pytest.raises(RuntimeError, match="ValueError: an empty prompt"):
+            future.result(WAIT)
+    with pytest.raises(RuntimeError, match="TypeError: no weights"):
+        engine.command("load", weights=None, version=1).result(WAIT)
+    assert engine.generate([request(5)])[0].result(WAIT)["token_ids"] == [5]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_engine_is_named_within_a_second_to_everyone_who_waits(start, tmp_path, number):
+    engine = start()
+    engine.ready.result(WAIT)
+    futures = [engine.generate([request(*[1] * 100000)])[0] for _ in range(3)]
+    killed = time.monotonic()
+    os.kill(engine.process.pid, number)
+    for future in futures:
+        with pytest.raises(EngineDied) as death:
+            future.result(WAIT)
+    assert time.monotonic() - killed < 1
+    assert f"{engine.process.pid} died: killed by signal {number.value} ({number.name})" in str(death.value)
+    assert str(tmp_path / "new" / "engine.log") in str(death.value)
+    for ask in (lambda: engine.generate([request(1)]), lambda: engine.command("load", weights={}, version=1)):
+        with pytest.raises(EngineDied, match=number.name):
+            ask()
+
+
+def test_nobody_who_asks_around_the_moment_of_death_is_forgotten(start):
+    engine = start()
+    engine.ready.result(WAIT)
+
+    def ask_until_dead():
+        while True:
+            engine.generate([request(1, 2)])[0].result(WAIT)
+
+    with ThreadPoolExecutor(6) as threads:
+        asking = [threads.submit(ask_until_dead) for _ in range(6)]
+        time.sleep(0.2)
+        engine.process.kill()
+        for answer in asking:
+            with pytest.raises(EngineDied):
+                answer.result(WAIT)
+
+
+def test_an_engine_that_cannot_start_says_why(start, tmp_path):
+    with pytest.raises(EngineDied) as death:
+        start(refuse="heads of 48 are unknown").ready.result(WAIT)
+    told = str(death.value)
+    assert "died: ValueError: heads of 48 are unknown; its log is " in told
+    assert "\n" not in told  # one sentence
+    assert "Traceback" in (tmp_path / "new" / "engine.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [({"exit": 3}, "exit code 3"), ({"kill": signal.SIGABRT.value}, r"killed by signal 6 \(SIGABRT\)")],
+)
+def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments, told):
+    with pytest.raises(EngineDied, match=rf"died: {told}; its log is .*, and ends:\nout of cheese$"):
+        start(chatter="out of cheese", **arguments).ready.result(WAIT)
+
+
+def test_an_error_while_generating_ends_the_engine_with_that_error(start):
+    engine = start()
+    futures = engine.generate([request(1, 1, 1, 1), request(666)])
+    for future in futures:
+        with pytest.raises(EngineDied, match="FloatingPointError: the engine burnt down"):
+            future.result(WAIT)
+
+
+def test_closing_ends_the_process_and_the_thread_and_frees_the_descriptors(start):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    engine = start()
+    engine.ready.result(WAIT)
+    engine.close()
+    assert engine.process.returncode == 0
+    assert not engine._reader.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    engine.close()
+
+
+def test_closing_ends_an_engine_that_starts_or_does_not_listen(start, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    starting, deaf = start(slow=1000), start(deaf=True)
+    deaf.ready.result(WAIT)
+    for engine in (starting, deaf):
+        engine.close()
+        assert engine.process.returncode == -signal.SIGKILL
+
+
+def test_a_dead_engine_can_be_closed(start):
+    engine = start(exit=1)
+    engine.process.wait(WAIT)
+    engine.close()
+
+
+def test_the_engine_does_not_outlive_its_trainer(tmp_path):
+    code = f"""
+        import time
+        from pathlib import Path
+        from lightning_rlhf.rollout.supervisor import EngineProcess
+        engine = EngineProcess("tests.rollout.stub_worker", {{}}, {{}}, Path({str(tmp_path)!r}) / "log")
+        engine.ready.result()
+        engine.generate([{{"prompt": [1] * 100000, "sampling": {{}}, "seed": 0}}])
+        print(engine.process.pid, flush=True)
+        time.sleep(1000)
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    with trainer:
+        pid = int(trainer.stdout.readline())
+        trainer.kill()
+        trainer.wait(WAIT)
+        assert wait_for_end(pid, 5)
+
+
+def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "PL_GLOBAL_SEED"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("FROM_THE_TRAINER", "yes")
+    before = dict(os.environ)
+    engine = start(environment={"FOR_THE_ENGINE": "yes"})
+    engine.ready.result(WAIT)
+    found = psutil.Process(engine.process.pid).environ()
+    assert found["FROM_THE_TRAINER"] == found["FOR_THE_ENGINE"] == "yes"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "PL_GLOBAL_SEED"} & set(found)
+    assert dict(os.environ) == before

@@ -1,0 +1,131 @@
+"""Weights cross to another process bit by bit, through memory that has no name and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf.rollout.weight_sync import WeightSender, map_memory, read_slots
+
+PARAMETERS = {
+    "embed.weight": torch.randn(7, 5),
+    "norm.weight": torch.randn(3, 1, 13).bfloat16(),  # 78 bytes: what follows is aligned anew
+    "scale": torch.tensor(2.5),
+    "empty.bias": torch.empty(0),
+    "head.weight": torch.randn(5, 7).t(),  # not contiguous
+    "last.weight": torch.tensor([torch.inf, -0.0, 1e-45, torch.nan]),
+}
+
+
+@pytest.fixture
+def sender():
+    sender = WeightSender()
+    yield sender
+    sender.close()
+
+
+def received(message):
+    memory = map_memory(message["path"], message["nbytes"])
+    return {name: view.clone() for name, view in read_slots(memory, message["layout"])}
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and left.shape == right.shape and repr(left.tolist()) == repr(right.tolist())
+
+
+def test_every_dtype_and_shape_arrives_bit_by_bit_and_in_order(sender):
+    found = received(sender.write(PARAMETERS.items()))
+    assert list(found) == list(PARAMETERS)
+    for name, tensor in PARAMETERS.items():
+        assert same_bits(found[name], tensor), name
+
+
+def test_the_first_parameter_may_be_empty(sender):
+    found = received(sender.write([("empty", torch.empty(0, 3)), ("full", torch.ones(2))]))
+    assert found["empty"].shape == (0, 3)
+    assert found["full"].tolist() == [1, 1]
+
+
+def test_another_process_reads_what_was_written(sender):
+    message = sender.write([("a", torch.arange(5.0)), ("b", torch.tensor([1.5]))])
+    code = """if True:
+        import json, struct, sys
+        message = json.loads(sys.argv[1])
+        with open(message["path"], "rb") as memory:
+            for slot in message["layout"]:
+                memory.seek(slot["offset"])
+                print(slot["name"], *struct.unpack(f"{slot['shape'][0]}f", memory.read(4 * slot["shape"][0])))
+    """
+    command = [sys.executable, "-c", code, json.dumps(message)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.splitlines() == ["a 0.0 1.0 2.0 3.0 4.0", "b 1.5"]
+
+
+def test_a_second_push_is_seen_through_the_first_mapping(sender):
+    first = sender.write(PARAMETERS.items())
+    memory = map_memory(first["path"], first["nbytes"])
+    newer = {name: tensor + 1 for name, tensor in PARAMETERS.items()}
+    second = sender.write(newer.items())
+    assert second == first
+    for name, view in read_slots(memory, second["layout"]):
+        assert same_bits(view, newer[name]), name
+
+
+def test_first_difference_names_the_first_that_changed_vanished_or_appeared(sender):
+    parameters = {name: PARAMETERS[name] for name in ("embed.weight", "norm.weight", "scale")}
+    sender.write(parameters.items())
+    assert sender.first_difference(parameters.items()) is None
+    changed = parameters["norm.weight"].clone()
+    changed[2, 0, 12] += 1
+    assert sender.first_difference({**parameters, "norm.weight": changed}.items()) == "norm.weight"
+    assert sender.first_difference([("embed.weight", parameters["embed.weight"])]) == "norm.weight"
+    assert sender.first_difference([*parameters.items(), ("new", torch.ones(1))]) == "new"
+
+
+@pytest.mark.parametrize(
+    ("second", "came"),
+    [
+        ({"w": torch.zeros(4), "c": torch.zeros(2)}, r"c \(float32, \[2\]\) came where b \(float32, \[2\]\) was"),
+        ({"w": torch.zeros(1), "b": torch.zeros(2)}, r"w \(float32, \[1\]\) came where w \(float32, \[4\]\) was"),
+        ({"w": torch.zeros(4).bfloat16(), "b": torch.zeros(2)}, r"w \(bfloat16, \[4\]\) came where w \(float32"),
+        ({"w": torch.zeros(4)}, r"nothing came where b \(float32, \[2\]\) was"),
+        ({"w": torch.zeros(4), "b": torch.zeros(2), "x": torch.zeros(1)}, r"x \(float32, \[1\]\) came where nothing"),
+    ],
+    ids=["name", "shape", "dtype", "fewer", "more"],
+)
+def test_another_model_is_refused(sender, second, came):
+    sender.write([("w", torch.zeros(4)), ("b", torch.zeros(2))])
+    with pytest.raises(RuntimeError, match=came):
+        sender.write(second.items())
+
+
+def test_nothing_is_left_on_disk_and_the_descriptor_is_freed():
+    shared, descriptors = set(Path("/dev/shm").glob("*")), len(os.listdir("/proc/self/fd"))
+    sender = WeightSender()
+    path = sender.write(PARAMETERS.items())["path"]
+    assert os.readlink(path).startswith("/memfd:")  # anonymous: in no directory
+    assert set(Path("/dev/shm").glob("*")) <= shared
+    sender.close()
+    sender.close()
+    assert not os.path.exists(path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_closed_sender_starts_anew(sender):
+    sender.write([("of another model", torch.ones(3))])
+    sender.close()
+    assert same_bits(received(sender.write(PARAMETERS.items()))["scale"], PARAMETERS["scale"])
+
+
+def test_the_memory_is_not_handed_down_to_other_children(sender):
+    path = sender.write(PARAMETERS.items())["path"]
+    assert not os.get_inheritable(int(Path(path).name))
+
+
+def test_a_sender_holds_no_more_than_the_parameters_and_their_alignment(sender):
+    size = sum(tensor.numel() * tensor.itemsize for tensor in PARAMETERS.values())
+    assert sender.write(PARAMETERS.items())["nbytes"] <= size + 64 * len(PARAMETERS)

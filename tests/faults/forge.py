@@ -1,0 +1,118 @@
+"""Runs the command line in processes that die by SIGKILL at a chosen point; ``python -m tests.faults.forge``.
+
+Everything is imported once, then each attempt is a fork: a line of JSON on standard input asks for one, a line on
+standard output says how it ended. What an attempt prints goes to ``output.log`` in its directory.
+"""
+
+import importlib
+import io
+import json
+import os
+import signal
+import sys
+
+import torch
+
+import lightning_rlhf
+from lightning_rlhf.cli.main import run
+
+for _name in lightning_rlhf.__all__:  # all that attempts would import one by one
+    getattr(lightning_rlhf, _name)
+for _name in ("llama.modeling_llama", "auto.modeling_auto"):
+    importlib.import_module(f"transformers.models.{_name}")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(place, number, when):
+    """Make the ``number``-th call of ``module:name`` the last thing this process does.
+
+    ``when`` is before, after, or half: after half of the bytes that ``torch.save`` was to write.
+    """
+    module, _, path = place.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    real, calls = getattr(owner, name), 0
+
+    def watched(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == number and when == "before":
+            die()
+        if calls == number and when == "half":
+            whole = io.BytesIO()
+            real(args[0], whole)
+            args[1].write(whole.getvalue()[: whole.tell() // 2])
+            args[1].flush()
+            die()
+        result = real(*args, **kwargs)
+        if calls == number and when == "after":
+            die()
+        return result
+
+    setattr(owner, name, watched)
+
+
+def count_calls(limit, report):
+    """Die at the ``limit``-th call of any Python function, or write down how many there were."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        if event == "call":
+            calls += 1
+            if calls == limit:
+                die()
+
+    sys.setprofile(count)
+
+    def finish():
+        sys.setprofile(None)
+        with open(report, "w") as file:
+            file.write(str(calls))
+
+    return finish
+
+
+def attempt(request):
+    """One run in this process. Never returns."""
+    os.makedirs(request["directory"], exist_ok=True)
+    os.chdir(request["directory"])
+    output = os.open("output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    code = 70
+    try:
+        if request["place"]:
+            die_at(*request["place"])
+        finish = count_calls(request["calls"], "calls") if request["calls"] is not None else None
+        code = run(request["arguments"])
+        if finish is not None:
+            finish()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def main():
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            attempt(json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

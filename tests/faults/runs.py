@@ -1,0 +1,248 @@
+"""Tiny runs for the fault tests: their configuration, how to kill and resume them, and how to compare what they leave."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import yaml
+
+KILLED = -signal.SIGKILL
+ROOT = Path(__file__).parents[2]
+_VARYING = ("time/", "perf/")  # and whatever ends with tokens_per_s
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 18,
+    "hidden_size": 32,
+    "head_dim": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODEL = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA}}
+TOKENIZER = {
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+    "init_args": {"characters": "0123456789+=: "},
+}
+_ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 3.0e-3, "weight_decay": 0.0}}
+_DECAY = {
+    "class_path": "torch.optim.lr_scheduler.LinearLR",
+    "init_args": {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 12},
+}
+
+
+def digits(completions):
+    """Reward: the share of digits."""
+    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in completions]
+
+
+def problems(kind, rows, **more):
+    return {"class_path": f"lightning_rlhf.data.addition.{kind}", "init_args": {"num_rows": rows, **more}}
+
+
+def data(kind, rows):
+    return {
+        "tokenizer": TOKENIZER,
+        "train": problems(rows, 22),  # 5 batches of 4, and 2 rows that fill none
+        "val": problems(rows, 6, held_out=True),  # 2 batches
+        "batch_size": 4,
+        "max_tokens": 64,
+    }
+
+
+def callback(name, **arguments):
+    return {"class_path": f"lightning_rlhf.callbacks.{name}", "init_args": arguments}
+
+
+def checkpoints(every, best):
+    return [callback("RunCheckpoint", every_n_steps=every), callback("RunCheckpoint", best=best)]
+
+
+def ppo(every=2, engine="TransformersEngine", **trainer):
+    """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at, between and behind checkpoints."""
+    module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
+    return {
+        "seed_everything": 7,
+        "model": {
+            "class_path": "lightning_rlhf.PPOModule",
+            "init_args": {
+                "actor": MODEL,
+                "kl_reward": {"coef": 0.1},
+                "actor_optimizer": _ADAM,
+                "critic_optimizer": _ADAM,
+                "actor_lr_scheduler": _DECAY,
+                "critic_lr_scheduler": _DECAY,
+                "update_epochs": 2,
+                "minibatch_size": 4,
+            },
+        },
+        "data": {"class_path": "lightning_rlhf.PromptDataModule", "init_args": data("prompts", "Problems")},
+        "trainer": {
+            "accelerator": "cpu",
+            "default_root_dir": "run",
+            "callbacks": [
+                callback(
+                    "RolloutLoop",
+                    rewards=[{"function": "tests.faults.runs.digits"}],
+                    engine={"class_path": f"lightning_rlhf.rollout.{module}.{engine}"},
+                    group_size=2,
+                    max_response_tokens=6,
+                    val_samples=2,
+                ),
+                callback(
+                    "KLControl",
+                    controller={
+                        "class_path": "lightning_rlhf.objectives.kl_controllers.AdaptiveKL",
+                        "init_args": {"target": 0.5, "horizon": 32},
+                    },
+                ),
+                callback("RolloutLog", table_every_n_steps=0),
+                *checkpoints(every, "val/digits_sampled"),
+                callback("Report"),
+            ],
+            **(trainer or {"max_steps": 12, "val_check_interval": 3, "check_val_every_n_epoch": None}),
+        },
+    }
+
+
+def supervised(kind):
+    """Two epochs of 5 steps of SFT or of a reward model, a validation after each."""
+    sft = kind == "sft"
+    rows, module, role = (
+        ("Demonstrations", "SFTModule", "actor") if sft else ("Preferences", "RewardModule", "reward_model")
+    )
+    more = [] if sft else [
+        callback("PolicyCheck", policy=MODEL, prompts=problems("Problems", 6), num_samples=6, max_response_tokens=4,
+                 rule={"function": "lightning_rlhf.data.addition.exact"})
+    ]  # fmt: skip
+    return {
+        "seed_everything": 7,
+        "model": {
+            "class_path": f"lightning_rlhf.{module}",
+            "init_args": {role: MODEL, "optimizer": _ADAM, "lr_scheduler": _DECAY},
+        },
+        "data": {
+            "class_path": f"lightning_rlhf.{'Conversation' if sft else 'Preference'}DataModule",
+            "init_args": data(kind, rows),
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "default_root_dir": "run",
+            "max_epochs": 2,
+            "callbacks": [*more, callback("RunCheckpoint", every_n_steps=2)],
+        },
+    }
+
+
+class Forge:
+    """Processes that run the command line and die where they are told to; see forge.py."""
+
+    def __init__(self):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.forge"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+        )  # fmt: skip
+
+    def attempt(self, directory, config, *, resume=None, place=None, calls=None, arguments=()):
+        """One process; how it ended: 0, an exit code, or KILLED."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(yaml.safe_dump(config))
+        line = ["fit", "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
+        request = {"directory": str(directory), "arguments": line, "place": place, "calls": calls}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the forge itself died"
+        return int(answer)
+
+    def finish(self, directory, config, deaths):
+        """Run, die at each of the deaths in turn and resume after each, then go on to the end; how many deaths took place."""
+        killed, resume = 0, None
+        for death in [*deaths, {}]:
+            ended = self.attempt(directory, config, resume=resume, **death)
+            assert ended in (0, KILLED), f"exit code {ended}:\n{output(directory)[-4000:]}"
+            killed += ended == KILLED
+            resume = "last"
+        assert ended == 0
+        return killed
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+def output(directory):
+    """What all processes of a run printed."""
+    return (directory / "output.log").read_text()
+
+
+def rows(directory):
+    """metrics.csv without times and speeds: a list of (column, value) pairs per row, in order."""
+    with (directory / "run" / "metrics.csv").open(newline="") as file:
+        return [[(k, v) for k, v in row.items() if not varies(k)] for row in csv.DictReader(file)]
+
+
+def varies(name):
+    return name.startswith(_VARYING) or name.endswith("tokens_per_s")
+
+
+def checkpoint(directory, name="last"):
+    """A checkpoint without times and speeds."""
+    state = torch.load(directory / "run" / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    metrics = state["lightning_rlhf"]["metrics"]
+    state["lightning_rlhf"]["metrics"] = {k: v for k, v in metrics.items() if not varies(k)}
+    return state
+
+
+def difference(ours, theirs, at=""):
+    """Where two nested values first differ by a bit, or None."""
+    if type(ours) is not type(theirs):
+        return f"{at}: {type(ours).__name__} and {type(theirs).__name__}"
+    if isinstance(ours, torch.Tensor):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.equal(theirs)
+        return None if same else f"{at}: tensors"
+    if isinstance(ours, dict):
+        if list(ours) != list(theirs):
+            return f"{at}: keys {list(ours)} and {list(theirs)}"
+        return next((d for k in ours if (d := difference(ours[k], theirs[k], f"{at}/{k}"))), None)
+    if isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return f"{at}: lengths {len(ours)} and {len(theirs)}"
+        return next((d for i, pair in enumerate(zip(ours, theirs)) if (d := difference(*pair, f"{at}/{i}"))), None)
+    return None if ours == theirs else f"{at}: {ours!r} and {theirs!r}"
+
+
+def assert_same(directory, reference, names=("last", "best")):
+    """Curve, texts, weights, optimizers, counters, random state and the exported model are the same to the bit."""
+    ours, theirs = rows(directory), rows(reference)
+    assert [row[0] for row in ours] == [row[0] for row in theirs], "steps lost or doubled in metrics.csv"
+    assert ours == theirs
+    for name in (name for name in names if (reference / f"run/checkpoints/{name}.ckpt").exists()):
+        found = difference(checkpoint(directory, name), checkpoint(reference, name))
+        assert found is None, f"{name}.ckpt{found}"
+    files = sorted(path.relative_to(reference / "run") for path in (reference / "run").glob("rollouts/*"))
+    assert files == sorted(path.relative_to(directory / "run") for path in (directory / "run").glob("rollouts/*"))
+    files += [Path("export/model.safetensors"), Path("export/config.json")]
+    for file in files:
+        assert (directory / "run" / file).read_bytes() == (reference / "run" / file).read_bytes(), file
+    said = [json.loads((d / "run/export/metrics.json").read_text()) for d in (directory, reference)]
+    assert [{k: v for k, v in s.items() if not varies(k)} for s in said[:1]] == [
+        {k: v for k, v in s.items() if not varies(k)} for s in said[1:]
+    ]
+    reports = [d / "run/report.json" for d in (directory, reference)]
+    if reports[1].exists():
+        assert len({json.dumps(json.loads(report.read_text())["before"]) for report in reports}) == 1
+    assert list((directory / "run").rglob("*.new*")) == []

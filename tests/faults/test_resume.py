@@ -1,0 +1,188 @@
+"""A run that is killed and resumed, wherever and however often, leaves what the undisturbed run leaves, to the bit."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.faults import runs
+from tests.faults.runs import KILLED, ROOT, Forge, assert_same, checkpoint, output, ppo, rows, supervised
+
+_LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
+_SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
+_FILE = "lightning_rlhf.strategies.checkpoint_io:"
+_EXPORT = "lightning_rlhf.callbacks.hf_export:HFExport."
+
+# In the order in which one run can meet them all; the numbers count calls since the run was last resumed.
+DEATHS = {
+    "before the first checkpoint": (_LOOP + "verify", 1, "before"),
+    "in the validation before training": (_LOOP + "on_validation_batch_end", 1, "after"),
+    "while the first checkpoint is written": ("torch:save", 1, "half"),
+    "in the middle of an update": ("lightning_rlhf.modules.roles:RoleModule.update", 10, "before"),
+    "between checkpoint and validation": (_LOOP + "on_validation_start", 1, "before"),
+    "in the validation that was due": (_LOOP + "on_validation_batch_end", 1, "after"),
+    "while the best is written": (_SAVE + "on_validation_end", 2, "before"),
+    "between generation and learning": (_LOOP + "verify", 2, "before"),
+    "behind an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
+    "with a draft nobody renamed": (_FILE + "_digest", 2, "after"),
+    "with both checksums": (_FILE + "_write_sums", 2, "after"),
+    "with the new file and both checksums": (_FILE + "_sync_folder", 2, "before"),
+    "in the middle of generation": (_LOOP + "_generate", 3, "after"),
+    "behind the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
+    "in the last validation": (_LOOP + "on_validation_batch_end", 1, "before"),
+    "before the export": (_EXPORT + "_write", 1, "before"),
+    "behind the export": (_EXPORT + "_write", 1, "after"),
+}
+_BY_EPOCHS = {"max_epochs": 2, "val_check_interval": 1.0}
+
+
+@pytest.fixture(scope="module")
+def forge():
+    forge = Forge()
+    yield forge
+    forge.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forge, tmp_path_factory):
+    """Directory of an undisturbed run of a configuration; each is run once."""
+    known = {}
+
+    def of(config, **request):
+        key = yaml.safe_dump(config)
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("undisturbed")
+            assert forge.attempt(known[key], config, **request) == 0, output(known[key])[-4000:]
+        return known[key]
+
+    return of
+
+
+def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
+    table = [dict(row) for row in rows(undisturbed(ppo(), calls=0))]
+    training = [row for row in table if row["kl/coef"]]
+    assert [row["step"] for row in training] == [str(step) for step in range(1, 13)]
+    assert [row["step"] for row in table if row["val/digits_sampled"]] == ["0", "3", "6", "9", "12"]
+    for name in ("kl/coef", "lr/actor", "lr/critic", "reward/mean", "loss/value", "loss/policy", "kl/ref"):
+        assert len({row[name] for row in training}) > 9, name
+    assert 0 < checkpoint(undisturbed(ppo()), "best")["global_step"]
+
+
+def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_path):
+    assert forge.attempt(tmp_path, ppo()) == 0
+    assert_same(tmp_path, undisturbed(ppo(), calls=0))
+
+
+def test_ten_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path):
+    reference = undisturbed(ppo(), calls=0)
+    calls, draw, kills, run = int((reference / "calls").read_text()), random.Random(0), 0, 0
+    while kills < 10:
+        run += 1
+        kills += forge.finish(tmp_path / str(run), ppo(), [{"calls": draw.randrange(calls)} for _ in range(4)])
+        assert_same(tmp_path / str(run), reference)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_kills_at_every_kind_of_point_leave_no_trace(forge, undisturbed, tmp_path, every):
+    deaths = [{"place": place} for place in DEATHS.values()]
+    killed = forge.finish(tmp_path, ppo(every), deaths)
+    assert killed == len(deaths)
+    assert_same(tmp_path, undisturbed(ppo(every)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{}, _BY_EPOCHS], ids=["by steps", "by epochs"])
+@pytest.mark.parametrize("death", list(DEATHS))
+def test_one_kill_leaves_no_trace(forge, undisturbed, tmp_path, death, trainer):
+    assert forge.finish(tmp_path, ppo(1, **trainer), [{"place": DEATHS[death]}]) == 1
+    assert_same(tmp_path, undisturbed(ppo(1, **trainer)))
+
+
+def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_no_data(forge, undisturbed, tmp_path):
+    config = ppo(1, **_BY_EPOCHS)
+    place = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
+    deaths = [{"place": (place, 10, "after")}, {"place": (place, 4, "after")}, {"place": (_LOOP + "verify", 1, "before")}]
+    assert forge.finish(tmp_path, config, deaths) == 3
+    assert_same(tmp_path, undisturbed(config))
+
+
+def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbed, tmp_path):
+    def steps(count):
+        return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
+
+    place = _LOOP + "on_validation_batch_end"  # of the validation behind step 7, which no interval asked for
+    assert forge.finish(tmp_path, steps(7), [{"place": (place, 8, "after")}]) == 1
+    assert_same(tmp_path, undisturbed(steps(7)))
+    # and with more steps it becomes the longer run; only the best can be the one of the validation behind step 7
+    assert forge.attempt(tmp_path, steps(12), resume="last") == 0
+    assert_same(tmp_path, undisturbed(steps(12)), names=("last",))
+
+
+def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
+    assert forge.attempt(tmp_path, ppo(), place=(_LOOP + "verify", 9, "before")) == KILLED
+    assert checkpoint(tmp_path, "best")["global_step"] < checkpoint(tmp_path, "last")["global_step"]
+    assert forge.attempt(tmp_path, ppo(), resume="run/checkpoints/best.ckpt") == 0
+    assert_same(tmp_path, undisturbed(ppo(), calls=0))
+
+
+def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, tmp_path):
+    assert forge.finish(tmp_path, ppo(), []) == 0
+    assert forge.attempt(tmp_path, ppo(), resume="last") == 0
+    assert_same(tmp_path, undisturbed(ppo(), calls=0))
+
+
+def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge, tmp_path):
+    config = ppo(max_steps=1)
+    assert forge.attempt(tmp_path, config, resume="last") == 0
+    said = output(tmp_path).splitlines()
+    assert said[0] == "run/checkpoints has no last.ckpt yet: training starts at the beginning."
+    assert not [line for line in said if "warn" in line.lower()]
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the_last_step(
+    forge, undisturbed, tmp_path, kind
+):
+    place = _SAVE + "on_train_batch_end"
+    deaths = [{"place": (place, 3, "after")}, {"place": (place, 8, "after")}, {"place": (_EXPORT + "_write", 1, "before")}]
+    assert forge.finish(tmp_path, supervised(kind), deaths) == 3
+    assert_same(tmp_path, undisturbed(supervised(kind)))
+
+
+@pytest.mark.slow
+def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(undisturbed, tmp_path):
+    config, draw, resume = ppo(1), random.Random(1), []
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "config.yaml"]
+    environment = {**runs.os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    for kill in [*range(6), None]:
+        process = subprocess.Popen([*command, *resume], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        resume = ["--ckpt_path", "last"]
+        if kill is None:
+            assert process.wait() == 0
+            break
+        try:
+            process.wait(draw.uniform(6, 16))  # any moment will do, before the start and behind the end included
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert_same(tmp_path, undisturbed(config))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path):
+    config = ppo(1, engine="VLLMEngine")
+    reference = undisturbed(config, calls=0)
+    names = (
+        "before the first checkpoint", "while the first checkpoint is written", "in the middle of an update",
+        "in the validation that was due", "in the middle of generation", "behind an epoch's last batch",
+    )  # fmt: skip
+    deaths = [{"place": DEATHS[name]} for name in names]
+    calls, draw = int((reference / "calls").read_text()), random.Random(2)
+    deaths += [{"calls": draw.randrange(calls // 2)} for _ in range(4)]
+    assert forge.finish(tmp_path, config, deaths) == 10
+    assert_same(tmp_path, reference)

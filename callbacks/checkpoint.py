@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,12 +55,9 @@ class RunCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero and not trainer.fast_dev_run:
             for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):
                 draft.unlink()
-            if trainer.ckpt_path is None and _directory(trainer).joinpath(f"{self.filename}.ckpt").exists():
-                log.warning(
-                    "%s holds the %s checkpoint of an earlier run, which this run will replace; "
-                    "--ckpt_path last would continue that run.", self.dirpath, self.filename,
-                )  # fmt: skip
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*exists and is not empty")  # of course, in a resumed run
+            super().setup(trainer, pl_module, stage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the best so far."""
@@ -69,7 +67,11 @@ class RunCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         # Lightning asks for the last checkpoint before setup() says where it is, and would look below the logger.
         last = _directory(trainer) / "last.ckpt"
-        return {str(last)} if last.is_file() else set()
+        if last.is_file():
+            return {str(last)}
+        warnings.filterwarnings("ignore", message=".*there is no last checkpoint available")
+        log.info("%s has no last.ckpt yet: training starts at the beginning.", _directory(trainer))
+        return set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -82,11 +82,14 @@ def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> N
     for counts in fit["epoch_loop.val_loop.batch_progress"].values():
         if isinstance(counts, dict):
             counts.update(dict.fromkeys(counts, 0))
-    if batches["is_last_batch"] or batches["current"]["ready"] >= epoch_batches:
+    current = batches["current"]
+    over = batches["is_last_batch"] or current["ready"] >= epoch_batches or current["ready"] == 0
+    for counts in (epochs["total"], epochs["current"]):  # a run that ends inside an epoch has counted it as processed
+        counts["processed"] = counts["completed"] = counts["started"] - (not over)
+    checkpoint["epoch"] = epochs["current"]["completed"]
+    if over:
         batches["is_last_batch"] = False
-        batches["current"].update(dict.fromkeys(batches["current"], 0))
-        for counts in (epochs["total"], epochs["current"]):
-            counts.update(dict.fromkeys(counts, counts["started"]))
+        current.update(dict.fromkeys(current, 0))
         fit["state_dict"].pop("combined_loader", None)  # the next epoch starts at its beginning
 
 

@@ -1,0 +1,81 @@
+"""A task that anyone can solve must be solved, and solved the same way twice."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning import seed_everything
+
+from lightning_rlhf import FromConfig, PPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.value_losses import ClippedValueLoss
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from tests.stand_ins import TINY_LLAMA, quiet_trainer
+
+pytestmark = pytest.mark.learning
+LENGTH, STEPS = 6, 30
+
+
+def says_a(completions):
+    """Share of the longest possible response that is the letter a; the best policy says aaaaaa and never stops."""
+    return [text.count("a") / LENGTH for text in completions]
+
+
+class Rewards(PPOModule):
+    """Remembers the mean reward of each step."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.history = [*getattr(self, "history", []), self.experience.rollout.reward.mean().item()]
+
+
+def run(directory, seed):
+    """Mean reward of every step, and the actor's weights afterwards."""
+    seed_everything(seed, verbose=False)
+    adam = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.0)
+    module = Rewards(
+        FromConfig(TINY_LLAMA | {"initializer_range": 0.05}),
+        actor_optimizer=adam,
+        critic_optimizer=adam,
+        kl_reward=KLTerm(0.01),
+        value_loss=ClippedValueLoss(None),
+        update_epochs=2,
+        minibatch_size=32,
+    )
+    rows = [{"prompt": letter * count} for letter in "bcdefg" for count in range(1, 6)]
+    data = PromptDataModule(InMemory(rows * 2), CharacterTokenizer("abcdefg"), batch_size=16, max_tokens=8)
+    loop = RolloutLoop(
+        [RewardFunction(says_a)], TransformersEngine(), group_size=4, max_response_tokens=LENGTH, check_rows=2
+    )
+    trainer = quiet_trainer(callbacks=[loop], max_steps=STEPS, max_epochs=-1, default_root_dir=directory)
+    trainer.fit(module, datamodule=data)
+    return module.history, module.actor.state_dict()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("first"), seed=1)
+
+
+def test_the_toy_is_solved(first):
+    history, _ = first
+    assert len(history) == STEPS
+    assert history[0] < 0.25  # a tenth of all letters, less what stops early
+    assert sum(history[-3:]) / 3 > 0.9
+
+
+def test_the_same_seed_gives_the_same_rewards_and_bit_for_bit_the_same_weights(first, tmp_path):
+    history, weights = first
+    again, same_weights = run(tmp_path, seed=1)
+    assert again == history
+    assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
+
+
+def test_another_seed_takes_another_way(first, tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "STEPS", 2)
+    history, _ = run(tmp_path, seed=2)
+    assert history != first[0][:2]

@@ -42,6 +42,32 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
+def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
+    """Interval for a probability of which ``successes`` of ``trials`` were seen; it never leaves [0, 1].
+
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+    See "Probable Inference, the Law of Succession, and Statistical Inference", Wilson 1927.
+
+    Args:
+        successes: in [0, trials].
+        trials: n, independent ones, positive.
+        z: quantile of the normal distribution; the default covers 95 %.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: the counts do not fit together.
+    """
+    if not (0 <= successes <= trials and trials > 0):
+        raise ValueError(f"an interval needs 0 <= successes <= trials and trials > 0, got {successes} of {trials}")
+    share = successes / trials
+    center = share + z**2 / (2 * trials)
+    reach = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
+    scale = 1 + z**2 / trials
+    return max(0.0, (center - reach) / scale), min(1.0, (center + reach) / scale)
+
+
 def ordered_share(better: Tensor, worse: Tensor) -> float:
     """Share of (better, worse) pairs that a score orders rightly; ties count one half (the area under the ROC curve).
 

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lightning_rlhf.functional.diagnostics import wilson_interval
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.roles import RoleModule
 from lightning_rlhf.modules.sums import Sums
@@ -53,12 +54,26 @@ class RewardModule(RoleModule):
         metrics = {**self.reduced(sums), "grad_norm/reward_model": float(norm)}
         self.finish_step(metrics, bar=("train/loss", "train/pair_accuracy"))
 
+    def on_validation_epoch_start(self) -> None:
+        """Begin to count."""
+        self._held_out, self._pairs = Sums(), 0
+
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Loss and accuracy of held-out pairs, each pair counting the same."""
         sums = Sums()
         with torch.no_grad():
             self.pair_loss(batch, sums, prefix="val")
         self.log_validation(sums, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
+        self._held_out.merge(sums)
+        self._pairs += len(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """How sure the accuracy is: number of held-out pairs over all ranks, and the 95 % interval."""
+        accuracy = self.reduced(self._held_out)["val/pair_accuracy"]
+        pairs = float(self.roles.sum_over_ranks(torch.tensor(float(self._pairs), device=self.device)))
+        low, high = wilson_interval(round(accuracy * pairs), pairs)
+        for name, value in (("pairs", pairs), ("pair_accuracy_low", low), ("pair_accuracy_high", high)):
+            self.log(f"val/{name}", value, batch_size=1)
 
     def pair_loss(self, rows: PreferenceBatch, sums: Sums, prefix: str) -> Tensor:
         """Loss summed over some pairs, both texts in one forward pass."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import collect
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
@@ -104,8 +104,7 @@ class RolloutLoop(Callback):
         if not self.rewards and "reward_model" not in module.sources:
             raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
         columns = {name for examples in data.examples.values() for _, _, rest in examples[:1] for name in rest}
-        for reward in self.rewards:
-            reward.check(sorted(columns))
+        check_rewards(self.rewards, sorted(columns))
         if self.val_metric is not None and self.val_metric not in [reward.label for reward in self.rewards]:
             raise ValueError(f"val_metric {self.val_metric!r} is none of the rewards {[r.label for r in self.rewards]}")
         vocabulary = module.sources["actor"].hf_config().get_text_config().vocab_size

@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -39,7 +42,7 @@ class RewardFunction:
         return self.name or str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def check(self, columns: Iterable[str]) -> None:
-        """Refuse a function that needs what is not there.
+        """Refuse a function that needs what is not there, before anything is generated.
 
         Args:
             columns: of the data.
@@ -80,7 +83,7 @@ class RewardFunction:
         return self._checked(values, len(offered["completions"]))
 
     def _checked(self, values: Any, expected: int) -> Tensor:
-        if isinstance(values, Tensor):
+        if isinstance(values, Tensor | numpy.ndarray):
             values = values.tolist()
         if not isinstance(values, list | tuple) or len(values) != expected:
             found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
@@ -88,9 +91,33 @@ class RewardFunction:
                 f"reward function {self.label!r} returned {found}, expected {expected}: one per completion"
             )
         for number, value in enumerate(values):
-            if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            if value is not None and (not isinstance(value, Real) or not math.isfinite(value)):
                 raise RuntimeError(
                     f"reward function {self.label!r} returned {value!r} for completion {number}, "
                     f"expected a finite number, or None where it does not apply"
                 )
         return torch.tensor([math.nan if value is None else float(value) for value in values])
+
+
+def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+    """Refuse reward functions that cannot work together on this data, before anything is generated.
+
+    Args:
+        rewards: all of a run.
+        columns: of the data.
+
+    Raises:
+        ValueError: two share a name, one needs what is not there, or a column would hide what a rollout gives.
+    """
+    columns = list(columns)
+    twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
+    if twice:
+        raise ValueError(f"two reward functions are both called {twice[0]!r}: give one of them another name")
+    hidden = [column for column in columns if column in GIVEN]
+    if rewards and hidden:
+        raise ValueError(
+            f"the data has a column {hidden[0]!r}, under which reward functions are given what was generated: "
+            f"rename it, for example columns: {{my_{hidden[0]}: {hidden[0]}}}"
+        )
+    for reward in rewards:
+        reward.check(columns)

@@ -21,7 +21,7 @@ class ScoreShaping:
     truncated_score: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and self.clip <= 0:
+        if self.clip is not None and not self.clip > 0:
             raise ValueError(f"score clip must be positive or null, got {self.clip}")
 
     def __call__(self, scores: Tensor, truncated: Tensor) -> Tensor:

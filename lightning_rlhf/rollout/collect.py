@@ -35,8 +35,9 @@ def collect(
 
     Raises:
         ValueError: the completions do not divide among the prompts.
+        RuntimeError: a reward function misbehaved.
     """
-    if len(completions) % len(batch):
+    if not completions or len(completions) % len(batch):
         raise ValueError(f"{len(completions)} completions do not divide among {len(batch)} prompts")
     size = len(completions) // len(batch)
     prompt_ids, prompt_lengths = pad_right([ids for ids in batch.token_ids for _ in range(size)])

@@ -6,12 +6,13 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.resumable import ResumableLoader
-from lightning_rlhf.data.rows import BadRow, OnBadRow, Row, RowReport, RowSource, text_of, use_rows
+from lightning_rlhf.data.rows import BadRow, OnBadRow, Row, RowReport, RowSource, as_rows, is_unicode, text_of, use_rows
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
 from lightning_rlhf.seeding import run_seed
 
@@ -73,8 +74,9 @@ class RowsDataModule(LightningDataModule):
             self.trainer.limit_val_batches = 0  # an empty loader would do, with a warning at every run
         if self.examples:
             return
+        sources = {name: as_rows(source) for name, source in self.sources.items()}  # a missing file is said first
         self.tokenizer = load_tokenizer(self.tokenizer_source)
-        for name, source in self.sources.items():
+        for name, source in sources.items():
             self.examples[name], self.reports[name] = use_rows(source, f"{name} data", self.convert, self.on_bad_row)
 
     def train_dataloader(self) -> DataLoader:
@@ -103,7 +105,7 @@ class RowsDataModule(LightningDataModule):
         """The prompt as text; a list of messages goes through the chat template.
 
         Raises:
-            BadRow: no prompt, or messages without a template.
+            BadRow: no prompt, messages without a template, or messages that the template refuses.
         """
         value = row.get(self.columns.get("prompt", "prompt"))
         if not isinstance(value, list):
@@ -114,7 +116,13 @@ class RowsDataModule(LightningDataModule):
             isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value
         ):
             raise BadRow("every message of a prompt needs 'role' and text in 'content'")
-        return self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise BadRow(f"the chat template refuses the prompt: {error}") from error
+        if not is_unicode(text):
+            raise BadRow("the prompt is not valid UTF-8 text")
+        return text
 
     def split(self, text: str) -> tuple[str, str]:
         """Prompt and answer of a text that holds both.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lightning_rlhf.data.base import RowsDataModule
@@ -43,5 +45,7 @@ class PreferenceDataModule(RowsDataModule):
 
 def _margin(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow(f"margin holds {type(value).__name__}, expected a number")
+        raise BadRow(f"margin holds {'null' if value is None else type(value).__name__}, expected a number")
+    if not math.isfinite(value):
+        raise BadRow(f"margin is {value}, expected a finite number")
     return float(value)

@@ -13,6 +13,7 @@ Row = Mapping[str, Any]
 OnBadRow = Literal["error", "skip"]
 _Item = TypeVar("_Item")
 _SHOWN = 5
+_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @runtime_checkable
@@ -68,7 +69,7 @@ class JsonLines:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Rows with their line numbers; a line that is no JSON object comes as the error that says so."""
-        with open(self.path, encoding="utf-8", errors="surrogateescape") as lines:
+        with open(self.path, encoding="utf-8-sig", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield f"{self.path}:{number}", _parsed(line)
@@ -107,14 +108,23 @@ class HubDataset:
     revision: str | None = None
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Rows with their numbers."""
+        """Rows with their numbers.
+
+        Raises:
+            ValueError: no such dataset, split or configuration; a broken file; or the hub is out of reach.
+        """
         import datasets
 
-        kind = {".parquet": "parquet", ".csv": "csv", ".json": "json"}.get(Path(self.path).suffix)
-        if kind is not None:
-            dataset = datasets.load_dataset(kind, data_files=self.path, split="train")
-        else:
-            dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+        kind = _FILE_KINDS.get(Path(self.path).suffix)
+        try:
+            if kind is not None:
+                dataset = datasets.load_dataset(kind, data_files=self.path, split="train")
+            else:
+                dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+        except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+            what = "" if kind is not None else f", split {self.split!r}, which is no file and so taken for a hub id"
+            reason = str(error.__cause__ or error).strip().split("\n")[0]
+            raise ValueError(f"cannot read {self.path!r}{what}: {reason}") from error
         for number, row in enumerate(dataset):
             yield f"{self.path}[{number}]", row
 
@@ -127,11 +137,13 @@ def as_rows(source: str | RowSource) -> RowSource:
     """
     if not isinstance(source, str):
         return source
-    if Path(source).is_file():
+    if Path(source).is_file() and Path(source).suffix in _FILE_KINDS:
         return JsonLines(source) if source.endswith(".jsonl") else HubDataset(source)
-    if Path(source).suffix or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    path = Path(source)
+    if path.exists() or path.suffix in _FILE_KINDS or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise FileNotFoundError(
-            f"no data at {source!r}: expected an existing .jsonl, .json, .csv or .parquet file, or a hub id"
+            f"no data at {source!r}: expected an existing {', '.join(_FILE_KINDS)} file, or a hub id such as "
+            f"'Anthropic/hh-rlhf'"
         )
     return HubDataset(source)
 
@@ -145,12 +157,13 @@ def use_rows(
         source: of the rows.
         name: of the data, for messages.
         convert: makes an item of a row, or raises :class:`BadRow` saying why it cannot.
-        on_bad_row: ``error`` reads everything, then fails naming the first bad rows; ``skip`` leaves them out and counts.
+        on_bad_row: ``error`` reads everything, then fails naming the first bad rows; ``skip`` leaves them out and
+            counts.
 
     Raises:
         ValueError: bad rows and ``on_bad_row`` is ``error``; or no row is left.
     """
-    items, report, bad = [], RowReport(name), []
+    items, report, shown = [], RowReport(name), []
     for where, row in as_rows(source).rows():
         try:
             if isinstance(row, BadRow):
@@ -158,13 +171,15 @@ def use_rows(
             items.append(convert(row))
             report.kept += 1
         except BadRow as reason:
-            bad.append(f"{where}: {reason}")
             report.dropped[reason.kind] += 1
+            if len(shown) < _SHOWN:  # a file may hold millions of bad rows
+                shown.append(f"\n  {where}: {reason}")
+    bad = report.dropped.total()
     if bad and on_bad_row == "error":
-        more = f"\n  ... and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        listed = "".join(f"\n  {line}" for line in bad[:_SHOWN])
+        more = f"\n  ... and {bad - len(shown)} more" if bad > len(shown) else ""
         raise ValueError(
-            f"{name}: {len(bad)} of {report.kept + len(bad)} rows cannot be used (on_bad_row: skip leaves them out):{listed}{more}"
+            f"{name}: {bad} of {report.kept + bad} rows cannot be used (on_bad_row: skip leaves them out):"
+            f"{''.join(shown)}{more}"
         )
     if not items:
         raise ValueError(f"{report}: nothing is left to use")
@@ -181,12 +196,18 @@ def text_of(row: Row, column: str) -> str:
         raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}", f"no column {column!r}")
     value = row[column]
     if not isinstance(value, str):
-        raise BadRow(f"column {column!r} holds {type(value).__name__}, expected text")
+        found = "null" if value is None else type(value).__name__
+        raise BadRow(f"column {column!r} holds {found}, expected text")
     if not value.strip():
         raise BadRow(f"column {column!r} is empty")
-    if any("\ud800" <= letter <= "\udfff" for letter in value):
+    if not is_unicode(value):
         raise BadRow(f"column {column!r} is not valid UTF-8 text")
     return value
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with lone surrogates (bytes that are no UTF-8, half a pair in JSON); no tokenizer reads it."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _parsed(line: str) -> Any:
@@ -194,4 +215,6 @@ def _parsed(line: str) -> Any:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         return BadRow(f"not JSON: {error.msg} at column {error.colno}", "not JSON")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of brackets
+        return BadRow(f"not JSON that can be read: {error}", "not JSON")
     return row if isinstance(row, dict) else BadRow(f"a JSON {type(row).__name__}, expected an object", "not an object")

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf.data.rows import as_rows, is_unicode
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -61,7 +61,11 @@ class BytePairTokenizer:
     columns: list[str] | None = None
 
     def load(self) -> PreTrainedTokenizerBase:
-        """Train the tokenizer; the same data gives the same tokenizer."""
+        """Train the tokenizer; the same data gives the same tokenizer.
+
+        Raises:
+            ValueError: too few tokens, or no text to learn from.
+        """
         if self.vocab_size < 260:
             raise ValueError(f"vocab_size must be at least 260, got {self.vocab_size}")
         tokenizer = Tokenizer(models.BPE())
@@ -73,13 +77,16 @@ class BytePairTokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        texts = (
+        texts = [
             value
             for _, row in as_rows(self.data).rows()
             if isinstance(row, dict)
             for column, value in row.items()
-            if isinstance(value, str) and (self.columns is None or column in self.columns)
-        )
+            if isinstance(value, str) and (self.columns is None or column in self.columns) and is_unicode(value)
+        ]
+        if not texts:
+            where = "column" if self.columns is None else f"column {self.columns}"
+            raise ValueError(f"the tokenizer has nothing to learn from: {self.data!r} has no text in any {where}")
         tokenizer.train_from_iterator(texts, trainer)
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
@@ -92,14 +99,15 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
         ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
     """
     if isinstance(source, str):
-        if (source.startswith((".", "/", "~")) or source.count("/") != 1) and not Path(
-            source, "tokenizer.json"
-        ).is_file():
-            if not Path(source, "tokenizer_config.json").is_file():
-                raise FileNotFoundError(
-                    f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id"
-                )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        absent = f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id"
+        path = Path(source)
+        looks_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
+        if looks_local and not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise FileNotFoundError(absent)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except OSError as error:  # what transformers says of a hub id takes a paragraph
+            raise FileNotFoundError(f"{absent} that can be reached") from error
     else:
         tokenizer = source.load()
     if tokenizer.eos_token_id is None:

@@ -81,8 +81,11 @@ class EngineProcess:
         return futures
 
     def close(self) -> None:
-        """Ask the worker to end, then make it."""
-        self._send({"kind": "close"})
+        """Ask the worker to end, then make it; one that is still starting would not hear the question."""
+        if self.ready.done():
+            self._send({"kind": "close"})
+        else:
+            self.process.kill()
         try:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -108,7 +108,7 @@ class TransformersEngine(RolloutEngine):
     @property
     def _running(self) -> PreTrainedModel:
         if self._model is None:
-            raise RuntimeError("the engine was not started")
+            raise RuntimeError("the engine is not running: call start() first")
         return self._model
 
 

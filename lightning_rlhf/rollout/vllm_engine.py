@@ -51,6 +51,9 @@ class VLLMEngine(RolloutEngine):
             )
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {gpu_memory_utilization}")
+        for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self._gpu_memory_utilization, self._tensor_parallel_size = gpu_memory_utilization, tensor_parallel_size
         self._cpu_threads, self._extra = cpu_threads, dict(arguments or {})
         self._sender = WeightSender()
@@ -125,7 +128,7 @@ class VLLMEngine(RolloutEngine):
     @property
     def _running(self) -> EngineProcess:
         if self._process is None:
-            raise RuntimeError("the engine was not started")
+            raise RuntimeError("the engine is not running: call start() first")
         return self._process
 
 

@@ -1,0 +1,194 @@
+"""transformers' generation draws from the model's distribution, the same sample for the same seed, and says its
+log-probabilities."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_rlhf.rollout.transformers_engine import SeededSampler, TransformersEngine
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
+
+
+@pytest.fixture
+def engine(tmp_path):
+    engine = TransformersEngine(batch_size=16)
+    engine.start(setup_of(source_of(), tmp_path))
+    yield engine
+    engine.close()
+
+
+def draws(logits, sampling, count):
+    """Tokens and log-probabilities of one draw per seed from the same logits."""
+    sampler = SeededSampler(sampling, range(count))
+    chosen = sampler(torch.zeros(count, 1, dtype=torch.long), logits.expand(count, -1)).argmax(dim=1)
+    return chosen, sampler.logprobs[0]
+
+
+def distance(chosen, probabilities):
+    """Pearson's chi-square statistic."""
+    expected = probabilities * len(chosen)
+    found = torch.bincount(chosen, minlength=len(probabilities))
+    assert not found[probabilities == 0].any()
+    return ((found - expected) ** 2 / expected)[probabilities > 0].sum().item()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_samples_follow_the_distribution(temperature):
+    logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -torch.inf, 0.5])
+    probabilities = (logits / temperature).softmax(0)
+    chosen, logprobs = draws(logits, SamplingParams(1, temperature), 20_000)
+    assert distance(chosen, probabilities) < 18.47  # chi-square with 4 degrees of freedom exceeds it once in 1000
+    torch.testing.assert_close(logprobs, probabilities.log()[chosen])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 2}, [0, 3]),
+        ({"top_k": 100}, [0, 1, 2, 3, 5]),
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.8}, [0, 3, 5]),
+        ({"top_k": 3, "top_p": 0.5}, [0]),
+    ],
+)
+def test_top_k_and_top_p_cut_the_distribution(options, kept):
+    logits = torch.tensor([2.0, -1.0, 0.0, 1.0, -torch.inf, 0.5])  # 0.53 0.03 0.07 0.20 0 0.12... of the whole
+    wanted = torch.full_like(logits, -torch.inf)
+    wanted[kept] = logits[kept]
+    probabilities = wanted.softmax(0)
+    chosen, logprobs = draws(logits, SamplingParams(1, **options), 10_000)
+    assert distance(chosen, probabilities) < 18.47
+    torch.testing.assert_close(logprobs, probabilities.log()[chosen])
+
+
+def test_draws_of_one_row_do_not_depend_on_each_other():
+    """Tokens drawn one after the other from one generator are independent: every pair is as likely as its product."""
+    logits = torch.tensor([[0.0, 1.0]])
+    sampler = SeededSampler(SamplingParams(1), [7])
+    tokens = torch.stack([sampler(torch.zeros(1, 1, dtype=torch.long), logits).argmax(dim=1) for _ in range(10_000)])
+    single = logits[0].softmax(0)
+    pairs = tokens[0::2, 0] * 2 + tokens[1::2, 0]
+    assert distance(pairs, torch.outer(single, single).flatten()) < 16.27  # 3 degrees of freedom
+
+
+def test_temperature_0_takes_the_likeliest_and_tells_the_models_log_probability():
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    chosen, logprobs = draws(logits, SamplingParams(1, temperature=0, top_k=2), 3)
+    assert chosen.tolist() == [1, 1, 1]
+    torch.testing.assert_close(logprobs, logits.log_softmax(0)[1].expand(3))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_differing_length(engine, temperature):
+    prompts = prompts_of(24)
+    for version in range(3):
+        actor = pushed(engine, source_of(seed=version), version)
+        completions = engine.generate(prompts, SamplingParams(24, temperature, stop_token_ids=(END,)), range(24))
+        assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5
+        assert {completion.policy_version for completion in completions} == {version}
+        assert engine.first_difference(parameters_of(actor)) is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "qwen2", "tie_word_embeddings": False}, {"model_type": "gpt2"}])
+def test_greedy_tokens_are_the_argmax_whatever_padding_stands_before_the_prompt(changes, tmp_path):
+    engine = TransformersEngine()
+    engine.start(setup_of(source_of(**changes), tmp_path))
+    actor, prompts = pushed(engine, source_of(seed=3, **changes)), prompts_of(6)
+    completions = engine.generate(prompts, SamplingParams(10, temperature=0), [0] * 6)
+    assert [completion.token_ids for completion in completions] == [greedy(actor, prompt, 10) for prompt in prompts]
+
+
+def test_a_sample_depends_on_its_seed_and_prompt_and_not_on_its_batch(engine):
+    pushed(engine, source_of())
+    prompts, seeds = prompts_of(20), list(range(20))
+    whole = engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), seeds)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = engine.generate(
+        [prompts[i] for i in order], SamplingParams(16, stop_token_ids=(END,)), [seeds[i] for i in order]
+    )
+    alone = [
+        engine.generate([p], SamplingParams(16, stop_token_ids=(END,)), [s])[0]
+        for p, s in zip(prompts, seeds, strict=True)
+    ]
+    for other in ([shuffled[order.index(i)] for i in range(20)], alone):
+        assert [completion.token_ids for completion in other] == [completion.token_ids for completion in whole]
+    assert engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), seeds) == whole
+    moved = engine.generate(prompts, SamplingParams(16, stop_token_ids=(END,)), [seed + 20 for seed in seeds])
+    assert all(a.token_ids != b.token_ids for a, b in zip(moved, whole, strict=True))
+
+
+def test_a_response_ends_after_a_stop_token_and_nothing_else(engine):
+    pushed(engine, source_of())
+    stops = (END, 17, 23)
+    completions = engine.generate(prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in ended} == set(stops)
+    for completion in completions:
+        assert not set(completion.token_ids[:-1]) & set(stops)
+        assert completion in ended or len(completion.token_ids) == 30
+    # The end token of config.json is a token like any other unless it was asked for.
+    free = engine.generate(prompts_of(64), SamplingParams(30), range(64))
+    assert any(END in completion.token_ids[:-1] for completion in free)
+    assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
+
+
+def test_a_response_that_ends_at_the_limit_has_ended(engine):
+    pushed(engine, source_of())
+    (long,) = engine.generate([[5, 6]], SamplingParams(12), [0])
+    fourth = long.token_ids.index(long.token_ids[3])
+    stopped = engine.generate([[5, 6]], SamplingParams(fourth + 1, stop_token_ids=(long.token_ids[3],)), [0])[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (long.token_ids[: fourth + 1], "stop")
+
+
+def test_the_trainers_random_state_is_left_alone(tmp_path):
+    def state():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = state()
+    engine, actor = TransformersEngine(), source_of().causal()
+    engine.start(setup_of(source_of(), tmp_path))
+    engine.update_weights(parameters_of(actor), 0)
+    engine.generate([[5, 6]], SamplingParams(8), [1])
+    assert state() == before
+    assert "transformers" in engine.wait()
+
+
+def test_the_engine_keeps_weights_of_its_own(engine):
+    actor = pushed(engine, source_of())
+    with torch.no_grad():
+        actor.lm.model.layers[1].mlp.up_proj.weight[3, 4] += 1
+    assert engine.first_difference(parameters_of(actor)) == "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_push_that_leaves_parameters_out_is_refused(engine):
+    parameters = list(parameters_of(source_of().causal()))
+    with pytest.raises(RuntimeError, match=r"no new weights came for \['model.norm.weight'\]"):
+        engine.update_weights(parameters[:-1], 0)
+
+
+def test_bfloat16_weights_stay_bfloat16(tmp_path):
+    engine, source = TransformersEngine(), source_of()
+    source = type(source)(source.architecture, seed=0, dtype="bfloat16")
+    engine.start(setup_of(source, tmp_path))
+    actor = pushed(engine, source)
+    assert engine.first_difference(parameters_of(actor)) is None
+    completions = engine.generate([[5, 6]] * 4, SamplingParams(8), range(4))
+    assert largest_gap(actor, [[5, 6]] * 4, completions) < 0.1
+
+
+def test_it_may_be_started_again_and_closed_twice(engine, tmp_path):
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.generate([[5]], SamplingParams(1), [0])
+    engine.start(setup_of(source_of(), tmp_path))
+    pushed(engine, source_of())
+    assert engine.generate([[5]], SamplingParams(3), [0])
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        TransformersEngine(batch_size=0)

@@ -1,0 +1,347 @@
+"""vLLM itself: it samples from the weights last pushed, tells their log-probabilities, the same ones every time, and
+leaves the trainer alone."""
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
+from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine, VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import (
+    END,
+    MAX_TOKENS,
+    greedy,
+    largest_gap,
+    parameters_of,
+    prompts_of,
+    pushed,
+    setup_of,
+    source_of,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+UNTIED = {"model_type": "qwen2", "tie_word_embeddings": False}
+LONG = prompts_of(3, longest=1, seed=5)
+LONG = [(prompt * 120 + prompts_of(1, seed=i)[0])[-120:] for i, prompt in enumerate(LONG)]  # several cache blocks
+
+
+@pytest.fixture(params=["tied", "untied"])
+def engine_and_changes(engines, request):
+    return getattr(engines, request.param), UNTIED if request.param == "untied" else {}
+
+
+def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_changes):
+    engine, changes = engine_and_changes
+    prompts = prompts_of(24)
+    for version in range(3):
+        actor = pushed(engine, source_of(seed=version, **changes), version)
+        completions = engine.generate(prompts, SamplingParams(32, stop_token_ids=(END,)), range(24))
+        assert largest_gap(actor, prompts, completions) < 1e-5
+        assert {completion.policy_version for completion in completions} == {version}
+        assert engine.first_difference(parameters_of(actor)) is None
+
+
+def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_prompts_too(engine_and_changes):
+    engine, changes = engine_and_changes
+    for seed in (11, 12):
+        actor = pushed(engine, source_of(seed=seed, **changes))
+        for _ in range(2):  # the second time from the prefix cache
+            completions = engine.generate([*LONG, [5, 6]], SamplingParams(12, temperature=0), [0] * 4)
+            assert [c.token_ids for c in completions] == [greedy(actor, prompt, 12) for prompt in [*LONG, [5, 6]]]
+
+
+def test_order_batch_size_and_the_engines_past_change_no_bit(engines):
+    prompts, seeds = prompts_of(48), list(range(1000, 1048))
+    sampling = SamplingParams(48, stop_token_ids=(END,))
+    pushed(engines.tied, source_of(seed=1))
+    whole = engines.tied.generate(prompts, sampling, seeds)
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = engines.tied.generate([prompts[i] for i in order], sampling, [seeds[i] for i in order])
+    assert shuffled == [whole[i] for i in order]
+    for size in (1, 7):
+        parts = [
+            engines.tied.generate(prompts[i : i + size], sampling, seeds[i : i + size]) for i in range(0, 48, size)
+        ]
+        assert [completion for part in parts for completion in part] == whole
+    pushed(engines.fresh, source_of(seed=1))
+    assert engines.fresh.generate(prompts, sampling, seeds) == whole
+
+
+def test_each_request_has_a_seed_of_its_own(engines):
+    pushed(engines.tied, source_of())
+    same = engines.tied.generate([[5, 6]] * 8, SamplingParams(16), [3] * 8)
+    assert all(completion == same[0] for completion in same)
+    seeds = [0, 1, 2, 2**31, 2**62 + 3, 2**63 - 1]  # torch's generators on CPUs read the lower 32 bits only
+    assert len({tuple(c.token_ids) for c in engines.tied.generate([[5, 6]] * 6, SamplingParams(16), seeds)}) == 6
+
+
+@pytest.mark.parametrize("temperature", [0.3, 2.0])
+def test_log_probabilities_are_those_of_the_temperature(engines, temperature):
+    actor, prompts = pushed(engines.tied, source_of()), prompts_of(16)
+    completions = engines.tied.generate(prompts, SamplingParams(24, temperature), range(16))
+    assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5  # of the logits
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens(engines):
+    actor = pushed(engines.tied, source_of())
+    with torch.no_grad():
+        logprobs = actor.lm(torch.tensor([[5, 6]])).logits[0, -1].log_softmax(0)
+    ranked = logprobs.argsort(descending=True).tolist()
+    for sampling, kept in (
+        (SamplingParams(1, top_k=3), ranked[:3]),
+        (SamplingParams(1, top_p=0.5), ranked[: int((logprobs[ranked].exp().cumsum(0) < 0.5).sum()) + 1]),
+    ):
+        completions = engines.tied.generate([[5, 6]] * 200, sampling, range(200))
+        renormalised = (logprobs[kept] - logprobs[kept].logsumexp(0)).tolist()
+        expected = dict(zip(kept, renormalised, strict=True))
+        for completion in completions:
+            assert completion.logprobs[0] == pytest.approx(expected[completion.token_ids[0]], abs=1e-5)
+
+
+def test_a_response_ends_after_a_stop_token_and_nothing_else(engines):
+    pushed(engines.tied, source_of())
+    stops = (END, 17, 23)
+    completions = engines.tied.generate(prompts_of(64), SamplingParams(30, stop_token_ids=stops), range(64))
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert {c.token_ids[-1] for c in ended} == set(stops)
+    for completion in completions:
+        assert not set(completion.token_ids[:-1]) & set(stops)
+        assert completion in ended or len(completion.token_ids) == 30
+    # The end token of config.json is a token like any other unless it was asked for.
+    free = engines.tied.generate(prompts_of(64), SamplingParams(30), range(64))
+    assert any(END in completion.token_ids[:-1] for completion in free)
+    assert {(len(completion.token_ids), completion.finish_reason) for completion in free} == {(30, "length")}
+
+
+def test_the_engines_own_limit_cuts_a_response(engines):
+    pushed(engines.tied, source_of())
+    (completion,) = engines.tied.generate([[7] * (MAX_TOKENS - 9)], SamplingParams(50), [0])
+    assert (len(completion.token_ids), completion.finish_reason) == (9, "length")
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_and_the_engine_lives_on(engines):
+    pushed(engines.tied, source_of())
+    with pytest.raises(RuntimeError, match=f"maximum context length is {MAX_TOKENS} tokens.*contains 300"):
+        engines.tied.generate([[5] * 100, [5] * 300, [6]], SamplingParams(64), [0, 1, 2])
+    actor = pushed(engines.tied, source_of(seed=4), version=9)  # refused while anything is running
+    completions = engines.tied.generate([[5]], SamplingParams(8), [0])
+    assert largest_gap(actor, [[5]], completions) < 1e-5
+    assert completions[0].policy_version == 9
+
+
+def test_a_push_of_another_model_is_refused(engines):
+    pushed(engines.tied, source_of())
+    with pytest.raises(RuntimeError, match="the model changed"):
+        pushed(engines.tied, source_of(hidden_size=32))
+
+
+def test_the_trainer_is_left_alone(engines, tmp_path):
+    source = source_of()
+    engines.tied.wait()
+
+    def state():
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_num_threads(),
+            dict(os.environ),
+            torch.distributed.is_initialized(),
+            "vllm" in sys.modules,
+            sorted(Path("/dev/shm").glob("*")),
+        )
+
+    actor = source.causal()
+    before = state()
+    unused = VLLMEngine()
+    unused.start(setup_of(source, tmp_path))
+    engines.tied.update_weights(parameters_of(actor), 0)
+    engines.tied.generate(prompts_of(4), SamplingParams(8), range(4))
+    unused.close()
+    assert state() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "engine.log"}  # no weights on disk
+
+
+def test_an_engine_that_cannot_start_says_why_and_where_to_read_more(engines):
+    with pytest.raises(EngineDied, match=r"(?s)max_model_len \(100000\) is greater than.*its log is .*engine\.log$"):
+        engines.broken.wait()
+    engines.broken.close()
+
+
+def test_a_killed_engine_is_an_error_within_a_second(engines):
+    engine = engines.fresh
+    pushed(engine, source_of())
+    pid = engine._process.process.pid
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(engine.generate, prompts_of(200), SamplingParams(150), range(200))
+        time.sleep(0.3)
+        assert not answer.done()
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            EngineDied, match=rf"process {pid} died: killed by signal 9 \(SIGKILL\); its log is .*engine.log"
+        ):
+            answer.result(60)
+    assert time.monotonic() - killed < 1
+    for ask in (lambda: engine.generate([[5]], SamplingParams(1), [0]), lambda: pushed(engine, source_of())):
+        with pytest.raises(EngineDied, match="SIGKILL"):
+            ask()
+
+
+def test_closing_leaves_no_process(engines):
+    engine = engines.untied
+    process = psutil.Process(engine._process.process.pid)
+    family = [process, *process.children(recursive=True)]
+    engine.close()
+    engine.close()
+    assert not any(member.is_running() for member in family)
+    with pytest.raises(RuntimeError, match="not running"):
+        engine.generate([[5]], SamplingParams(1), [0])
+
+
+# -- further engines, each with a start of its own ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": False},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "tie_word_embeddings": False},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_other_architectures(changes, tmp_path):
+    engine = VLLMEngine()
+    engine.start(setup_of(source_of(**changes), tmp_path))
+    try:
+        for seed in range(3):
+            actor, prompts = pushed(engine, source_of(seed=seed, **changes)), [*prompts_of(8), *LONG]
+            completions = engine.generate(prompts, SamplingParams(24), range(len(prompts)))
+            assert largest_gap(actor, prompts, completions) < 1e-5
+            (completion,) = engine.generate(LONG[:1], SamplingParams(12, temperature=0), [0])
+            assert completion.token_ids == greedy(actor, LONG[0], 12)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_engine_object_starts_again_after_its_process_was_killed(tmp_path):
+    engine, answers = VLLMEngine(), []
+    try:
+        for _ in range(2):
+            engine.start(setup_of(source_of(), tmp_path))
+            pushed(engine, source_of())
+            answers.append(engine.generate(prompts_of(8), SamplingParams(16), range(8)))
+            os.kill(engine._process.process.pid, signal.SIGKILL)
+            engine.close()
+    finally:
+        engine.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_back(engines, tmp_path):
+    script = f"""
+        import pickle, random
+        from pathlib import Path
+        import numpy, torch
+        from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine
+        from lightning_rlhf.types import SamplingParams
+        from tests.rollout.engines import *
+
+        if __name__ == "__main__":
+            def state():
+                return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+            engine, before = InProcessVLLMEngine(), state()
+            engine.start(setup_of(source_of(), Path({str(tmp_path)!r})))
+            assert state() == before, "start"
+            for version in range(2):
+                actor = pushed(engine, source_of(seed=version), version)
+                completions = engine.generate(prompts_of(8), SamplingParams(16), range(8))
+                assert largest_gap(actor, prompts_of(8), completions) < 1e-5
+                assert state() == before, "generate"
+            try:
+                engine.generate([[5], [5] * 300], SamplingParams(64), [0, 1])
+            except ValueError as error:
+                assert "300" in str(error)
+            assert engine.generate(prompts_of(8), SamplingParams(16), range(8)) == completions
+            pushed(engine, source_of(), 2)
+            engine.close()
+            Path({str(tmp_path)!r}, "answer").write_bytes(pickle.dumps(completions))
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    root = str(Path(__file__).resolve().parents[2])
+    ran = subprocess.run(
+        [sys.executable, path], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=500
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    pushed(engines.tied, source_of(seed=1), 1)
+    theirs = pickle.loads((tmp_path / "answer").read_bytes())
+    assert engines.tied.generate(prompts_of(8), SamplingParams(16), range(8)) == theirs
+
+
+# -- without an engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+
+
+def test_without_vllm_the_constructor_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-rlhf\[vllm\]'.*TransformersEngine"):
+        VLLMEngine()
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5])
+def test_bad_arguments_are_refused(installed, share):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must lie in \(0, 1\]"):
+        VLLMEngine(gpu_memory_utilization=share)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
+        VLLMEngine(tensor_parallel_size=0)
+    with pytest.raises(ValueError, match="cpu_threads must be at least 1"):
+        VLLMEngine(cpu_threads=0)
+    with pytest.raises(ValueError, match="cannot span devices"):
+        InProcessVLLMEngine(tensor_parallel_size=2)
+
+
+def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
+    setup = EngineSetup(tmp_path, "bfloat16", 9000, tmp_path / "log")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = VLLMEngine(arguments={"max_num_seqs": 8, "seed": 3}).llm_arguments(setup)
+    assert given["load_format"] == "dummy"  # the weights are pushed
+    assert (given["dtype"], given["max_model_len"], given["max_num_seqs"], given["seed"]) == ("bfloat16", 9000, 8, 3)
+    assert given["max_num_batched_tokens"] >= 9000
+    assert given["trust_remote_code"] is False
+    assert "gpu_memory_utilization" not in given
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = VLLMEngine(gpu_memory_utilization=0.7, tensor_parallel_size=2).llm_arguments(setup)
+    assert (given["gpu_memory_utilization"], given["tensor_parallel_size"]) == (0.7, 2)
+    assert "enforce_eager" not in given
+
+
+def test_what_was_not_started_cannot_be_asked(installed):
+    engine = VLLMEngine()
+    for ask in (engine.wait, lambda: engine.generate([[1]], SamplingParams(1), [0])):
+        with pytest.raises(RuntimeError, match="not running"):
+            ask()
+    engine.close()

@@ -79,6 +79,9 @@ class RLHFCLI(LightningCLI):
         trainer.callbacks = callbacks.complete(trainer.callbacks)
         return trainer
 
+    def _parse_ckpt_path(self) -> None:
+        """Leave the checkpoint alone: what a run is made of stands in its configuration, and AtomicCheckpointIO reads."""
+
     def instantiate_classes(self) -> None:
         """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence."""
         try:

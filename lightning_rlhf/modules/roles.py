@@ -169,6 +169,20 @@ class RoleModule(LightningModule):
             state = checkpoint["state_dict"]
             checkpoint["state_dict"] = {k: v for k, v in state.items() if not k.startswith(prefixes)}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint without all weights of the trained roles: what is not strict lets any weight be absent.
+
+        Raises:
+            ValueError: weights are missing.
+        """
+        prefixes = tuple(f"{name}." for name in self.trained_roles)
+        missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in checkpoint["state_dict"]]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} weights of {type(self).__name__}, the first is {missing[0]}; "
+                f"it was written by another kind of run"
+            )
+
     def exported_model(self) -> nn.Module:
         """The model that a finished run hands on."""
         return getattr(self, self.trained_roles[0])

@@ -418,6 +418,20 @@ def test_a_checkpoint_holds_trained_roles_only_and_training_goes_on_from_it_bit_
         assert distance(weights(straight, role), weights(second, role)) == 0
 
 
+def test_a_checkpoint_without_a_trained_role_is_refused(tmp_path):
+    """Loading is not strict, for the frozen roles' sake; a critic that silently starts anew must not come of it."""
+    module = ppo("float32")
+    trainer = fit(module, [rollout()])
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    held = checkpoint["state_dict"]
+    checkpoint["state_dict"] = {name: value for name, value in held.items() if name.startswith("actor.")}
+    torch.save(checkpoint, tmp_path / "half.ckpt")
+    message = r"^the checkpoint lacks \d+ weights of PPOModule, the first is critic\.\S+; it was written by another"
+    with pytest.raises(ValueError, match=message):
+        fit(ppo("float32"), [rollout()], ckpt=tmp_path / "half.ckpt")
+
+
 def test_the_log_counts_clipped_tokens_and_the_drift_from_the_old_policy():
     module = ppo("float32", policy_loss=ClippedPolicyLoss(0.01), update_epochs=3)
     metrics = fit(module, [rollout()]).callback_metrics

@@ -14,6 +14,8 @@ from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.roles import RoleModule
 
+from .rollout_loop import RolloutLoop
+
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
     "policy/entropy", "perf/tokens_per_s",
@@ -44,14 +46,14 @@ class Console(Callback):
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
         lines += [str(report) for report in data.reports.values()]
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
-        if isinstance(module, RLHFModule):
-            loop = next(callback for callback in trainer.callbacks if hasattr(callback, "group_size"))
+        if isinstance(module, RLHFModule) and any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
+            loop = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
             responses = data.batch_size * loop.group_size
-            updates = responses // module.minibatch_size * module.update_epochs
+            minibatches = responses // module.minibatch_size
             lines.append(
                 f"one step: {data.batch_size} prompts x {loop.group_size} = {responses} responses, learnt from in "
-                f"{module.update_epochs} x {responses // module.minibatch_size} mini-batches of {module.minibatch_size} "
-                f"= {updates} updates; {steps} steps"
+                f"{module.update_epochs} x {minibatches} mini-batches of {module.minibatch_size} "
+                f"= {minibatches * module.update_epochs} updates; {steps} steps"
             )
             lines.append(f"rollouts: {loop.engine_description}, at most {loop.max_response_tokens} tokens")
             lines += trust_in_reward_model(module)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lightning_rlhf.modules.base import RLHFModule
 
-from .metrics_csv import read_metrics
+from .metrics_csv import MetricsCSV, read_metrics
 from .rollout_loop import RolloutLoop
 
 _LABELS = {
@@ -41,6 +41,12 @@ class Report(Callback):
         self.num_samples = num_samples
         self._before: list[dict[str, Any]] = []
         self._started = time.perf_counter()
+
+    def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Refuse to report what nobody measures."""
+        for kind in (RolloutLoop, MetricsCSV):
+            if not any(isinstance(callback, kind) for callback in trainer.callbacks):
+                raise ValueError(f"Report needs {kind.__name__} among the trainer's callbacks")
 
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Keep the answers of the first validation."""

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.compat import run_validation
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
@@ -59,10 +60,14 @@ class RolloutLoop(Callback):
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
     ) -> None:
-        if group_size < 1 or val_samples < 1:
-            raise ValueError(f"group_size and val_samples must be at least 1, got {group_size} and {val_samples}")
-        if temperature <= 0:
+        least = {"group_size": 1, "max_response_tokens": 1, "val_samples": 1, "check_rows": 0}
+        for name, given in zip(least, (group_size, max_response_tokens, val_samples, check_rows), strict=True):
+            if given < least[name]:
+                raise ValueError(f"{name} must be at least {least[name]}, got {given}")
+        if not temperature > 0:
             raise ValueError(f"training samples need a positive temperature, got {temperature}")
+        if max_logprob_diff is not None and not max_logprob_diff > 0:
+            raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
         self.rewards, self._engine_choice = list(rewards or []), engine
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
         self.validate_at_ends = validate_at_ends
@@ -80,6 +85,8 @@ class RolloutLoop(Callback):
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Refuse what cannot work, then start the engine, which gets ready while the models load."""
         self._check(trainer, pl_module)
+        self._pushed = self._validated = None  # of an earlier run with the same callback
+        trainer.num_sanity_val_steps = 0  # the validation before training shows as much
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         tokenizer = trainer.datamodule.tokenizer
@@ -99,7 +106,7 @@ class RolloutLoop(Callback):
 
     def _check(self, trainer: Trainer, module: RLHFModule) -> None:
         data = trainer.datamodule
-        if not isinstance(module, RLHFModule) or data is None:
+        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
             raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
         if not self.rewards and "reward_model" not in module.sources:
             raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
@@ -198,7 +205,7 @@ class RolloutLoop(Callback):
         logprobs, _ = module.actor_logprobs("actor", rows)
         worst = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max().item()
         single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
-        bound = self.max_logprob_diff or (1e-3 if single else 1.0)
+        bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0
         if not worst <= bound:
             assert self.engine is not None
             name = self.engine.first_difference(module.roles.iter_full_params("actor"))
@@ -216,8 +223,6 @@ class RolloutLoop(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Begin to gather."""
-        if trainer.sanity_checking:
-            return
         self.push_weights(trainer, pl_module)
         self._validated = trainer.global_step
         self._validation = Validation([reward.label for reward in self.rewards], self.val_metric, self.val_samples)

@@ -1,0 +1,291 @@
+"""RolloutLoop: what it refuses, what it asks of the engine, and that the engine ends whatever happens."""
+
+import logging
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rlhf import ConversationDataModule, SFTModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.seeding import derive_seed
+from tests.callbacks.conftest import ROWS, exact
+from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
+
+
+def needs_more(completions, answers):
+    return [0.0] * len(completions)
+
+
+def wider(size):
+    return TinyModel(TINY_LLAMA | {"vocab_size": size})
+
+
+class Listening(TransformersEngine):
+    """Remembers the requests."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def generate(self, prompts, sampling, seeds):
+        completions = super().generate(prompts, sampling, seeds)
+        self.asked.append((sampling, list(seeds), completions))
+        return completions
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"group_size": 0}, "group_size must be at least 1, got 0"),
+        ({"val_samples": 0}, "val_samples must be at least 1, got 0"),
+        ({"max_response_tokens": 0}, "max_response_tokens must be at least 1, got 0"),
+        ({"check_rows": -1}, "check_rows must be at least 0, got -1"),
+        ({"temperature": 0.0}, "training samples need a positive temperature, got 0.0"),
+        ({"temperature": float("nan")}, "training samples need a positive temperature, got nan"),
+        ({"max_logprob_diff": 0.0}, "max_logprob_diff must be positive or null, got 0.0"),
+    ],
+)
+def test_the_constructor_refuses(arguments, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        RolloutLoop(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        (
+            {"model": {"minibatch_size": 3}, "loop": {"group_size": 2}},
+            "minibatch_size 3 does not divide the 4 responses of a step (batch_size 2 x group_size 2); 2 would",
+        ),
+        (
+            {"model": {"minibatch_size": 64}},
+            "minibatch_size 64 does not divide the 2 responses of a step (batch_size 2 x group_size 1); 2 would",
+        ),
+        (
+            {"data": {"tokenizer": CharacterTokenizer("abcdefghi")}},
+            "the tokenizer knows 13 tokens, the actor only 11: give the tokenizer that belongs to the actor",
+        ),
+        (
+            {"loop": {"rewards": []}},
+            "nothing judges the responses: give RolloutLoop rewards, or the module",
+        ),
+        ({"loop": {"val_metric": "correct"}}, "val_metric 'correct' is none of the rewards ['exact']"),
+        (
+            {"loop": {"rewards": [RewardFunction(needs_more)]}},
+            "reward function 'needs_more' needs 'answers', but a rollout offers only ['prompts', 'completions', "
+            "'completion_ids', 'finished', 'answer']; did you mean 'answer'?",
+        ),
+        (
+            {"model": {"reward_model": wider(12)}},
+            "all roles must read the same token ids, but their vocabu",
+        ),
+    ],
+    ids=["minibatch", "large minibatch", "tokenizer", "no judge", "val_metric", "column", "vocabularies"],
+)
+def test_what_cannot_work_is_refused_before_any_model_is_loaded(run, monkeypatch, parts, told):
+    monkeypatch.setattr(TinyModel, "causal", None)
+    made = run(**parts)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        made.fit()
+    assert "wait" not in made.engine.calls
+    assert made.engine.calls[-1:] in ([], ["close"])  # not started, or ended
+
+
+def test_it_needs_a_module_that_learns_from_rollouts_and_prompts(tokenizer, tmp_path, run):
+    rows = InMemory([{"prompt": "a", "completion": "b"}] * 2)
+    conversations = ConversationDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=2)
+    trainer = quiet_trainer(callbacks=[RolloutLoop([RewardFunction(exact)])], default_root_dir=tmp_path)
+    for module in (SFTModule(TinyModel()), run().module):
+        with pytest.raises(ValueError, match=r"RolloutLoop needs an RLHFModule .* and a PromptDataModule"):
+            trainer.fit(module, datamodule=conversations)
+
+
+# -- the engine is right, and if not it is seen ------------------------------------------------------------------------
+
+
+class Stale(TransformersEngine):
+    """Loses one parameter of the second push."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def update_weights(self, parameters, version):
+        kept = dict(self._running.named_parameters())[self.name].clone() if version == 1 else None
+        super().update_weights(parameters, version)
+        if kept is not None:
+            with torch.no_grad():
+                dict(self._running.named_parameters())[self.name].copy_(kept + 0.05)
+
+
+def test_a_lost_weight_is_an_error_that_names_it(run):
+    name = "model.layers.1.self_attn.v_proj.weight"
+    made = run(loop={"engine": Stale(name), "check_rows": 2})
+    with pytest.raises(RuntimeError, match=r"engine and actor disagree by .* nats on a token") as error:
+        made.fit()
+    assert str(error.value).endswith(f"(allowed: 0.001, max_logprob_diff): the first parameter that differs is {name}")
+    assert made.trainer.global_step == 1
+    assert made.loop.engine._model is None  # closed
+
+
+def test_an_engine_that_computes_something_else_is_told_from_a_lost_weight(run):
+    made = run(loop={"check_rows": 2})  # the script says -1 for every token
+    with pytest.raises(RuntimeError, match="all parameters arrived, so the engine computes something else"):
+        made.fit()
+
+
+def test_the_bound_can_be_set_and_the_check_switched_off(run):
+    run(loop={"check_rows": 2, "max_logprob_diff": 100.0}).fit()
+    run(loop={"check_rows": 0}).fit()
+
+
+def test_the_check_passes_and_its_metric_is_small_with_a_real_engine(run):
+    made = run(loop={"engine": TransformersEngine(), "check_rows": 2, "group_size": 2, "temperature": 0.7}).fit()
+    assert made.metrics["rollout/logprob_diff_max"] < 1e-5
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def requests(run, **parts):
+    engine = Listening()
+    run(loop={"engine": engine, "group_size": 2, "validate_at_ends": False, **parts.pop("loop", {})}, **parts).fit()
+    return engine.asked
+
+
+def test_every_sample_has_a_seed_of_its_own_in_every_epoch(run):
+    asked = requests(run, trainer={"max_epochs": 3}, data={"val": InMemory(ROWS)}, loop={"val_samples": 2})
+    training = [seed for sampling, seeds, _ in asked if sampling.temperature == 1 and len(seeds) == 4 for seed in seeds]
+    assert len(training) > 12
+    greedy = [seeds for sampling, seeds, _ in asked if sampling.temperature == 0]
+    sampled = [seeds for (sampling, _, _), (_, seeds, _) in pairwise(asked) if sampling.temperature == 0]
+    assert len(greedy) == len(sampled) == 6  # two batches in each of three validations
+    assert sampled[0::2] == [sampled[0]] * 3  # the same at every validation
+    of_training = [derive_seed(0, "train", epoch, i, k) for epoch in range(3) for i in range(4) for k in range(2)]
+    of_validation = [derive_seed(0, "validation", 0, i, k) for i in range(4) for k in range(2)]
+    assert set(sampled[0] + sampled[1]) == set(of_validation)
+    drawn = [seed for sampling, seeds, _ in asked if sampling.temperature == 1 for seed in seeds if seed in of_training]
+    assert sorted(drawn) == sorted(of_training)  # each once
+    assert not set(of_training) & set(of_validation)
+
+
+def test_a_second_run_asks_the_same_and_gets_the_same(run):
+    assert requests(run) == requests(run)
+
+
+def test_another_seed_asks_something_else(run, monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    first = requests(run)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
+    second = requests(run)
+    assert not {seed for _, seeds, _ in first for seed in seeds} & {seed for _, seeds, _ in second for seed in seeds}
+
+
+def test_the_request_carries_temperature_limit_and_end_token(run):
+    (sampling, _, completions), *_ = requests(run, loop={"temperature": 0.5, "max_response_tokens": 3})
+    assert (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids) == (0.5, 3, (2,))
+    assert (sampling.top_p, sampling.top_k) == (1.0, 0)
+    assert all(len(completion.token_ids) <= 3 for completion in completions)
+
+
+def test_a_trial_run_keeps_responses_short(run):
+    made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
+    assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.asked] == [16]
+
+
+# -- start and end -----------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_in_one_line_what_was_chosen_and_why(run, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: False)
+    caplog.set_level("INFO", "lightning_rlhf")
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    made = run(loop={"engine": "auto"}).fit()
+    assert isinstance(made.loop.engine, TransformersEngine)
+    said = [record.getMessage() for record in caplog.records if "Rollouts by" in record.getMessage()]
+    assert said == ["Rollouts by TransformersEngine: vLLM is not installed."]
+
+
+def test_the_engine_starts_before_the_models_load(run, monkeypatch):
+    made, order = run(), []
+    made.engine.start = lambda setup: order.append("start")
+    made.engine.wait = lambda: order.append("wait") or "a script"
+    build = made.module.build_role
+    monkeypatch.setattr(made.module, "build_role", lambda name: order.append(name) or build(name))
+    made.fit()
+    assert order == ["start", "actor", "critic", "wait"]
+
+
+def test_the_engine_is_told_what_it_will_be_sent(run, tmp_path):
+    made, seen = run(loop={"max_response_tokens": 5}), []
+    made.engine.start = seen.append
+    made.fit()
+    (setup,) = seen
+    assert (setup.dtype, setup.max_tokens) == ("float32", 13)  # prompts of up to 8
+    assert setup.model == tmp_path / "engine"
+    assert setup.log == tmp_path / "engine" / "rank0.log"
+    assert [path.name for path in setup.model.iterdir()] == ["config.json"]
+
+
+class Boom(Callback):
+    def __init__(self, hook, kind=ValueError):
+        def explode(*args, **kwargs):
+            raise kind("boom")
+
+        setattr(self, hook, explode)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_fit_start", "on_train_start", "on_validation_end", "on_train_batch_end", "on_train_end"]
+)
+def test_the_engine_ends_whatever_happens(run, hook):
+    made = run(callbacks=[Boom(hook)], data={"val": InMemory(ROWS)})
+    with pytest.raises(ValueError, match="boom"):
+        made.fit()
+    assert made.engine.calls[0] == "start"
+    assert made.engine.calls[-1] == "close"
+
+
+def test_the_engine_ends_on_an_interrupt(run):
+    made = run(callbacks=[Boom("on_train_batch_end", KeyboardInterrupt)])
+    with pytest.raises(SystemExit):
+        made.fit()
+    assert made.engine.calls[-1] == "close"
+
+
+def test_a_reward_function_that_raises_ends_the_engine_and_is_named(run):
+    def faulty(completions):
+        return [1 / 0 for _ in completions]
+
+    made = run(loop={"rewards": [RewardFunction(faulty)]})
+    with pytest.raises(RuntimeError, match="reward function 'faulty' raised ZeroDivisionError: division") as error:
+        made.fit()
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert made.engine.calls[-1] == "close"
+
+
+def test_weights_are_pushed_once_per_step_whoever_asks(run):
+    made = run(data={"val": InMemory(ROWS)}, trainer={"val_check_interval": 1}).fit()
+    pushes = [call for call in made.engine.calls if call.startswith("update_weights")]
+    assert pushes == ["update_weights 0", "update_weights 1", "update_weights 2"]
+
+
+def test_the_same_loop_can_run_again_and_pushes_anew(run):
+    made = run(loop={"engine": TransformersEngine(), "check_rows": 2}, data={"val": InMemory(ROWS)}).fit()
+    before = made.metrics
+    (measured,) = made.trainer.validate(made.module, datamodule=made.data, verbose=False)  # another start of the engine
+    assert measured["val/greedy"] == before["val/greedy"]
+    again = run(data={"val": InMemory(ROWS)})
+    again.trainer.callbacks[again.trainer.callbacks.index(again.loop)] = made.loop
+    again.fit()  # the check would see weights that were not pushed
+    assert again.trainer.global_step == 2

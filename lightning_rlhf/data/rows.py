@@ -72,7 +72,7 @@ class JsonLines:
         with open(self.path, encoding="utf-8-sig", errors="surrogateescape") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield f"{self.path}:{number}", _parsed(line)
+                    yield f"{self.path}:{number}", _parsed(line.rstrip())
 
 
 @dataclass(frozen=True)

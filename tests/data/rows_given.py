@@ -1,0 +1,55 @@
+"""Rows and tokenizers for the tests of the data modules."""
+
+from dataclasses import dataclass
+
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?!:|\n "
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}|{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Rows that a test wrote."""
+
+    given: tuple
+
+    def rows(self):
+        for number, row in enumerate(self.given, start=1):
+            yield f"given:{number}", row
+
+
+@dataclass(frozen=True)
+class Letters:
+    """One token per letter, with or without a chat template."""
+
+    chat: bool = False
+
+    def load(self):
+        tokenizer = CharacterTokenizer(LETTERS).load()
+        tokenizer.chat_template = TEMPLATE if self.chat else None
+        return tokenizer
+
+
+def module_of(kind, *rows, chat=False, val=None, **kwargs):
+    """A data module of these rows, set up."""
+    val = None if val is None else Given(tuple(val))
+    module = kind(Given(rows), Letters(chat), val=val, **{"batch_size": 1, "shuffle": False, **kwargs})
+    module.setup("fit")
+    return module
+
+
+def first_batch(module):
+    return next(iter(module.train_dataloader()))
+
+
+def said_of(kind, *rows, **kwargs):
+    """What is said of rows that cannot be used."""
+    try:
+        module_of(kind, *rows, **kwargs)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("all rows were taken")

@@ -1,0 +1,137 @@
+"""SFT learns from the completion and its end token, and from nothing else."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.data.conversations import ConversationDataModule, answers_marked
+from tests.data.rows_given import first_batch, module_of, said_of
+from tests.helpers import properties
+
+END = 2
+
+
+def marked_text(module, batch, row=0):
+    """The tokens with a loss, as text and without their end token."""
+    ids = batch.input_ids[row][batch.loss_mask[row]].tolist()
+    assert ids[-1] == END
+    return module.tokenizer.decode(ids[:-1])
+
+
+def whole_text(module, batch, row=0):
+    return module.tokenizer.decode(batch.input_ids[row, : batch.lengths[row] - 1])
+
+
+def test_exactly_the_completion_and_its_end_are_marked():
+    module = module_of(ConversationDataModule, {"prompt": "who?", "completion": " me"})
+    batch = first_batch(module)
+    assert batch.lengths.tolist() == [8]
+    assert batch.loss_mask.tolist() == [[False] * 4 + [True] * 4]
+    assert batch.input_ids[0, -1] == END
+    assert (marked_text(module, batch), whole_text(module, batch)) == (" me", "who? me")
+
+
+def test_rows_of_a_batch_are_padded_on_the_right_and_padding_is_not_marked():
+    rows = [{"prompt": "a", "completion": "bcdefg"}, {"prompt": "abc", "completion": "d"}]
+    module = module_of(ConversationDataModule, *rows, batch_size=2)
+    batch = first_batch(module)
+    assert batch.lengths.tolist() == [8, 5]
+    assert [marked_text(module, batch, row) for row in (0, 1)] == ["bcdefg", "d"]
+    assert batch.input_ids[1, 5:].tolist() == [0, 0, 0]
+
+
+def test_a_text_that_holds_both_is_split_behind_the_last_marker():
+    row = {"chosen": "H: hi A: hello H: who A: me"}
+    module = module_of(ConversationDataModule, row, columns={"completion": "chosen"}, split_after="A:")
+    batch = first_batch(module)
+    assert marked_text(module, batch) == " me"
+    assert whole_text(module, batch) == row["chosen"]
+
+
+def test_messages_go_through_the_chat_template():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    module = module_of(ConversationDataModule, {"prompt": messages, "completion": "me"}, chat=True)
+    batch = first_batch(module)
+    assert whole_text(module, batch) == "user: hi|assistant: yes?|assistant:me"
+    assert marked_text(module, batch) == "me"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": None, "completion": "a"}, "column 'prompt' holds null, expected text"),
+        ({"prompt": "", "completion": "a"}, "column 'prompt' is empty"),
+        ({"prompt": "a", "completion": " "}, "column 'completion' is empty"),
+        ({"prompt": "a", "answer": "b"}, "no column 'completion', only ['answer', 'prompt']"),
+        ({"prompt": "a\ud800", "completion": "b"}, "column 'prompt' is not valid UTF-8 text"),
+        ({"prompt": "abcdefgh", "completion": "ijk"}, "the text has 12 tokens, the limit is 10"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "the tokenizer has no chat template"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, reason):
+    assert f"\n  given:1: {reason}" in said_of(ConversationDataModule, row, max_tokens=10).replace(
+        "the prompt is a list of messages, and ", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "every message of a prompt needs 'role' and text in 'content'"),
+        ([{"role": "user"}], "every message of a prompt needs 'role' and text in 'content'"),
+        (["hello"], "every message of a prompt needs 'role' and text in 'content'"),
+        ([{"role": "system", "content": "be good"}], "the chat template refuses the prompt: no system message, please"),
+        ([{"role": "user", "content": "\udcff"}], "the prompt is not valid UTF-8 text"),
+    ],
+)
+def test_messages_that_cannot_be_used(messages, reason):
+    assert f"given:1: {reason}" in said_of(ConversationDataModule, {"prompt": messages, "completion": "b"}, chat=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("H: hi", "the marker 'A:' does not occur in the text"), ("H: hi A: ", "nothing follows the last 'A:'")],
+)
+def test_texts_that_cannot_be_split(text, reason):
+    assert f"given:1: {reason}" in said_of(ConversationDataModule, {"completion": text}, split_after="A:")
+
+
+def test_over_long_rows_are_left_out_and_counted_under_one_reason():
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 20, 30, 2)]
+    module = module_of(ConversationDataModule, *rows, max_tokens=10, on_bad_row="skip")
+    assert str(module.reports["train"]) == (
+        "train data: 4 rows read, 2 kept; dropped 2: the text longer than 10 tokens"
+    )
+
+
+def test_missing_files_are_said_before_the_tokenizer_is_made():
+    with pytest.raises(FileNotFoundError, match=r"no data at 'nothing\.jsonl'"):
+        ConversationDataModule("nothing.jsonl", tokenizer="./no/tokenizer").setup("fit")
+    with pytest.raises(FileNotFoundError, match=r"no data at 'nothing\.jsonl'"):
+        ConversationDataModule("some/hub-id", tokenizer="./no/tokenizer", val="nothing.jsonl").setup("fit")
+
+
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"max_tokens": 0}])
+def test_sizes_below_one_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        ConversationDataModule("x", "y", **wrong)
+
+
+def test_validation_reads_every_row_in_order_and_the_last_batch_may_be_smaller():
+    val = [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 3)]
+    module = module_of(ConversationDataModule, val[0], val=val, val_batch_size=2)
+    assert [batch.lengths.tolist() for batch in module.val_dataloader()] == [[3, 4], [5]]
+
+
+@properties
+@given(st.data())
+def test_marks_reach_from_the_start_to_the_end_of_each_text(data):
+    texts = data.draw(st.lists(st.lists(st.integers(3, 9), min_size=2, max_size=8), min_size=1, max_size=5))
+    starts = [data.draw(st.integers(1, len(text) - 1)) for text in texts]
+    batch = answers_marked(texts, starts)
+    for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        assert batch.input_ids[row][batch.loss_mask[row]].tolist() == text[start:]
+        assert torch.equal(batch.input_ids[row, : len(text)], torch.tensor(text))
+        assert not batch.loss_mask[row, len(text) :].any()

@@ -1,0 +1,65 @@
+"""Pairs share their prompt, differ in their answers, and are otherwise refused."""
+
+import pytest
+
+from lightning_rlhf.data.preferences import PreferenceDataModule
+from tests.data.rows_given import first_batch, module_of, said_of
+
+
+def decoded(module, side, row=0):
+    return module.tokenizer.decode(side.input_ids[row, : side.lengths[row] - 1])
+
+
+def test_both_texts_hold_the_prompt_and_end_and_each_side_has_its_own_width():
+    rows = [{"prompt": "p:", "chosen": "abc", "rejected": "d"}, {"prompt": "qq:", "chosen": "e", "rejected": "f"}]
+    module = module_of(PreferenceDataModule, *rows, batch_size=2)
+    batch = first_batch(module)
+    assert [decoded(module, batch.chosen, row) for row in (0, 1)] == ["p:abc", "qq:e"]
+    assert [decoded(module, batch.rejected, row) for row in (0, 1)] == ["p:d", "qq:f"]
+    assert batch.chosen.input_ids.shape == (2, 6)
+    assert batch.rejected.input_ids.shape == (2, 5)
+    assert batch.chosen.loss_mask.sum(1).tolist() == [4, 2]
+    assert batch.rejected.loss_mask.sum(1).tolist() == [2, 2]
+    assert (batch.chosen.input_ids[0, 5], batch.rejected.input_ids[0, 3]) == (2, 2)
+    assert batch.margin.tolist() == [0, 0]
+
+
+def test_whole_conversations_are_split_behind_the_last_marker():
+    row = {"chosen": "H: A: a H: A: yes", "rejected": "H: A: a H: A: no"}
+    module = module_of(PreferenceDataModule, row, split_after="A:")
+    batch = first_batch(module)
+    assert (decoded(module, batch.chosen), decoded(module, batch.rejected)) == (row["chosen"], row["rejected"])
+    assert (batch.chosen.loss_mask.sum(), batch.rejected.loss_mask.sum()) == (5, 4)  # " yes" and the end, " no" and it
+
+
+def test_whole_conversations_need_no_marker():
+    batch = first_batch(module_of(PreferenceDataModule, {"chosen": "ab", "rejected": "abc"}))
+    assert batch.chosen.loss_mask.tolist() == [[False, True, True]]
+
+
+def test_a_margin_is_read_from_its_column():
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "delta": 2}
+    assert first_batch(module_of(PreferenceDataModule, row, columns={"margin": "delta"})).margin.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "A:x", "rejected": "A:x"}, "chosen and rejected are the same text"),
+        ({"chosen": "pA:x", "rejected": "qA:y"}, "chosen and rejected answer different prompts"),
+        ({"chosen": "A:x"}, "no column 'rejected', only ['chosen']"),
+        ({"chosen": "A:x", "rejected": ""}, "column 'rejected' is empty"),
+        ({"chosen": "A:x", "rejected": "A:"}, "nothing follows the last 'A:'"),
+        ({"chosen": "A:x", "rejected": "y"}, "the marker 'A:' does not occur in the text"),
+        ({"chosen": "A:x", "rejected": None}, "column 'rejected' holds null, expected text"),
+        ({"prompt": None, "chosen": "A:x", "rejected": "A:y"}, "column 'prompt' holds null, expected text"),
+        ({"chosen": "A:x", "rejected": "A:y", "margin": float("nan")}, "margin is nan, expected a finite number"),
+        ({"chosen": "A:x", "rejected": "A:y", "margin": float("inf")}, "margin is inf, expected a finite number"),
+        ({"chosen": "A:x", "rejected": "A:y", "margin": "1"}, "margin holds str, expected a number"),
+        ({"chosen": "A:x", "rejected": "A:y", "margin": True}, "margin holds bool, expected a number"),
+        ({"chosen": "A:x", "rejected": "A:y", "margin": None}, "margin holds null, expected a number"),
+        ({"chosen": "A:x", "rejected": "A:" + "y" * 20}, "a text has 23 tokens, the limit is 10"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, reason):
+    assert f"\n  given:1: {reason}" in said_of(PreferenceDataModule, row, split_after="A:", max_tokens=10)

@@ -1,0 +1,63 @@
+"""Prompts reach the engine as they are, and everything else in the data reaches the reward functions."""
+
+import pytest
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from tests.data.rows_given import first_batch, module_of, said_of
+
+
+def test_ids_text_and_further_columns_of_each_prompt():
+    rows = [{"question": "why", "answer": "so", "level": 3}, {"question": "how long", "answer": "very", "level": 4}]
+    module = module_of(PromptDataModule, *rows, batch_size=2, columns={"prompt": "question", "gold": "answer"})
+    batch = first_batch(module)
+    assert batch.texts == ["why", "how long"]
+    assert [module.tokenizer.decode(ids) for ids in batch.token_ids] == batch.texts
+    assert [len(ids) for ids in batch.token_ids] == [3, 8]  # no padding, no special token
+    assert batch.columns == {"gold": ["so", "very"], "level": [3, 4]}
+    assert (batch.indices, batch.epoch) == ([0, 1], 0)
+
+
+def test_a_column_that_some_rows_lack_is_null_there():
+    module = module_of(PromptDataModule, {"prompt": "a"}, {"prompt": "b", "hint": "c"}, batch_size=2)
+    assert first_batch(module).columns == {"hint": [None, "c"]}
+
+
+def test_preference_data_serves_as_prompts():
+    row = {"chosen": "H: hi A: yes H: no A: well", "rejected": "other"}
+    batch = first_batch(module_of(PromptDataModule, row, split_after="A:"))
+    assert batch.texts == ["H: hi A: yes H: no A:"]
+    assert batch.columns == {key: [value] for key, value in row.items()}
+
+
+def test_messages_go_through_the_chat_template():
+    row = {"prompt": [{"role": "user", "content": "hi"}]}
+    assert first_batch(module_of(PromptDataModule, row, chat=True)).texts == ["user: hi|assistant:"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a" * 11}, "the prompt has 11 tokens, the limit is 10"),
+        ({"prompt": None}, "column 'prompt' holds null, expected text"),
+        ({"prompt": "\n"}, "column 'prompt' is empty"),
+        ({"question": "a"}, "no column 'prompt', only ['question']"),
+        ({"prompt": 7}, "column 'prompt' holds int, expected text"),
+        ({"prompt": "\udce9"}, "column 'prompt' is not valid UTF-8 text"),
+    ],
+)
+def test_rows_that_cannot_be_used(row, reason):
+    assert f"\n  given:1: {reason}" in said_of(PromptDataModule, row, max_tokens=10)
+
+
+def test_over_long_prompts_are_left_out_and_counted():
+    rows = [{"prompt": "a" * n} for n in (10, 11, 12)]
+    module = module_of(PromptDataModule, *rows, max_tokens=10, on_bad_row="skip")
+    assert str(module.reports["train"]) == (
+        "train data: 3 rows read, 1 kept; dropped 2: the prompt longer than 10 tokens"
+    )
+
+
+def test_fewer_rows_than_a_batch_are_refused():
+    module = module_of(PromptDataModule, {"prompt": "a"}, batch_size=2)
+    with pytest.raises(ValueError, match="1 rows make no batch of 2"):
+        module.train_dataloader()

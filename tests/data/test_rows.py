@@ -1,0 +1,190 @@
+"""What is said of data that cannot be used: which file, which line, what is wrong, and how many such rows there are."""
+
+import json
+
+import pytest
+
+from lightning_rlhf.data.rows import BadRow, HubDataset, JsonLines, RowReport, RowSource, as_rows, text_of, use_rows
+
+
+def texts(source, on_bad_row="error"):
+    return use_rows(source, "train data", lambda row: text_of(row, "text"), on_bad_row)
+
+
+def write(path, *lines):
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else line.encode() + b"\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture
+def bad_file(tmp_path):
+    """Ten lines, of which the first, the fourth (empty) and the last are no trouble."""
+    return write(
+        tmp_path / "bad.jsonl",
+        '{"text": "good"}',
+        '{"txt": "elsewhere", "id": 7}',
+        '{"text": null}',
+        "",
+        '{"text": ["no", "text"]}',
+        '{"text": "  \\n"}',
+        '{"text"',
+        '["text", "in", "a", "list"]',
+        b'{"text": "caf\xe9"}\n',
+        '{"text": "good too"}',
+    )
+
+
+def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
+    with pytest.raises(ValueError, match=r"train data: 7 of 9 rows cannot be used \(on_bad_row: skip") as caught:
+        texts(bad_file)
+    heading, *lines = str(caught.value).split("\n")
+    assert heading.endswith("(on_bad_row: skip leaves them out):")
+    assert lines == [
+        f"  {bad_file}:2: no column 'text', only ['id', 'txt']",
+        f"  {bad_file}:3: column 'text' holds null, expected text",
+        f"  {bad_file}:5: column 'text' holds list, expected text",
+        f"  {bad_file}:6: column 'text' is empty",
+        f"  {bad_file}:7: not JSON: Expecting ':' delimiter at column 8",
+        "  ... and 2 more",
+    ]
+
+
+def test_skip_keeps_the_good_rows_and_counts_the_others_by_reason(bad_file):
+    kept, report = texts(bad_file, "skip")
+    assert kept == ["good", "good too"]
+    assert report.kept == 2
+    assert report.dropped == {
+        "no column 'text'": 1,
+        "column 'text' holds null, expected text": 1,
+        "column 'text' holds list, expected text": 1,
+        "column 'text' is empty": 1,
+        "not JSON": 1,
+        "not an object": 1,
+        "column 'text' is not valid UTF-8 text": 1,
+    }
+    assert str(report).startswith("train data: 9 rows read, 2 kept; dropped 1: ")
+
+
+def test_of_many_bad_rows_only_the_first_five_are_kept_in_memory_and_shown(tmp_path):
+    path = write(tmp_path / "x.jsonl", *(json.dumps({"other": "y" * 1000}) for _ in range(1000)))
+    with pytest.raises(ValueError, match="1000 of 1000 rows") as caught:
+        texts(path)
+    assert "\n  ... and 995 more" in str(caught.value)
+    assert len(str(caught.value)) < 5000
+
+
+def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
+    with pytest.raises(ValueError, match="train data: 1 rows read, 0 kept; dropped 1: no column 'text': nothing"):
+        texts(write(tmp_path / "x.jsonl", "{}"), "skip")
+    with pytest.raises(ValueError, match="train data: 0 rows read, 0 kept: nothing is left"):
+        texts(write(tmp_path / "empty.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "\\ud800"}', "is not valid UTF-8 text"),
+        ("7", "a JSON int, expected an object"),
+        ("null", "a JSON NoneType, expected an object"),
+        ('{"text": ' + "9" * 5000 + "}", "not JSON that can be read"),
+        ("[" * 100_000, "not JSON that can be read"),
+        ('{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
+    ],
+    ids=["half a surrogate pair", "number", "null", "huge number", "deep nesting", "two objects"],
+)
+def test_what_a_line_can_hold_instead_of_a_row(tmp_path, line, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        texts(write(tmp_path / "x.jsonl", line))
+    assert f"{tmp_path}/x.jsonl:1: " in str(caught.value)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_trouble(tmp_path):
+    path = write(tmp_path / "x.jsonl", b'\xef\xbb\xbf{"text": "caf\xc3\xa9"}\r\n', b'{"text": "b"}')
+    assert texts(path)[0] == ["café", "b"]
+
+
+@pytest.mark.parametrize("path", ["data/nothing.jsonl", "nothing.csv", "./nothing", "/no/where", "~/x", "a/b/c"])
+def test_a_missing_file_is_said_in_one_sentence(path):
+    with pytest.raises(FileNotFoundError, match=r"no data at .* expected an existing .jsonl, .json"):
+        as_rows(path)
+
+
+def test_a_directory_and_a_file_of_another_kind_are_refused(tmp_path):
+    write(tmp_path / "notes.txt", "text")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(FileNotFoundError, match=r"expected an existing .jsonl"):
+            as_rows(str(path))
+
+
+@pytest.mark.parametrize("name", ["Anthropic/hh-rlhf", "some-one/data-v1.5", "gsm8k"])
+def test_what_is_no_path_is_a_hub_id(name):
+    assert as_rows(name) == HubDataset(name)
+
+
+def test_a_row_source_is_taken_as_it_is():
+    class Two:
+        def rows(self):
+            yield "first", {"text": "a"}
+            yield "second", {}
+
+    assert isinstance(Two(), RowSource)
+    with pytest.raises(ValueError, match=r"\n  second: no column 'text', only \[\]"):
+        texts(Two())
+
+
+def test_an_error_of_our_own_in_a_converter_is_not_taken_for_a_bad_row(tmp_path):
+    def convert(row):
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        use_rows(write(tmp_path / "x.jsonl", "{}"), "train data", convert, "skip")
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    """No network, and a cache of its own."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.json", '[{"text": "a"}, {"text": "b"}]'), ("x.csv", "text\na\nb\n")],
+)
+def test_json_and_csv_files_are_read_by_datasets(tmp_path, name, content):
+    path = write(tmp_path / name, content)
+    assert texts(path)[0] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"x\.\w+\[0\]: no column 'other', only \['text'\]"):
+        use_rows(path, "train data", lambda row: text_of(row, "other"), "error")
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_broken_file_is_said_in_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match=r"^cannot read '.*x\.json': JSON parse error") as caught:
+        texts(write(tmp_path / "x.json", "{nonsense"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_hub_id_that_cannot_be_reached_is_said_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^cannot read 'nobody/nothing', split 'test', .* hub id: ") as caught:
+        list(HubDataset("nobody/nothing", split="test").rows())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reason_with_details_is_counted_under_its_kind():
+    report = RowReport("data", 1)
+    for length in (7, 8):
+        report.dropped[BadRow(f"{length} tokens", "too long").kind] += 1
+    assert str(report) == "data: 3 rows read, 1 kept; dropped 2: too long"
+
+
+def test_line_numbers_count_empty_lines(tmp_path):
+    source = JsonLines(write(tmp_path / "x.jsonl", "", "", '{"text": "a"}'))
+    assert [where for where, _ in source.rows()] == [f"{tmp_path}/x.jsonl:3"]

@@ -1,0 +1,118 @@
+"""Tokenizers made by code give back what they were given, the same every time; those on disk are found."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer, TokenizerSource, load_tokenizer
+from tests.helpers import properties
+
+LETTERS = "0123456789+=: \nabcABC"
+CHARACTERS = CharacterTokenizer(LETTERS).load()
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@properties
+@given(st.text(LETTERS))
+def test_characters_round_trip_one_token_each(text):
+    tokens = ids(CHARACTERS, text)
+    assert tokens == [4 + LETTERS.index(letter) for letter in text]
+    assert CHARACTERS.decode(tokens) == text
+
+
+def test_character_tokenizer_knows_its_special_tokens():
+    assert (CHARACTERS.pad_token_id, CHARACTERS.bos_token_id, CHARACTERS.eos_token_id) == (0, 1, 2)
+    assert ids(CHARACTERS, "1?2") == [5, CHARACTERS.unk_token_id, 6]
+    assert CHARACTERS.decode([*ids(CHARACTERS, "1+2"), 2], skip_special_tokens=True) == "1+2"
+    assert len(CHARACTERS) == 4 + len(LETTERS)
+
+
+@pytest.mark.parametrize("characters", ["", "abca"])
+def test_characters_must_be_some_and_each_once(characters):
+    with pytest.raises(ValueError, match="characters must be some, each once"):
+        CharacterTokenizer(characters)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    words = ["the cat sat", "on the mat", "don't - ask , me . why ?", "naïve café", "日本語 🙂"]
+    lines = [json.dumps({"a": words[i % 5], "b": words[i % 3] * 2, "n": i}) for i in range(60)]
+    path = tmp_path_factory.mktemp("corpus") / "x.jsonl"
+    path.write_text("\n".join([*lines, "not json", '{"a": "\\ud800"}']))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pairs(corpus):
+    return BytePairTokenizer(corpus, vocab_size=320).load()
+
+
+@properties
+@given(text=st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<" not in text))
+def test_byte_pairs_round_trip_any_text(pairs, text):
+    assert pairs.decode(ids(pairs, text)) == text
+
+
+def test_byte_pairs_keep_spaces_before_punctuation(pairs):
+    assert pairs.decode(ids(pairs, "don't , ask . me ?")) == "don't , ask . me ?"
+
+
+def test_the_same_data_gives_the_same_byte_pairs(pairs, corpus):
+    again = BytePairTokenizer(corpus, vocab_size=320).load()
+    assert again.get_vocab() == pairs.get_vocab()
+    assert len(pairs) <= 320
+    assert len(ids(pairs, "the cat sat")) < 6
+
+
+def test_byte_pairs_learn_only_from_the_named_columns(corpus, pairs):
+    assert BytePairTokenizer(corpus, vocab_size=320, columns=["b"]).load().get_vocab() != pairs.get_vocab()
+    with pytest.raises(ValueError, match=r"nothing to learn from: .* has no text in any column \['c'\]"):
+        BytePairTokenizer(corpus, columns=["c"]).load()
+
+
+def test_byte_pairs_need_room_for_every_byte(corpus):
+    with pytest.raises(ValueError, match="vocab_size must be at least 260, got 100"):
+        BytePairTokenizer(corpus, vocab_size=100).load()
+
+
+def test_a_saved_tokenizer_is_loaded_from_its_directory(pairs, tmp_path):
+    pairs.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert ids(loaded, "the cat 🙂") == ids(pairs, "the cat 🙂")
+    assert loaded.eos_token_id == 2
+
+
+@pytest.mark.parametrize("path", ["./nothing", "runs/a/export", "nothing"])
+def test_a_missing_tokenizer_is_said_in_one_sentence(path):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at .* expected a directory that save_pretrained wrote"):
+        load_tokenizer(path)
+
+
+def test_a_directory_without_tokenizer_files_is_no_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/sft").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="no tokenizer at 'runs/sft'"):
+        load_tokenizer("runs/sft")
+
+
+def test_a_hub_id_out_of_reach_is_said_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer at 'nobody/nothing': .* that can be reached$"):
+        load_tokenizer("nobody/nothing")
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    class Endless:
+        def load(self):
+            tokenizer = CharacterTokenizer("ab").load()
+            tokenizer.eos_token = None
+            return tokenizer
+
+    assert isinstance(Endless(), TokenizerSource)
+    with pytest.raises(ValueError, match="has no end-of-sequence token; responses could never end"):
+        load_tokenizer(Endless())

@@ -1,0 +1,137 @@
+"""Users' reward functions are called with what they name, and named when they misbehave."""
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+
+from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+
+OFFERED = {
+    "prompts": ["p", "q"],
+    "completions": ["ab", "c"],
+    "completion_ids": [[5, 6], [7]],
+    "finished": [True, False],
+    "answer": ["ab", "x"],
+}
+
+
+def length(completions):
+    return [len(text) for text in completions]
+
+
+def right(completions, answer, bonus=1.0):
+    return [bonus * (text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def giving(values):
+    def function(completions):
+        return values
+
+    return RewardFunction(function)
+
+
+def test_a_function_gets_the_arguments_it_names():
+    assert RewardFunction(length)(**OFFERED).tolist() == [2, 1]
+    assert RewardFunction(right)(**OFFERED).tolist() == [1, 0]
+    assert RewardFunction(functools.partial(right, bonus=3.0), name="right")(**OFFERED).tolist() == [3, 0]
+
+
+def test_a_function_with_kwargs_gets_everything():
+    seen = {}
+
+    def function(completions, **rest):
+        seen.update(rest, completions=completions)
+        return [0, 0]
+
+    RewardFunction(function)(**OFFERED)
+    assert seen == OFFERED
+
+
+def test_an_object_with_call_is_a_function_too():
+    class Judge:
+        def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    reward = RewardFunction(Judge())
+    assert reward.label == "Judge"
+    assert reward(**OFFERED).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[1, 0], (1.0, 0.0), [True, False], torch.tensor([1, 0]), numpy.array([1.0, 0.0]), list(numpy.float32([1, 0]))],
+    ids=["int", "tuple", "bool", "tensor", "array", "numpy floats"],
+)
+def test_numbers_come_in_many_types(values):
+    rewards = giving(values)(**OFFERED)
+    assert rewards.tolist() == [1, 0]
+    assert rewards.dtype == torch.float32
+
+
+def test_none_means_that_it_does_not_apply():
+    first, second = giving([None, 0.5])(**OFFERED).tolist()
+    assert math.isnan(first)
+    assert second == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.0], "returned 1 values, expected 2: one per completion"),
+        ([1.0] * 3, "returned 3 values, expected 2: one per completion"),
+        (1.0, "returned float, expected 2: one per completion"),
+        (None, "returned NoneType, expected 2: one per completion"),
+        (torch.tensor(1.0), "returned float, expected 2: one per completion"),
+        ([0.0, math.nan], "returned nan for completion 1, expected a finite number, or None where it does not apply"),
+        ([-math.inf, 0.0], "returned -inf for completion 0, expected a finite number"),
+        (["1", 0.0], "returned '1' for completion 0, expected a finite number"),
+        (torch.ones(2, 1), "returned [1.0] for completion 0, expected a finite number"),
+    ],
+)
+def test_a_wrong_answer_names_function_and_completion(values, said):
+    with pytest.raises(RuntimeError) as caught:
+        giving(values)(**OFFERED)
+    assert str(caught.value).startswith(f"reward function 'function' {said}")
+
+
+def test_a_function_that_raises_is_named_with_what_it_said():
+    def strict(completions):
+        raise KeyError("level")
+
+    with pytest.raises(RuntimeError, match="reward function 'strict' raised KeyError: 'level'") as caught:
+        RewardFunction(strict)(**OFFERED)
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(RuntimeError, match="reward function 'mine' raised"):
+        RewardFunction(strict, name="mine")(**OFFERED)
+
+
+def test_a_missing_column_is_named_with_what_was_meant():
+    with pytest.raises(ValueError, match=r"'right' needs 'answer', but .* 'answers'\]; did you mean 'answers'\?"):
+        RewardFunction(right).check(["answers"])
+    with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout offers only .*'finished'\]$"):
+        RewardFunction(right).check([])
+
+
+def test_defaults_and_kwargs_need_no_column():
+    RewardFunction(right).check(["answer"])
+    RewardFunction(lambda completions, *rest, **more: []).check([])
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two reward functions are both called 'length': give one"):
+        check_rewards([RewardFunction(length), RewardFunction(right), RewardFunction(length, weight=0.0)], ["answer"])
+    check_rewards([RewardFunction(length), RewardFunction(length, name="length_again")], [])
+
+
+def test_a_column_that_would_hide_what_was_generated_is_refused():
+    with pytest.raises(ValueError, match=r"the data has a column 'finished', .* rename it, for example columns: "):
+        check_rewards([RewardFunction(length)], ["answer", "finished"])
+    check_rewards([], ["finished"])
+
+
+def test_all_functions_are_checked():
+    with pytest.raises(ValueError, match="'right' needs 'answer'"):
+        check_rewards([RewardFunction(length), RewardFunction(right)], [])

@@ -14,7 +14,6 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.cli.parser import FriendlyParser, explain
@@ -50,7 +49,7 @@ class Stopped(Exception):
 class SaveRunConfig(SaveConfigCallback):
     """Writes ``config.yaml`` into the run's directory."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Write the configuration as it was understood."""
         if trainer.fast_dev_run or not trainer.is_global_zero:
             return
@@ -72,7 +71,7 @@ class RLHFCLI(LightningCLI):
             kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard")
         if given.get("enable_progress_bar") is None:
             kwargs["enable_progress_bar"] = sys.stdout.isatty()
-        trainer = super().instantiate_trainer(**kwargs)
+        trainer: Any = super().instantiate_trainer(**kwargs)
         if kwargs.get("enable_progress_bar") and trainer.progress_bar_callback is not None:
             trainer.callbacks.remove(trainer.progress_bar_callback)
             trainer.callbacks.append(callbacks.StepProgressBar())
@@ -80,7 +79,7 @@ class RLHFCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        """Leave the checkpoint alone: what a run is made of stands in its configuration, and AtomicCheckpointIO reads."""
+        """Leave it alone: what a run is made of stands in its configuration, and AtomicCheckpointIO reads checkpoints."""
 
     def instantiate_classes(self) -> None:
         """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence."""
@@ -91,14 +90,15 @@ class RLHFCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run; an error that this package raised itself is a sentence, any other keeps its traceback."""
-        directory = Path(self.trainer.default_root_dir)
+        trainer: Any = self.trainer
+        directory = Path(trainer.default_root_dir)
         resumed = self._get(self.config_init, "ckpt_path") is not None
-        fresh = subcommand == "fit" and not resumed and not self.trainer.fast_dev_run and not rank_zero_only.rank
+        fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
         earlier = set_aside(directory) if fresh else None
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:
-            started = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+            started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
             if earlier is not None and not started:
                 shutil.rmtree(directory, ignore_errors=True)
                 earlier.rename(directory)

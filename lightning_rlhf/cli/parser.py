@@ -92,7 +92,7 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
     found: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            found = {**inspect.signature(base.__init__).parameters, **found}
+            found = {**inspect.signature(vars(base)["__init__"]).parameters, **found}
     return {name: parameter for name, parameter in found.items() if name not in ("self", "args", "kwargs")}
 
 

@@ -56,6 +56,7 @@ class RLHFModule(RoleModule):
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
+    experience: Experience  # of the last step, for callbacks
 
     def __init__(
         self,
@@ -94,7 +95,6 @@ class RLHFModule(RoleModule):
         self.score_shaping, self.ent_coef = score_shaping, ent_coef
         self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
         self._rollout: Rollout | None = None
-        self.experience: Experience | None = None  # of the last step, for callbacks
 
     # -- the step ---------------------------------------------------------------------------------------------
 

@@ -43,7 +43,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
-    """Interval for a probability of which ``successes`` of ``trials`` were seen; it never leaves [0, 1].
+    """95 % interval for a probability of which ``successes`` of ``trials`` were seen; it holds their share.
+
+    The bounds stay in [0, 1]:
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
     See "Probable Inference, the Law of Succession, and Statistical Inference", Wilson 1927.
@@ -65,7 +67,7 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     center = share + z**2 / (2 * trials)
     reach = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
     scale = 1 + z**2 / trials
-    return max(0.0, (center - reach) / scale), min(1.0, (center + reach) / scale)
+    return min(share, max(0.0, (center - reach) / scale)), max(share, min(1.0, (center + reach) / scale))
 
 
 def ordered_share(better: Tensor, worse: Tensor) -> float:

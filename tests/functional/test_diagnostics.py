@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.diagnostics import explained_variance, ordered_share, pass_at_k
+from lightning_rlhf.functional.diagnostics import explained_variance, ordered_share, pass_at_k, wilson_interval
 from tests.helpers import assert_close, float64, masks, normal, over_ranks, pad_columns, properties, seeds, with_garbage
 
 
@@ -116,3 +116,35 @@ def test_ordered_share_of_nothing_is_nan():
     assert math.isnan(ordered_share(scores, nothing))
     assert math.isnan(ordered_share(nothing, scores))
     assert math.isnan(ordered_share(nothing, nothing))
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (20, 20, 0.8389, 1.0),
+    ],
+)
+def test_wilson_interval_has_the_published_bounds(successes, trials, low, high):
+    # "Two-sided confidence intervals for the single proportion", Newcombe 1998, table I, method 3; the last mirrored
+    assert_close(torch.tensor(wilson_interval(successes, trials)), torch.tensor([low, high]), rtol=0, atol=6e-5)
+
+
+@properties
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_bounds_are_where_the_normal_test_of_the_share_just_passes(counts):
+    successes, trials = counts
+    low, high = wilson_interval(successes, trials)
+    assert 0 <= low <= successes / trials <= high <= 1
+    for bound in (low, high):  # |share - p| = z sqrt(p (1 - p) / n), the equation that the interval solves
+        distance = abs(successes / trials - bound)
+        assert abs(distance - 1.959964 * (bound * (1 - bound) / trials) ** 0.5) < 1e-9
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 0), (-1, 4), (5, 4)])
+def test_wilson_interval_refuses_impossible_counts(successes, trials):
+    with pytest.raises(ValueError, match="an interval needs 0 <= successes <= trials and trials > 0"):
+        wilson_interval(successes, trials)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from lightning_rlhf import RewardModule
+from lightning_rlhf.functional.diagnostics import wilson_interval
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close, normal, over_ranks
@@ -81,6 +82,9 @@ def test_validation_counts_every_pair_of_ragged_batches_the_same():
     metrics = fit(reward_module(), [batches[0]], val=batches).callback_metrics
     assert_close(metrics["val/loss"], -logsigmoid(every).mean())
     assert_close(metrics["val/pair_accuracy"], (every > 0).float().mean())
+    assert metrics["val/pairs"] == 7
+    bounds = torch.stack([metrics["val/pair_accuracy_low"], metrics["val/pair_accuracy_high"]])
+    assert_close(bounds, torch.tensor(wilson_interval(int((every > 0).sum()), 7)))
 
 
 def test_validation_counts_every_pair_of_both_ranks_the_same():
@@ -94,6 +98,8 @@ def test_validation_counts_every_pair_of_both_ranks_the_same():
 
     for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):
         assert_close(metrics["val/loss"], -logsigmoid(every).mean())
+        assert metrics["val/pairs"] == len(every)
+        assert_close(metrics["val/pair_accuracy_low"], wilson_interval(int((every > 0).sum()), len(every))[0])
 
 
 def test_a_short_fit_orders_all_pairs():

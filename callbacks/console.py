@@ -30,6 +30,8 @@ class Console(Callback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:

@@ -17,7 +17,7 @@ from .throughput import Throughput
 
 
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Given callbacks and the missing defaults, in order; one of a default's class replaces it.
+    """Given callbacks and the missing defaults, in order; one of a default's class or a subclass replaces it.
 
     The clock starts before the rollout, whatever measures comes before whatever writes, and a checkpoint is taken when
     all else of its step is on disk.
@@ -25,8 +25,8 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     Args:
         callbacks: of the Trainer.
     """
-    given = {type(callback) for callback in callbacks}
-    missing = [default() for default in (Throughput, Console, MetricsCSV, RunState, HFExport) if default not in given]
+    defaults = (Throughput, Console, MetricsCSV, RunState, HFExport)
+    missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     order = (Throughput, Console, RolloutLoop, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
 
     def turn(callback: Callback) -> int:

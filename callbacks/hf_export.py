@@ -24,13 +24,15 @@ class HFExport(Callback):
     """
 
     def __init__(self, every_n_steps: int = 0) -> None:
+        if every_n_steps < 0:
+            raise ValueError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
         self.every_n_steps = every_n_steps
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Write when due."""
-        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0 and not trainer.fast_dev_run:
             self._write(trainer, pl_module, f"export-{trainer.global_step}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
@@ -45,7 +47,8 @@ class HFExport(Callback):
         draft = target.with_name(name + ".new")
         shutil.rmtree(draft, ignore_errors=True)
         with quiet_transformers():
-            module.exported_model().save_pretrained(draft)
+            model: Any = module.exported_model()
+            model.save_pretrained(draft)
         trainer.datamodule.tokenizer.save_pretrained(draft)
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         (draft / "metrics.json").write_text(json.dumps({"step": trainer.global_step, **metrics}, indent=2) + "\n")

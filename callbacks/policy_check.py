@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -53,9 +54,30 @@ class PolicyCheck(Callback):
         min_pair_accuracy: float = 0.95,
         min_policy_order: float = 0.98,
     ) -> None:
+        if num_samples < 2 or max_response_tokens < 1:
+            raise ValueError(
+                f"num_samples must be at least 2 and max_response_tokens at least 1, "
+                f"got {num_samples} and {max_response_tokens}"
+            )
         self.policy, self.prompts, self.rule = as_source(policy), prompts, rule
         self.num_samples, self.max_response_tokens = num_samples, max_response_tokens
         self.min_pair_accuracy, self.min_policy_order = min_pair_accuracy, min_policy_order
+        self._rows: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, pl_module: RewardModule, stage: str) -> None:
+        """Refuse before training what could not be checked after it."""
+        rows, _ = use_rows(self.prompts, "policy check", dict, on_bad_row="error")
+        if len(rows) < 2:
+            raise ValueError(f"PolicyCheck needs at least 2 prompts, got {len(rows)}")
+        self._rows = rows[: self.num_samples]
+        if self.rule is not None:
+            self.rule.check(sorted(name for name in rows[0] if name != "prompt"))
+        known, vocabulary = len(trainer.datamodule.tokenizer), self.policy.hf_config().get_text_config().vocab_size
+        if known > vocabulary:
+            raise ValueError(
+                f"the tokenizer knows {known} tokens, PolicyCheck's policy only {vocabulary}: "
+                f"the reward model and the policy need one tokenizer"
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: RewardModule) -> None:
         """Sample, score, scale, and say what was found."""
@@ -74,11 +96,10 @@ class PolicyCheck(Callback):
 
     def _samples(self, trainer: Trainer) -> Rollout:
         tokenizer = trainer.datamodule.tokenizer
-        rows, _ = use_rows(self.prompts, "policy check", dict, on_bad_row="error")
-        rows = rows[: self.num_samples]
+        rows = self._rows
         texts = [text_of(row, "prompt") for row in rows]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+        columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         batch = PromptBatch(list(range(len(rows))), ids, texts, columns)
         directory = Path(trainer.default_root_dir) / "policy_check"
         save_architecture(self.policy, directory)

@@ -23,6 +23,11 @@ class RolloutLog(Callback):
     """
 
     def __init__(self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4) -> None:
+        if max_rows < 1 or table_rows < 1 or table_every_n_steps < 0:
+            raise ValueError(
+                f"max_rows and table_rows must be at least 1 and table_every_n_steps at least 0, "
+                f"got {max_rows}, {table_rows} and {table_every_n_steps}"
+            )
         self.max_rows, self.table_every_n_steps, self.table_rows = max_rows, table_every_n_steps, table_rows
 
     def on_train_batch_end(

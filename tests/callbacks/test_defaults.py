@@ -1,0 +1,73 @@
+"""The callbacks every run has, their order, and the clock."""
+
+import time
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_rlhf.callbacks import (
+    Console,
+    HFExport,
+    KLControl,
+    MetricsCSV,
+    Report,
+    RolloutLog,
+    RolloutLoop,
+    RunCheckpoint,
+    RunState,
+    Throughput,
+    complete,
+)
+from lightning_rlhf.rewards.adapter import RewardFunction
+
+
+def kinds(callbacks):
+    return [type(callback) for callback in callbacks]
+
+
+def test_the_defaults_come_in_order():
+    assert kinds(complete([])) == [Throughput, Console, MetricsCSV, RunState, HFExport]
+
+
+def test_given_ones_take_their_turn_and_replace_a_default():
+    console = Console(every_n_steps=7)
+    given = [RunCheckpoint(every_n_steps=1), Report(), ModelCheckpoint(), RolloutLog(), RolloutLoop([]), KLControl(1.0)]
+    ordered = complete([*given, console])
+    assert kinds(ordered) == [
+        Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, RunState, HFExport, Report,
+        RunCheckpoint, ModelCheckpoint,
+    ]  # fmt: skip
+    assert console in ordered
+
+
+def test_a_subclass_of_a_default_replaces_it():
+    class MyConsole(Console):
+        pass
+
+    assert kinds(complete([MyConsole()])).count(Console) == 0
+
+
+def test_a_callback_of_ones_own_runs_behind_the_rollout_and_before_the_files():
+    class Own(Callback):
+        pass
+
+    order = kinds(complete([Own(), RolloutLoop([])]))
+    assert order.index(RolloutLoop) < order.index(Own) < order.index(MetricsCSV)
+
+
+def test_the_clock_counts_the_rollout_and_all_its_tokens(run):
+    def slow(completions):
+        time.sleep(0.2)
+        return [0.0] * len(completions)
+
+    made = run(loop={"rewards": [RewardFunction(slow)]})
+    made.trainer.callbacks.insert(0, Throughput())
+    made.fit()
+    experience = made.module.experience
+    assert made.metrics["time/reward_s"] >= 0.2
+    assert made.metrics["time/step_s"] >= 0.2 + made.metrics["time/update_s"]
+    tokens = float(experience.total_lengths.sum())
+    assert made.metrics["perf/tokens_per_s"] == pytest.approx(tokens / made.metrics["time/step_s"], rel=1e-4)
+    generated = made.metrics["rollout/tokens_per_s"] * made.metrics["time/generate_s"]
+    assert generated == pytest.approx(float(experience.rollout.response_lengths.sum()), rel=1e-4)

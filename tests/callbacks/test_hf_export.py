@@ -1,0 +1,51 @@
+"""The export is what transformers loads, and holds the trained weights, not the first ones."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rlhf.callbacks import HFExport
+from lightning_rlhf.data.rows import InMemory
+from tests.callbacks.conftest import ROWS
+from tests.stand_ins import TinyModel
+
+
+def same(left, right):
+    left, right = dict(left.named_parameters()), dict(right.named_parameters())
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
+    made = run(callbacks=[HFExport()], data={"val": InMemory(ROWS)}).fit()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", use_safetensors=True)
+    assert same(loaded, made.module.actor.lm)
+    assert not same(loaded, TinyModel().causal().lm)  # the first weights
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer("abc", add_special_tokens=False)["input_ids"] == [4, 5, 6]
+    found = json.loads((tmp_path / "export" / "metrics.json").read_text())
+    assert found["step"] == 2
+    assert found["val/greedy"] == made.metrics["val/greedy"]
+
+
+def test_every_n_steps_leaves_a_directory_of_its_own(run, tmp_path):
+    made = run(callbacks=[HFExport(every_n_steps=1)]).fit()
+    assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-1", "export-2"]
+    first, second, last = (AutoModelForCausalLM.from_pretrained(tmp_path / f"export{s}") for s in ("-1", "-2", ""))
+    assert not same(first, second)
+    assert same(second, last)
+    assert same(last, made.module.actor.lm)
+
+
+def test_an_earlier_export_and_a_half_written_one_are_replaced(run, tmp_path):
+    for name in ("export", "export.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pytorch_model.bin").write_text("old")
+    run(callbacks=[HFExport()]).fit()
+    assert not list(tmp_path.rglob("pytorch_model.bin"))
+    assert not (tmp_path / "export.new").exists()
+
+
+def test_a_trial_run_leaves_nothing(run, tmp_path):
+    run(callbacks=[HFExport(every_n_steps=1)], trainer={"fast_dev_run": 1}).fit()
+    assert not list(tmp_path.glob("export*"))

@@ -1,0 +1,125 @@
+"""PolicyCheck: the reward model is tried on what the policy writes, and its scores are put on a scale."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import PreferenceDataModule, RewardModule
+from lightning_rlhf.callbacks import PolicyCheck
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.rewards.adapter import RewardFunction
+from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
+
+PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
+PROMPTS = InMemory([{"prompt": letter * size, "letter": letter} for letter in "abcd" for size in range(1, 5)])
+
+
+def begins_late(completions, letter):
+    return [float(text[:1] > "c") for text in completions]
+
+
+class Watch(PolicyCheck):
+    """Keeps what it sampled and the scores before they are normalised."""
+
+    def _scores(self, module, rollout):
+        self.rollout, self.raw = rollout, super()._scores(module, rollout)
+        return self.raw
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+
+    def checked(**arguments):
+        given = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
+        check = Watch(**{**given, "max_response_tokens": 6, **arguments})
+        data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
+        module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
+        trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path)
+        trainer.fit(module, datamodule=data)
+        return check, module, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    return checked
+
+
+def test_the_share_of_rightly_ordered_samples_is_the_one_of_all_pairs(checked):
+    check, _, metrics = checked()
+    right = torch.tensor(begins_late(texts_of(check.rollout), None)) >= 1
+    assert 0 < right.sum() < len(right) == 16
+    assert metrics["val/policy_accuracy"] == pytest.approx(right.float().mean().item())
+    assert metrics["val/policy_order"] == pytest.approx(ordered_share(check.raw[right], check.raw[~right]))
+
+
+def texts_of(rollout):
+    tokenizer = CharacterTokenizer("abcdefg").load()
+    rows = zip(rollout.response_ids, rollout.response_lengths, strict=True)
+    return tokenizer.batch_decode([ids[:length] for ids, length in rows], skip_special_tokens=True)
+
+
+def test_scores_are_those_of_whole_texts_one_by_one(checked):
+    check, module, _ = checked()
+    model, rollout = module.reward_model, check.rollout
+    for i in range(len(rollout)):
+        prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
+        ids = torch.cat([prompt, rollout.response_ids[i, : rollout.response_lengths[i]]])
+        with torch.no_grad():
+            raw = model.lm(ids[None], use_cache=False).logits.item()
+        assert check.raw[i].item() == pytest.approx(raw, abs=1e-5)
+
+
+def test_afterwards_the_scores_have_mean_0_and_deviation_1(checked):
+    check, module, metrics = checked()
+    again = PolicyCheck._scores(check, module, check.rollout)
+    assert again.mean().item() == pytest.approx(0, abs=1e-5)
+    assert again.std().item() == pytest.approx(1, abs=1e-5)
+    assert metrics["val/policy_score_mean"] == pytest.approx(check.raw.mean().item(), abs=1e-6)
+    assert metrics["val/policy_score_std"] == pytest.approx(check.raw.std().item(), abs=1e-6)
+
+
+def test_a_reward_model_below_the_bounds_is_warned_of(checked, caplog):
+    caplog.set_level("INFO", "lightning_rlhf")
+    checked(min_policy_order=1.01, min_pair_accuracy=0.0)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert said[0].startswith("val/policy_order is ")
+    assert "below 1.01: PPO would learn to exploit this reward model" in said[0]
+    caplog.clear()
+    checked(min_policy_order=0.0, min_pair_accuracy=0.0)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_without_a_rule_it_only_sets_the_scale(checked):
+    _, module, metrics = checked(rule=None)
+    assert "val/policy_order" not in metrics
+    assert "val/policy_score_std" in metrics
+    assert module.reward_model.score_std.item() != 1.0
+
+
+def test_the_samples_are_the_same_at_every_run(checked):
+    first, second = checked()[0].rollout, checked()[0].rollout
+    assert torch.equal(first.response_ids, second.response_ids)
+    assert checked(num_samples=5)[0].rollout.response_ids.shape[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 9})},
+            "the tokenizer knows 11 tokens, PolicyCheck's policy only 9",
+        ),
+        ({"policy": "runs/nowhere/at/all"}, "no model at 'runs/nowhere/at/all'"),
+        ({"prompts": InMemory([{"prompt": "a", "letter": "a"}])}, "PolicyCheck needs at least 2 prompts, got 1"),
+        ({"prompts": InMemory([{"prompt": "a"}] * 3)}, "reward function 'begins_late' needs 'letter'"),
+        ({"num_samples": 1}, "num_samples must be at least 2"),
+    ],
+    ids=["vocabulary", "path", "prompts", "column", "samples"],
+)
+def test_what_cannot_be_checked_is_refused_before_training(checked, arguments, told, monkeypatch):
+    monkeypatch.setattr(RewardModule, "training_step", lambda *given: pytest.fail("it trained"))
+    with pytest.raises((ValueError, FileNotFoundError), match=told):
+        checked(**arguments)

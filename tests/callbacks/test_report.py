@@ -1,0 +1,99 @@
+"""The report at a run's end: first and last validation, changed answers first, and seconds that add up."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from lightning_rlhf.callbacks import MetricsCSV, Report, complete
+from lightning_rlhf.data.rows import InMemory
+from tests.callbacks.conftest import ROWS
+
+
+def shown(table):
+    screen = Console(width=200, record=True, file=io.StringIO())
+    screen.print(table)
+    return screen.export_text()
+
+
+def words(table, label):
+    (line,) = [line for line in shown(table).splitlines() if label in line]
+    return [cell.strip() for cell in line.replace("│", "|").split("|")[1:-1]]
+
+
+def test_a_run_ends_with_all_three_tables_and_a_file(run, capsys, tmp_path):
+    made = run(data={"val": InMemory(ROWS)}, callbacks=[Report()])
+    made.trainer.callbacks = complete(made.trainer.callbacks)
+    made.fit()
+    screen = capsys.readouterr().out
+    for title in ("Held-out problems", "Greedy answers to held-out problems", "Where the time of the steps went"):
+        assert title in screen
+    assert f"run directory: {tmp_path}" in screen.replace("\n", "")
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["seconds"] > 0
+    assert [sample["prompt"] for sample in written["before"]] == [row["prompt"] for row in ROWS]
+
+
+ROW = {"step": "0", "val/greedy": "", "val/sampled": "", "reward/mean": "", "kl/ref": ""}
+
+
+def test_progress_is_from_the_first_to_the_last_validation():
+    rows = [
+        {**ROW, "val/greedy": "0.25", "val/sampled": "0.125"},
+        {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.0"},
+        {**ROW, "step": "2", "reward/mean": "3.0", "kl/ref": "0.5"},
+        {**ROW, "step": "2", "val/greedy": "0.75", "val/sampled": "0.5"},
+    ]
+    table = Report().progress(rows)
+    assert [column.header for column in table.columns] == ["", "step 0", "step 2"]
+    assert words(table, "right answers, greedy") == ["right answers, greedy", "0.250", "0.750"]
+    assert words(table, "training reward") == ["training reward", "1.000", "3.000"]
+    assert words(table, "KL to the reference")[1:] == ["0.000", "0.500"]
+
+
+@pytest.mark.parametrize("rows", [[], [{**ROW, "val/greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
+def test_without_validation_or_training_there_is_no_progress_to_show(rows):
+    assert Report().progress(rows) is None
+
+
+def test_answers_that_changed_come_first():
+    report = Report(num_samples=2)
+    report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]
+    after = [{"prompt": p, "response": r, "answer": "x"} for p, r in (("p1", "same"), ("p2", "new"), ("p3", "alike"))]
+    table = report.answers(after)
+    assert table.row_count == 2
+    assert words(table, "p2") == ["p2", "old", "new", "x"]
+    assert words(table, "p1") == ["p1", "same", "same", "x"]
+    assert Report().answers([]) is None
+
+
+def test_seconds_and_shares_add_up_and_the_rest_is_named():
+    row = {"time/step_s": "10", "time/generate_s": "6", "time/update_s": "3"}
+    table = Report().times([row, row, {"val/greedy": "1"}])
+    assert words(table, "generate") == ["generate", "12.0", "60%"]
+    assert words(table, "update") == ["update", "6.0", "30%"]
+    assert words(table, "the rest") == ["the rest", "2.0", "10%"]
+    assert Report().times([]) is None
+
+
+def test_answers_of_the_first_validation_outlive_a_restart():
+    report, resumed = Report(), Report()
+    report._before = [{"prompt": "p", "response": "r"}]
+    resumed.load_state_dict(json.loads(json.dumps(report.state_dict())))
+    assert resumed._before == report._before
+
+
+def test_it_says_what_it_needs(run):
+    with pytest.raises(ValueError, match="Report needs MetricsCSV among the trainer's callbacks"):
+        run(callbacks=[Report()]).fit()
+    made = run(callbacks=[Report(), MetricsCSV()])
+    made.trainer.callbacks.remove(made.loop)
+    with pytest.raises(ValueError, match="Report needs RolloutLoop among the trainer's callbacks"):
+        made.fit()
+
+
+def test_a_trial_run_reports_nothing(run, capsys, tmp_path):
+    run(callbacks=[Report(), MetricsCSV()], trainer={"fast_dev_run": 1}).fit()
+    assert "Held-out" not in capsys.readouterr().out
+    assert not (tmp_path / "report.json").exists()

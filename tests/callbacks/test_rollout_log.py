@@ -1,0 +1,65 @@
+"""What was asked, answered and rewarded is on disk, word for word."""
+
+import json
+
+import pytest
+
+from lightning_rlhf.callbacks import RolloutLog
+from lightning_rlhf.callbacks.rollout_log import _short
+
+
+def rows_of(directory, step):
+    return [json.loads(line) for line in (directory / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def test_each_step_leaves_a_file_with_every_response(run, tmp_path):
+    run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[RolloutLog()]).fit()
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step-000001.jsonl", "step-000002.jsonl"]
+    rows = rows_of(tmp_path, 2)
+    assert [row["prompt"] for row in rows] == ["ccc", "ccc", "d", "d"]
+    assert [row["response"] for row in rows] == ["a", "ab", "gfed", "a"]
+    assert [row["truncated"] for row in rows] == [False, False, True, False]
+    assert [row["group"] for row in rows] == [0, 0, 1, 1]
+    assert {row["policy_version"] for row in rows} == {1}
+    assert [row["reward"] for row in rows_of(tmp_path, 1)] == [row["rewards"]["exact"] for row in rows_of(tmp_path, 1)]
+    assert rows_of(tmp_path, 1)[0]["rewards"] == {"exact": 1.0}
+
+
+def test_no_more_rows_than_asked_for(run, tmp_path):
+    run(callbacks=[RolloutLog(max_rows=1)]).fit()
+    assert len(rows_of(tmp_path, 1)) == 1
+
+
+def test_a_table_when_it_is_due_best_first(run, capsys):
+    run(callbacks=[RolloutLog(table_every_n_steps=2, table_rows=2)], texts=["d", "c"], data={"shuffle": False}).fit()
+    shown = capsys.readouterr().out
+    assert shown.count("best to worst") == 1
+    assert "Responses of step 2" in shown
+
+
+def test_reward_text_is_no_markup(run, capsys):
+    log = RolloutLog()
+    row = {"prompt": "[bold]x[/bold]", "response": "[/nothing]", "reward": 1.0, "rewards": {}}
+    log._show([row], 3)
+    assert "[bold]x[/bold]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_the_table_spans_from_best_to_worst(capsys, count):
+    rows = [{"prompt": "p", "response": f"answer{i}", "reward": float(i), "rewards": {}} for i in range(count)]
+    RolloutLog(table_rows=3)._show(rows, 1)
+    shown = capsys.readouterr().out
+    assert f"answer{count - 1}" in shown
+    assert "answer0" in shown
+
+
+def test_a_trial_run_leaves_nothing(run, tmp_path):
+    run(callbacks=[RolloutLog(table_every_n_steps=1)], trainer={"fast_dev_run": 1}).fit()
+    assert not (tmp_path / "rollouts").exists()
+
+
+def test_long_text_is_cut_in_the_middle():
+    assert _short(" " + "x" * 300) == "x" * 300
+    cut = _short("a" * 400 + "b" * 400)
+    assert cut.startswith("a" * 150 + " ... ")
+    assert cut.endswith(" ... " + "b" * 150)

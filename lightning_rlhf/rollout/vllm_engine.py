@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +161,7 @@ class InProcessVLLMEngine(VLLMEngine):
         """Start and wait."""
         os.environ.update(_ENVIRONMENT)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with torch.random.fork_rng():
+        with _same_random_state():
             from lightning_rlhf.rollout.vllm_core import VLLMCore
 
             self._core = VLLMCore(self.llm_arguments(setup))
@@ -171,7 +174,7 @@ class InProcessVLLMEngine(VLLMEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
-        with torch.random.fork_rng():
+        with _same_random_state():
             self._core.load(self._sender.write(parameters), version)
 
     def generate(
@@ -179,7 +182,7 @@ class InProcessVLLMEngine(VLLMEngine):
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
         finished = {}
-        with torch.random.fork_rng():
+        with _same_random_state():
             requests = as_requests(prompts, sampling, seeds)
             self._core.add([{**request, "id": str(number)} for number, request in enumerate(requests)])
             while self._core.busy:
@@ -190,6 +193,17 @@ class InProcessVLLMEngine(VLLMEngine):
         """Drop the engine."""
         self._core = None
         super().close()
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def as_requests(

@@ -134,29 +134,21 @@ def what_to_learn(models, rows, s):
 
 def actor_token_losses(lm, row, learnt, s):
     lp, entropy = (value[learnt["own"]] for value in policy(lm, row, s.temperature))
-    losses = []
-    for t in range(len(lp)):
-        advantage, ratio = learnt["advantages"][t], (lp[t] - learnt["lp"][t]).exp()
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - s.clip_low, 1 + s.clip_high) * advantage)
-        if s.dual_clip is not None and advantage < 0:
-            gain = torch.maximum(gain, s.dual_clip * advantage)
-        loss = -gain - s.ent_coef * entropy[t]
-        if s.kl_loss[0]:
-            loss = loss + s.kl_loss[0] * kl(lp[t], learnt["ref"][t], s.kl_loss[1])
-        losses.append(loss)
-    return losses
+    advantages, ratio = learnt["advantages"], (lp - learnt["lp"]).exp()
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - s.clip_low, 1 + s.clip_high) * advantages)
+    if s.dual_clip is not None:
+        gain = torch.where(advantages < 0, torch.maximum(gain, s.dual_clip * advantages), gain)
+    return s.kl_loss[0] * kl(lp, learnt["ref"], s.kl_loss[1]) - gain - s.ent_coef * entropy
 
 
 def critic_token_losses(lm, row, learnt, s):
     values = scalars(lm, row)[len(row.prompt) - 1 : -1][learnt["own"]]
-    losses = []
-    for value, old, target in zip(values, learnt["values"], learnt["returns"], strict=True):
-        loss = (value - target) ** 2
-        if s.value_clip is not None:
-            near = old + torch.clamp(value - old, -s.value_clip, s.value_clip)
-            loss = torch.maximum(loss, (near - target) ** 2)
-        losses.append(s.vf_coef * loss / 2)
-    return losses
+    old, returns = learnt["values"], learnt["returns"]
+    losses = (values - returns) ** 2
+    if s.value_clip is not None:
+        near = old + torch.clamp(values - old, -s.value_clip, s.value_clip)
+        losses = torch.maximum(losses, (near - returns) ** 2)
+    return s.vf_coef * losses / 2
 
 
 def reference(s, order, rows=ROWS):
@@ -169,9 +161,9 @@ def reference(s, order, rows=ROWS):
             ("critic", critic_token_losses, s.critic_lr),
             ("actor", actor_token_losses, s.actor_lr),
         ):
-            losses = [loss for i in minibatch for loss in token_losses(models[name], rows[i], learnt[i], s)]
+            losses = torch.cat([token_losses(models[name], rows[i], learnt[i], s) for i in minibatch])
             parameters = [p for p in models[name].parameters() if p.requires_grad]
-            gradients = torch.autograd.grad(sum(losses) / len(losses), parameters)
+            gradients = torch.autograd.grad(losses.mean(), parameters)
             size = math.sqrt(sum(float((g * g).sum()) for g in gradients))
             shrink = min(1.0, s.max_grad_norm / size) if s.max_grad_norm else 1.0
             with torch.no_grad():

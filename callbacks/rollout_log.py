@@ -49,7 +49,7 @@ class RolloutLog(Callback):
         """The first responses of the step in plain values."""
         experience = module.experience
         rollout, tokenizer = experience.rollout, trainer.datamodule.tokenizer
-        total, kl = experience.token_rewards.sum(1), (experience.old_logprobs - experience.ref_logprobs).sum(1)
+        kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         found = []
         for i in range(min(self.max_rows, len(rollout))):
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
@@ -58,7 +58,7 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
-                    "reward": total[i].item(),
+                    "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
                     "kl": kl[i].item(),
                     "truncated": bool(rollout.truncated[i]),

@@ -201,15 +201,17 @@ class Experience(_TensorBatch):
 
     Args:
         rollout: what happened.
+        reward: (B,) of each response: the rollout's and the reward model's shaped score, without KL penalty.
         old_logprobs: (B, T) the actor's log-probabilities before the first update.
         ref_logprobs: (B, T) the frozen reference's; equal to ``old_logprobs`` where there is no reference.
         values: (B, T) the critic's, reward units; 0 where there is no critic.
-        token_rewards: (B, T) the reward after shaping and KL penalty, at the token it belongs to.
+        token_rewards: (B, T) the reward less the KL penalty, at the token it belongs to.
         advantages: (B, T), 0 where the mask is False.
         returns: (B, T), 0 where the mask is False.
     """
 
     rollout: Rollout
+    reward: Tensor
     old_logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
@@ -218,6 +220,7 @@ class Experience(_TensorBatch):
     returns: Tensor
 
     def __post_init__(self) -> None:
+        _expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
         for name in ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
             _expect_shape(f"Experience.{name}", getattr(self, name), self.rollout.response_mask.shape)
 

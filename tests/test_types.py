@@ -41,7 +41,7 @@ def experience(rollout):
     """The rollout with six different (B, T) tensors, so that a mix-up shows."""
     token = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS).float()
     names = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")
-    return Experience(rollout, **{name: token + 100 * i for i, name in enumerate(names)})
+    return Experience(rollout, torch.arange(ROWS).float(), **{name: token + 100 * i for i, name in enumerate(names)})
 
 
 def _sequences(rows=2, lengths=(3, 2)):
@@ -137,7 +137,7 @@ def test_no_rows_are_a_batch_too(experience):
 def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
     moved = experience.to("meta")
     tensors = [*moved._rows(), *moved.rollout.rewards.values()]
-    assert len(tensors) == 6 + 10 + 2
+    assert len(tensors) == 7 + 10 + 2
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.rollout.temperature == 0.7
     assert not experience.advantages.is_meta

@@ -180,10 +180,11 @@ class RLHFModule(RoleModule):
         token_rewards = -self.kl_coef * kl
         # On the policy's last token: what an environment wrote behind it is passed over, and so would be its reward.
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
-        token_rewards.scatter_add_(1, last, self.total_reward(rollout).unsqueeze(1))
+        reward = self.total_reward(rollout)
+        token_rewards.scatter_add_(1, last, reward.unsqueeze(1))
         values = self.values(rollout)
         advantages, returns = self.advantages_of(rollout, token_rewards, values)
-        return Experience(rollout, old_logprobs, ref_logprobs, values, token_rewards, advantages, returns)
+        return Experience(rollout, reward, old_logprobs, ref_logprobs, values, token_rewards, advantages, returns)
 
     def advantages_of(self, rollout: Rollout, token_rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages and returns, (B, T) each."""

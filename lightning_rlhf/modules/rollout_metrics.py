@@ -17,15 +17,18 @@ def describe(experience: Experience, reduce: Callable[[Tensor], Tensor]) -> dict
     ``kl/ref`` is nats per response, estimated by k1. ``rollout/logprob_diff_mean`` is the mean over tokens of the
     absolute difference between the engine's and the actor's log-probabilities.
 
+    ``reward/mean`` is what the responses were worth, before any KL penalty; ``reward/from_model`` the reward model's
+    part of it.
+
     Args:
         experience: of this step.
         reduce: sums a tensor over ranks.
     """
     rollout, mask = experience.rollout, experience.mask
     sums = Sums()
-    total = experience.token_rewards.sum(dim=1)
     kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1").masked_fill(~mask, 0).sum(dim=1)
-    sums.add("reward/mean", total)
+    sums.add("reward/mean", experience.reward)
+    sums.add("reward/from_model", experience.reward - rollout.reward)
     sums.add("kl/ref", kl)
     for name, values in rollout.rewards.items():
         sums.add(f"reward/{name}", values, ~values.isnan())
@@ -36,7 +39,7 @@ def describe(experience: Experience, reduce: Callable[[Tensor], Tensor]) -> dict
     sums.add("value/mean", experience.values, mask)
     metrics = sums.means(reduce)
     spread = Sums()
-    spread.add("variance", (total - metrics["reward/mean"]) ** 2)
+    spread.add("variance", (experience.reward - metrics["reward/mean"]) ** 2)
     metrics["reward/std"] = spread.means(reduce)["variance"] ** 0.5
     metrics["value/explained_variance"] = explained_variance(experience.values, experience.returns, mask, reduce).item()
     metrics["rollout/response_tokens"] = reduce(rollout.response_lengths.sum()).item()

@@ -19,6 +19,7 @@ def experience():
     ones = torch.full((2, 3), 9.0)  # nobody may look at what lies outside the mask
     return Experience(
         rollout,
+        reward=torch.tensor([2.5, -1.0]),
         old_logprobs=torch.where(MASK, torch.tensor([[-1.5, 0, -1.0], [-2.0, 0, 0]]), ones),
         ref_logprobs=torch.where(MASK, torch.tensor([[-1.0, 0, -3.0], [-2.0, 0, 0]]), -ones),
         values=torch.where(MASK, torch.tensor([[1.0, 0, 2.0], [0.0, 0, 0]]), ones),
@@ -31,6 +32,7 @@ def experience():
 EXPECTED = {
     "reward/mean": 0.75,  # (2.5 - 1) / 2
     "reward/std": 1.75,
+    "reward/from_model": 0.25,  # (0.5 + 0) / 2: the rules gave 2 and -1
     "kl/ref": 0.75,  # nats per response: (-0.5 + 2 + 0) / 2
     "reward/given": 0.5,
     "reward/partly": 4.0,  # where it applied

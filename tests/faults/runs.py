@@ -24,7 +24,7 @@ LLAMA = {
     "num_key_value_heads": 1,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 128,
     "initializer_range": 0.3,
     "pad_token_id": 0,
     "bos_token_id": 1,

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.faults import runs
-from tests.faults.runs import KILLED, ROOT, Forge, assert_same, checkpoint, output, ppo, rows, supervised
+from tests.faults.runs import KILLED, ROOT, assert_same, checkpoint, output, ppo, rows, supervised
 
 _LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
 _SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
@@ -38,28 +38,6 @@ DEATHS = {
 _BY_EPOCHS = {"max_epochs": 2, "val_check_interval": 1.0}
 
 
-@pytest.fixture(scope="module")
-def forge():
-    forge = Forge()
-    yield forge
-    forge.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(forge, tmp_path_factory):
-    """Directory of an undisturbed run of a configuration; each is run once."""
-    known = {}
-
-    def of(config, **request):
-        key = yaml.safe_dump(config)
-        if key not in known:
-            known[key] = tmp_path_factory.mktemp("undisturbed")
-            assert forge.attempt(known[key], config, **request) == 0, output(known[key])[-4000:]
-        return known[key]
-
-    return of
-
-
 def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
     table = [dict(row) for row in rows(undisturbed(ppo(), calls=0))]
     training = [row for row in table if row["kl/coef"]]
@@ -75,21 +53,34 @@ def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_pa
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
-def test_ten_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path):
-    reference = undisturbed(ppo(), calls=0)
-    calls, draw, kills, run = int((reference / "calls").read_text()), random.Random(0), 0, 0
-    while kills < 10:
+def killed_at_random_points(forge, reference, directory, config, kills, seed):
+    """Runs killed at calls drawn at random, resumed and compared, until there were so many kills."""
+    calls, draw, run = int((reference / "calls").read_text()), random.Random(seed), 0
+    while kills > 0:
         run += 1
-        kills += forge.finish(tmp_path / str(run), ppo(), [{"calls": draw.randrange(calls)} for _ in range(4)])
-        assert_same(tmp_path / str(run), reference)
+        deaths = [{"calls": draw.randrange(calls)} for _ in range(min(kills, 5))]
+        kills -= forge.finish(directory / str(run), config, deaths)
+        assert_same(directory / str(run), reference)
 
 
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path, kills):
+    killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)
+
+
+def test_kills_at_four_points_of_one_run_leave_no_trace(forge, undisturbed, tmp_path):
+    names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
+             "behind an epoch's last batch")  # fmt: skip
+    assert forge.finish(tmp_path, ppo(), [{"place": DEATHS[name]} for name in names]) == 4
+    assert_same(tmp_path, undisturbed(ppo(), calls=0))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_kills_at_every_kind_of_point_leave_no_trace(forge, undisturbed, tmp_path, every):
+def test_kills_at_every_kind_of_point_of_one_run_leave_no_trace(forge, undisturbed, tmp_path, every):
     deaths = [{"place": place} for place in DEATHS.values()]
-    killed = forge.finish(tmp_path, ppo(every), deaths)
-    assert killed == len(deaths)
-    assert_same(tmp_path, undisturbed(ppo(every)))
+    assert forge.finish(tmp_path, ppo(every), deaths) == len(deaths)
+    assert_same(tmp_path, undisturbed(ppo(every), calls=0))
 
 
 @pytest.mark.slow
@@ -176,13 +167,4 @@ def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(und
 @pytest.mark.timeout(1200)
 def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path):
     config = ppo(1, engine="VLLMEngine")
-    reference = undisturbed(config, calls=0)
-    names = (
-        "before the first checkpoint", "while the first checkpoint is written", "in the middle of an update",
-        "in the validation that was due", "in the middle of generation", "behind an epoch's last batch",
-    )  # fmt: skip
-    deaths = [{"place": DEATHS[name]} for name in names]
-    calls, draw = int((reference / "calls").read_text()), random.Random(2)
-    deaths += [{"calls": draw.randrange(calls // 2)} for _ in range(4)]
-    assert forge.finish(tmp_path, config, deaths) == 10
-    assert_same(tmp_path, reference)
+    killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, kills=10, seed=0)

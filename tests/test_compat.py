@@ -1,0 +1,148 @@
+"""What Lightning keeps to itself and we use: still there, and still meaning what compat.py takes it to mean."""
+
+import copy
+import inspect
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loops.fit_loop import _FitLoop
+
+from lightning_rlhf.compat import settle_progress
+from tests.stand_ins import quiet_trainer
+
+# From a Trainer, by attribute. Should one be gone: find its successor, change compat.py, and then this list.
+_OF_TRAINER = (
+    "strategy.optimizers",
+    "strategy.optimizer_step",
+    "fit_loop._data_fetcher",
+    "fit_loop.is_resuming",
+    "fit_loop.max_batches",
+    "fit_loop.epoch_progress.current.processed",
+    "fit_loop.epoch_loop._batches_that_stepped",
+    "fit_loop.epoch_loop._num_ready_batches_reached",
+    "fit_loop.epoch_loop._should_check_val_fx",
+    "fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_ready",
+    "fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed",
+    "fit_loop.epoch_loop.val_loop.restarting",
+    "fit_loop.epoch_loop.val_loop.run",
+    "_logger_connector._first_loop_iter",
+)
+_OF_CHECKPOINT = (
+    "_every_n_train_steps",
+    "_find_last_checkpoints",
+    "_last_global_step_saved",
+    "_monitor_candidates",
+    "_save_last_checkpoint",
+    "_save_topk_checkpoint",
+    "_should_skip_saving_checkpoint",
+)
+_COUNTS = ("ready", "started", "processed", "completed")
+
+
+@pytest.mark.parametrize("path", _OF_TRAINER)
+def test_the_trainer_still_has(path):
+    there, found = quiet_trainer(), "trainer"
+    for name in path.split("."):
+        assert hasattr(there, name), f"lightning has no {found}.{name} any more: see lightning_rlhf/compat.py"
+        there, found = getattr(there, name), f"{found}.{name}"
+
+
+@pytest.mark.parametrize("name", _OF_CHECKPOINT)
+def test_the_model_checkpoint_still_has(name):
+    gone = f"lightning's ModelCheckpoint has no {name} any more: see compat.py and callbacks/checkpoint.py"
+    assert hasattr(ModelCheckpoint(), name), gone
+
+
+def test_the_command_line_still_asks_the_checkpoint_for_hyperparameters_in_a_method_that_can_be_replaced():
+    assert "_parse_ckpt_path" in inspect.getsource(LightningCLI.__init__)
+
+
+def test_a_trainer_s_fit_loop_is_still_of_the_class_that_is_extended_and_still_decides_by_skip():
+    assert type(quiet_trainer().fit_loop) is _FitLoop
+    assert "if self.skip:\n            return" in inspect.getsource(_FitLoop.run)
+
+
+def test_a_checkpoint_still_counts_progress_under_the_names_that_are_settled():
+    state = quiet_trainer().fit_loop.state_dict()
+    for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+        assert set(state[name]["current"]) == set(_COUNTS), name
+        assert set(state[name]["total"]) == set(_COUNTS), name
+    assert "is_last_batch" in state["epoch_loop.batch_progress"]
+    assert "state_dict" in state
+
+
+def progress(batch, completed, epoch, last=False, epochs=None):
+    """Lightning's counters in batch number ``batch`` of epoch number ``epoch``, of 5 batches each."""
+    total = (epoch - 1) * 5
+
+    def counts(done, ahead):
+        return dict(zip(_COUNTS, (done, done, done, ahead), strict=True))
+
+    epochs = epochs or dict(zip(_COUNTS, (epoch, epoch, epoch - 1, epoch - 1), strict=True))
+    return {
+        "epoch": 77,
+        "loops": {
+            "fit_loop": {
+                "state_dict": {"combined_loader": [{"batches": batch}]},
+                "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+                "epoch_loop.batch_progress": {
+                    "total": counts(total + batch, total + completed),
+                    "current": counts(batch, completed),
+                    "is_last_batch": last,
+                },
+                "epoch_loop.val_loop.batch_progress": {
+                    "total": counts(2, 2), "current": counts(2, 2), "is_last_batch": True,
+                },
+            }
+        },
+    }  # fmt: skip
+
+
+def settled(checkpoint, epoch_batches=5):
+    checkpoint = copy.deepcopy(checkpoint)
+    settle_progress(checkpoint, epoch_batches)
+    return checkpoint
+
+
+def test_a_batch_that_is_ending_has_ended_and_its_epoch_goes_on():
+    after = settled(progress(batch=3, completed=2, epoch=2))
+    fit = after["loops"]["fit_loop"]
+    assert after["epoch"] == 1
+    assert fit["epoch_loop.batch_progress"]["current"] == dict.fromkeys(_COUNTS, 3)
+    assert fit["epoch_loop.batch_progress"]["total"] == dict.fromkeys(_COUNTS, 8)
+    assert fit["epoch_progress"]["current"] == {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    assert fit["state_dict"]["combined_loader"] == [{"batches": 3}]
+
+
+@pytest.mark.parametrize(("last", "epoch_batches"), [(True, 9), (False, 5)])
+def test_behind_an_epoch_s_last_batch_the_next_epoch_is_to_begin_at_its_first(last, epoch_batches):
+    after = settled(progress(batch=5, completed=4, epoch=2, last=last), epoch_batches)
+    fit = after["loops"]["fit_loop"]
+    assert after["epoch"] == 2
+    assert fit["epoch_loop.batch_progress"]["current"] == dict.fromkeys(_COUNTS, 0)
+    assert fit["epoch_loop.batch_progress"]["total"] == dict.fromkeys(_COUNTS, 10)
+    assert fit["epoch_progress"]["total"] == dict.fromkeys(_COUNTS, 2)
+    assert "combined_loader" not in fit["state_dict"]
+
+
+@pytest.mark.parametrize(("batch", "last"), [(3, False), (5, True)])
+def test_in_validation_and_at_the_run_s_end_the_counters_are_those_of_the_batch_s_end(batch, last):
+    at_end = settled(progress(batch, batch - 1, epoch=2, last=last))
+    over = dict.fromkeys(_COUNTS, 2)  # Lightning ends the epoch of a run that max_steps stops
+    assert settled(progress(batch, batch, epoch=2, last=last)) == at_end
+    assert settled(progress(batch, batch, epoch=2, last=last, epochs=over)) == at_end
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+def test_settled_counters_stay_as_they_are(batch):
+    once = settled(progress(batch, batch - 1, epoch=2))
+    assert settled(once) == once
+
+
+def test_the_trainer_reads_back_settled_counters():
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    state = trainer.fit_loop.state_dict()
+    trainer.fit_loop.load_state_dict(settled({"loops": {"fit_loop": state}, "epoch": 0})["loops"]["fit_loop"])
+    assert trainer.fit_loop.epoch_progress.current.processed == 0

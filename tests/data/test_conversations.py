@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rlhf import SFTModule
 from lightning_rlhf.data.conversations import ConversationDataModule, answers_marked
-from tests.data.rows_given import first_batch, module_of, said_of
+from tests.data.rows_given import Given, Letters, first_batch, module_of, said_of
 from tests.helpers import properties
+from tests.stand_ins import TinyModel, quiet_trainer
 
 END = 2
 
@@ -135,3 +137,13 @@ def test_marks_reach_from_the_start_to_the_end_of_each_text(data):
         assert batch.input_ids[row][batch.loss_mask[row]].tolist() == text[start:]
         assert torch.equal(batch.input_ids[row, : len(text)], torch.tensor(text))
         assert not batch.loss_mask[row, len(text) :].any()
+
+
+def test_data_are_read_before_any_model_is_made():
+    class NeverMade(SFTModule):
+        def build_role(self, name):
+            raise AssertionError("a model was made")
+
+    data = ConversationDataModule(Given(({"prompt": "a"},)), Letters(), batch_size=1)
+    with pytest.raises(ValueError, match=r"given:1: no column 'completion', only \['prompt'\]"):
+        quiet_trainer().fit(NeverMade(TinyModel()), datamodule=data)

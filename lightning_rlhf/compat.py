@@ -18,7 +18,7 @@ def optimizer_at(module: LightningModule, index: int) -> Optimizer:
 
 
 def step_optimizer(module: LightningModule, index: int) -> None:
-    """Step one optimizer under the Trainer's precision and hooks, without moving ``global_step``; clear its gradients."""
+    """Step one optimizer under the Trainer's precision and hooks and clear its gradients; ``global_step`` stays."""
     optimizer = optimizer_at(module, index)
     module.trainer.strategy.optimizer_step(optimizer, do_nothing_closure, model=module)
     optimizer.zero_grad()
@@ -53,6 +53,7 @@ def run_validation(trainer: Trainer) -> None:
 def validation_due(trainer: Trainer) -> bool:
     """Whether a validation follows the training batch that has just ended."""
     loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
@@ -60,7 +61,8 @@ def training_ends(trainer: Trainer) -> bool:
     """Whether the training batch that has just ended is the last one of the run."""
     loop = trainer.fit_loop
     last_batch = loop.epoch_loop._num_ready_batches_reached()
-    last_epoch = loop.max_epochs not in (None, -1) and loop.epoch_progress.current.processed + 1 >= loop.max_epochs
+    epochs = loop.max_epochs
+    last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return 0 <= trainer.max_steps <= trainer.global_step or (last_batch and last_epoch)
 
 

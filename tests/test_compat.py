@@ -19,7 +19,7 @@ _OF_TRAINER = (
     "fit_loop._data_fetcher",
     "fit_loop.is_resuming",
     "fit_loop.max_batches",
-    "fit_loop.epoch_progress.current.processed",
+    "fit_loop.max_epochs",
     "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._num_ready_batches_reached",
     "fit_loop.epoch_loop._should_check_val_fx",

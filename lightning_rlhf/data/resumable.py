@@ -52,7 +52,7 @@ class _Batches:
             yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
 
 
-class ResumableLoader(DataLoader):
+class ResumableLoader(DataLoader[Any]):
     """Shuffled batches whose position is part of the checkpoint. Lightning saves and restores the two-method state.
 
     Rows are tokenised beforehand, so there are no workers, and a batch counts as read when it is handed out.
@@ -81,17 +81,18 @@ class ResumableLoader(DataLoader):
         self._order = EpochOrder(len(rows), seed, shuffle)
         self._position = 0
         self._resume_at = 0
+        self._batches = _Batches(self._order, batch_size)
         super().__init__(
-            range(len(rows)),
-            batch_sampler=_Batches(self._order, batch_size),
+            range(len(rows)),  # type: ignore[arg-type]
+            batch_sampler=self._batches,
             collate_fn=lambda numbers: collate([rows[i] for i in numbers], numbers, self._order.epoch),
             # Each pass draws a seed for workers; drawn from the global generator, a resumed epoch would draw one more.
             generator=torch.Generator(),
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Runs at the first next(), when Lightning has set the epoch.
-        self._position = self.batch_sampler.start = self._resume_at
+        self._position = self._batches.start = self._resume_at
         self._resume_at = 0
         for batch in super().__iter__():
             self._position += 1
@@ -104,4 +105,4 @@ class ResumableLoader(DataLoader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue behind the batches of that state; a finished epoch starts the next from its beginning."""
         self._position = state["batches"]
-        self._resume_at = self._position % len(self.batch_sampler)
+        self._resume_at = self._position % len(self._batches)

@@ -1,4 +1,4 @@
-"""Tiny runs for the fault tests: their configuration, how to kill and resume them, and how to compare what they leave."""
+"""Tiny runs for the fault tests: their configuration, how to kill and resume them, how to compare what they leave."""
 
 import csv
 import json
@@ -70,7 +70,7 @@ def checkpoints(every, best):
 
 
 def ppo(every=2, engine="TransformersEngine", **trainer):
-    """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at, between and behind checkpoints."""
+    """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
     module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
     return {
         "seed_everything": 7,
@@ -168,7 +168,7 @@ class Forge:
         return int(answer)
 
     def finish(self, directory, config, deaths):
-        """Run, die at each of the deaths in turn and resume after each, then go on to the end; how many deaths took place."""
+        """Run, die at each of the deaths in turn, resume after each, then go on to the end; the number of deaths."""
         killed, resume = 0, None
         for death in [*deaths, {}]:
             ended = self.attempt(directory, config, resume=resume, **death)
@@ -221,7 +221,8 @@ def difference(ours, theirs, at=""):
     if isinstance(ours, (list, tuple)):
         if len(ours) != len(theirs):
             return f"{at}: lengths {len(ours)} and {len(theirs)}"
-        return next((d for i, pair in enumerate(zip(ours, theirs)) if (d := difference(*pair, f"{at}/{i}"))), None)
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return next((d for i, pair in pairs if (d := difference(*pair, f"{at}/{i}"))), None)
     return None if ours == theirs else f"{at}: {ours!r} and {theirs!r}"
 
 

@@ -45,7 +45,7 @@ def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
     assert [row["step"] for row in table if row["val/digits_sampled"]] == ["0", "3", "6", "9", "12"]
     for name in ("kl/coef", "lr/actor", "lr/critic", "reward/mean", "loss/value", "loss/policy", "kl/ref"):
         assert len({row[name] for row in training}) > 9, name
-    assert 0 < checkpoint(undisturbed(ppo()), "best")["global_step"]
+    assert checkpoint(undisturbed(ppo()), "best")["global_step"] > 0
 
 
 def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_path):
@@ -94,7 +94,11 @@ def test_one_kill_leaves_no_trace(forge, undisturbed, tmp_path, death, trainer):
 def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_no_data(forge, undisturbed, tmp_path):
     config = ppo(1, **_BY_EPOCHS)
     place = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
-    deaths = [{"place": (place, 10, "after")}, {"place": (place, 4, "after")}, {"place": (_LOOP + "verify", 1, "before")}]
+    deaths = [
+        {"place": (place, 10, "after")},
+        {"place": (place, 4, "after")},
+        {"place": (_LOOP + "verify", 1, "before")},
+    ]
     assert forge.finish(tmp_path, config, deaths) == 3
     assert_same(tmp_path, undisturbed(config))
 
@@ -137,7 +141,11 @@ def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the
     forge, undisturbed, tmp_path, kind
 ):
     place = _SAVE + "on_train_batch_end"
-    deaths = [{"place": (place, 3, "after")}, {"place": (place, 8, "after")}, {"place": (_EXPORT + "_write", 1, "before")}]
+    deaths = [
+        {"place": (place, 3, "after")},
+        {"place": (place, 8, "after")},
+        {"place": (_EXPORT + "_write", 1, "before")},
+    ]
     assert forge.finish(tmp_path, supervised(kind), deaths) == 3
     assert_same(tmp_path, undisturbed(supervised(kind)))
 

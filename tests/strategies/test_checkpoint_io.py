@@ -155,7 +155,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(io, tmp_path,
 
 
 def test_a_missing_checkpoint_is_named(io, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*none.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt"):
         io.load_checkpoint(tmp_path / "none.ckpt")
 
 

@@ -1,0 +1,62 @@
+"""RunCheckpoint: which files, and what a killed run left."""
+
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_rlhf.callbacks import RunCheckpoint
+from tests.stand_ins import quiet_trainer
+
+
+def trainer_with(directory, *callbacks):
+    return quiet_trainer(callbacks=list(callbacks), default_root_dir=str(directory), enable_checkpointing=True)
+
+
+def test_last_and_best_keep_their_states_apart():
+    keys = {RunCheckpoint().state_key, RunCheckpoint(best="val/a").state_key, RunCheckpoint(best="val/b").state_key}
+    assert len(keys) == 3
+
+
+def test_half_written_files_of_a_killed_run_are_taken_away_and_nothing_else_is(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("last.ckpt", "last.ckpt.sha256", "last.ckpt.new", "last.ckpt.sha256.new", "best.ckpt.new", "my.new"):
+        (folder / name).touch()
+    last = RunCheckpoint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last.setup(trainer_with(tmp_path, last), None, "fit")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["best.ckpt.new", "last.ckpt", "last.ckpt.sha256", "my.new"]
+
+
+def test_the_last_checkpoint_is_found_before_setup(tmp_path):
+    last = RunCheckpoint()
+    trainer = trainer_with(tmp_path, last)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.ckpt").touch()
+    assert last._find_last_checkpoints(trainer) == {str(tmp_path / "checkpoints/last.ckpt")}
+
+
+def test_no_last_checkpoint_is_said_and_is_no_error(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
+        logging.getLogger("lightning_rlhf").addHandler(caplog.handler)  # it hands nothing on to the root
+        found = RunCheckpoint()._find_last_checkpoints(SimpleNamespace(default_root_dir=str(tmp_path)))
+        logging.getLogger("lightning_rlhf").removeHandler(caplog.handler)
+    assert found == set()
+    assert "has no last.ckpt yet: training starts at the beginning" in caplog.text
+
+
+@pytest.mark.parametrize("names", [("val/a", "val/b"), (None, None)])
+def test_two_that_would_write_one_file_are_refused(tmp_path, names):
+    both = [RunCheckpoint(every_n_steps=i + 1, best=name) for i, name in enumerate(names)]
+    trainer = SimpleNamespace(checkpoint_callbacks=both, default_root_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="two RunCheckpoint callbacks would write"):
+        both[0].setup(trainer, None, "fit")
+
+
+def test_no_steps_between_saves_are_refused():
+    with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
+        RunCheckpoint(every_n_steps=0)

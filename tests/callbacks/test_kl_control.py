@@ -1,0 +1,60 @@
+"""KLControl: steers after each rollout, and goes on from a checkpoint's coefficient."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks import KLControl
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
+
+RULE = AdaptiveKL(target=2.0, horizon=10)
+
+
+def a_module(coef=0.1):
+    return SimpleNamespace(kl_reward=KLTerm(coef=coef), kl_coef=coef, experience=[None] * 4)
+
+
+def step(control, module, kl, ranks=1):
+    trainer = SimpleNamespace(callback_metrics={"kl/ref": torch.tensor(kl)}, world_size=ranks)
+    control.on_train_batch_end(trainer, module, None, None, 0)
+
+
+def begun(module, state=None):
+    control = KLControl(RULE)
+    control.setup(None, module, "fit")
+    if state is not None:
+        control.load_state_dict(state)
+    control.on_train_start(None, module)
+    return control
+
+
+def test_the_coefficient_follows_the_rule_with_the_responses_of_all_ranks():
+    module = a_module()
+    control = begun(module)
+    step(control, module, 4.0, ranks=2)
+    # kl is twice the target, clipped to a fifth more, times 8 of 10 responses
+    assert module.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 0.8), rel=1e-12)
+
+
+def test_a_resumed_run_steers_as_the_undisturbed_one():
+    measured = [4.0, 0.3, 2.2, 1.9, 7.0]
+    undisturbed, resumed = a_module(), a_module()
+    control = begun(undisturbed)
+    for kl in measured[:2]:
+        step(control, undisturbed, kl)
+    again = begun(resumed, control.state_dict())
+    assert resumed.kl_coef == undisturbed.kl_coef
+    for kl in measured[2:]:
+        step(control, undisturbed, kl)
+        step(again, resumed, kl)
+    assert resumed.kl_coef == undisturbed.kl_coef != 0.1
+
+
+def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
+    assert begun(a_module(0.3)).state_dict() == {"kl_coef": 0.3}
+
+
+def test_a_module_without_kl_in_the_reward_is_refused():
+    with pytest.raises(ValueError, match="give the module kl_reward with a coef above 0"):
+        KLControl(RULE).setup(None, a_module(0.0), "fit")

@@ -25,8 +25,6 @@ from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
-ADAMW: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-6, weight_decay=0.01)
-
 
 class RLHFModule(RoleModule):
     """Learns from rollouts that a :class:`~lightning_rlhf.callbacks.RolloutLoop` hands over by :meth:`receive`.
@@ -65,7 +63,7 @@ class RLHFModule(RoleModule):
         reward_model: str | ModelSource | None = None,
         advantages: GAE = GAE(),
         policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(),
-        actor_optimizer: OptimizerCallable = ADAMW,
+        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
         actor_lr_scheduler: LRSchedulerCallable | None = None,
         kl_reward: KLTerm = KLTerm(),
         kl_loss: KLTerm = KLTerm(estimator="k3"),

@@ -38,7 +38,7 @@ class PPOModule(RLHFModule):
         self,
         actor: str | ModelSource,
         critic: str | ModelSource | None = None,
-        critic_optimizer: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.01),
+        critic_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         critic_lr_scheduler: LRSchedulerCallable | None = None,
         value_loss: ClippedValueLoss = ClippedValueLoss(),
         vf_coef: float = 1.0,

@@ -36,7 +36,7 @@ class RewardModule(RoleModule):
         self,
         reward_model: str | ModelSource,
         loss: PairwiseLoss = PairwiseLoss(),
-        optimizer: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.01),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
         micro_batch_tokens: int = 16384,
         max_grad_norm: float | None = 1.0,

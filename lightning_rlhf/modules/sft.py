@@ -31,7 +31,7 @@ class SFTModule(RoleModule):
     def __init__(
         self,
         actor: str | ModelSource,
-        optimizer: OptimizerCallable = partial(torch.optim.AdamW, lr=1e-5, weight_decay=0.01),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
         micro_batch_tokens: int = 16384,
         max_grad_norm: float | None = 1.0,

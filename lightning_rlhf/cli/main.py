@@ -79,13 +79,15 @@ class RLHFCLI(LightningCLI):
         return trainer
 
     def _parse_ckpt_path(self) -> None:
-        """Leave it alone: what a run is made of stands in its configuration, and AtomicCheckpointIO reads checkpoints."""
+        """Leave it alone: a run is made of what stands in its configuration; AtomicCheckpointIO reads checkpoints."""
 
     def instantiate_classes(self) -> None:
         """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence."""
         try:
             super().instantiate_classes()
-        except ValueError as error:
+        except Exception as error:
+            if not isinstance(error, ValueError) and not _ours(error):
+                raise
             raise Stopped(explain(str(error)), code=2) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -97,12 +99,12 @@ class RLHFCLI(LightningCLI):
         earlier = set_aside(directory) if fresh else None
         try:
             super()._run_subcommand(subcommand)
-        except Exception as error:
+        except BaseException as error:  # an interrupt too puts the earlier run back
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
             if earlier is not None and not started:
                 shutil.rmtree(directory, ignore_errors=True)
                 earlier.rename(directory)
-            if not _ours(error):
+            if not isinstance(error, Exception) or not _ours(error):
                 raise
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)

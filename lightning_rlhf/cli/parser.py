@@ -19,8 +19,13 @@ _UNKNOWN = re.compile(
     r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'"
 )
 _NO_CLASS = re.compile(r"module '(.+)' has no attribute '(.+)'")
-_WRONG_TYPE = re.compile(r"Expected a (?:<class ')?([\w.\[\], |]+)(?:'>)?\. Got value: (.*)")
-_NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|-? ?Expected a <class 'NoneType'>$|Given value)")
+_NO_PATH = re.compile(r"^Expected a dot import path string: (.*)$")
+_WRONG_TYPE = re.compile(r"^Expected a (.+?)\. Got value: (.*)$")
+_ALTERNATIVE = re.compile(r"^Expected a (<class '.+'>|typing\.Literal\[.+\])$")
+_VALUE = re.compile(r"^Given value: (.*)$")
+_NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|Given value|Expected a path but)")
+_YAML = re.compile(r"^Problems parsing config: (?P<what>.+)\n\s*in .*, (?P<where>line \d+, column \d+)")
+_NO_KEYS = re.compile(r"^Unexpected config: ?(.*)")
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path")
 
 
@@ -44,28 +49,50 @@ def explain(message: str) -> str:
     Returns:
         Where, and the first reason that says something; with what was meant, where a name is nearly right.
     """
+    if found := _YAML.match(message):
+        return f"the configuration is no YAML: {found['what']}, {found['where']}"
+    if found := _NO_KEYS.match(message):
+        return f"a configuration consists of keys such as 'model:' and 'trainer:', got {found[1]!r}"
     keys: list[str] = []
-    class_path = ""
-    for line in (line.strip() for line in message.splitlines()):
+    class_path, alternatives, value = "", list[str](), ""
+    for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
         if found := _KEY.match(line):
             keys.append(found[1])
             line = found[2].strip()
         elif found := _CLASS.match(line):
             class_path = found[1]
             continue
-        if line and not _NO_NEWS.match(line):
-            where = ".".join(dict.fromkeys(keys))
-            owner = f" ({class_path.rpartition('.')[2]})" if class_path else ""
-            reason = _reason(line.removeprefix("- "), class_path)
-            return f"{where}{owner}: {reason}" if where or owner else reason
-    return message
+        if found := _ALTERNATIVE.match(line):
+            alternatives.append(_kind(found[1]))
+        elif found := _VALUE.match(line):
+            value = value or found[1]
+        elif line and not _NO_NEWS.match(line):
+            return _located(_reason(line, class_path), keys, class_path)
+    wanted = " or ".join(name for name in alternatives if name != "NoneType")
+    return _located(f"expected {wanted}, got {value!r}", keys, class_path) if wanted else message
+
+
+def _located(reason: str, keys: list[str], class_path: str) -> str:
+    """The reason behind the key and the class it is about."""
+    where = ".".join(dict.fromkeys(keys))
+    owner = f"({class_path.rpartition('.')[2]})" if class_path else ""
+    return ": ".join(part for part in (f"{where} {owner}".strip(), reason) if part)
+
+
+def _kind(name: str) -> str:
+    """A type as people say it."""
+    if found := re.match(r"<class '(?:.*\.)?(\w+)'>$", name):
+        return found[1]
+    return f"one of {found[1]}" if (found := re.match(r"typing\.Literal\[(.+)\]$", name)) else name
 
 
 def _reason(line: str, class_path: str) -> str:
     if found := _NO_CLASS.search(line):
         return f"there is no {found[2]!r} in {found[1]}{_meant(found[2], dir(import_module(found[1])))}"
+    if found := _NO_PATH.match(line):
+        return f"expected the dotted path of a class, got {found[1]!r}"
     if found := _WRONG_TYPE.search(line):
-        return f"expected {found[1]}, got {found[2]!r}"
+        return f"expected {_kind(found[1])}, got {found[2]!r}"
     if found := _UNKNOWN.search(line):
         section, _, name = found["name"].rpartition(".")
         name = name or found["name"]

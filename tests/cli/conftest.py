@@ -1,0 +1,120 @@
+"""A configuration that runs in a second, and the command line in this process."""
+
+import copy
+import logging
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli import main
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 18,
+    "hidden_size": 32,
+    "head_dim": 32,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PPO = {
+    "seed_everything": 3,
+    "model": {
+        "class_path": "lightning_rlhf.PPOModule",
+        "init_args": {
+            "actor": {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA}},
+            "minibatch_size": 4,
+        },
+    },
+    "data": {
+        "class_path": "lightning_rlhf.PromptDataModule",
+        "init_args": {
+            "tokenizer": {
+                "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+                "init_args": {"characters": "0123456789+=: "},
+            },
+            "train": {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 12}},
+            "batch_size": 4,
+            "max_tokens": 16,
+        },
+    },
+    "trainer": {
+        "accelerator": "cpu",
+        "max_steps": 2,
+        "callbacks": [
+            {
+                "class_path": "lightning_rlhf.callbacks.RolloutLoop",
+                "init_args": {
+                    "rewards": [{"function": "lightning_rlhf.data.addition.exact"}],
+                    "engine": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+                    "max_response_tokens": 4,
+                },
+            }
+        ],
+        "default_root_dir": "runs/tiny",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """Runs leave their files in a directory of the test's own; loggers are put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-rlhf"])
+    levels = {
+        name: logging.getLogger(name).level for name in ("lightning_rlhf", "lightning.pytorch", "lightning.fabric")
+    }
+    ours = logging.getLogger("lightning_rlhf")
+    handlers, propagate = list(ours.handlers), ours.propagate
+    ours.handlers = []  # a handler of an earlier test writes to a stream that is gone
+    yield
+    ours.handlers, ours.propagate = handlers, propagate
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def config():
+    """The configuration, to be changed."""
+    return copy.deepcopy(PPO)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs the command line; what came of it in ``code``, ``out``, ``err`` and ``warned``."""
+
+    def cli(*arguments):
+        capsys.readouterr()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.resetwarnings()  # what Python shows outside of tests
+            warnings.simplefilter("default")
+            for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+                warnings.simplefilter("ignore", kind)
+            try:
+                code = main.run(list(arguments))
+            except SystemExit as end:
+                code = end.code
+        shown = capsys.readouterr()
+        return SimpleNamespace(code=code, out=shown.out, err=shown.err, warned=[str(w.message) for w in warned])
+
+    return cli
+
+
+@pytest.fixture
+def fit(cli, tmp_path):
+    """Runs ``fit`` with a configuration."""
+
+    def fit(config, *arguments):
+        path = tmp_path / "config.yaml"
+        path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+        return cli("fit", "--config", str(path), *arguments)
+
+    return fit

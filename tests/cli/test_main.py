@@ -1,0 +1,229 @@
+"""Runs from the command line: what is left, what is shown, and how they end."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.main import set_aside
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+CALLS = []
+
+
+def faulty(completions):
+    """Raises in its second call."""
+    CALLS.append(len(completions))
+    if len(CALLS) > 1:
+        raise KeyError("the faulty one")
+    return [0.0] * len(completions)
+
+
+def short(completions):
+    return [0.0]
+
+
+@pytest.fixture
+def judged_by(config):
+    def judged_by(name):
+        CALLS.clear()
+        loop = config["trainer"]["callbacks"][0]["init_args"]
+        loop["rewards"] = [{"function": f"tests.cli.test_main.{name}"}]
+        return config
+
+    sys.modules.setdefault("tests.cli.test_main", sys.modules[__name__])
+    return judged_by
+
+
+def test_a_run_leaves_its_files_and_no_warning(fit, config):
+    result = fit(config)
+    assert (result.code, result.err, result.warned) == (0, "", [])
+    assert "warning" not in result.out.lower()
+    left = {path.name for path in Path("runs/tiny").iterdir()}
+    assert {"config.yaml", "metrics.csv", "export", "engine", "tensorboard"} <= left
+    assert "Rollouts by TransformersEngine: chosen in the configuration." in result.out
+    assert "step 2: " in result.out
+
+
+def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
+    assert fit(config).code == 0
+    first = Path("runs/tiny/export/model.safetensors").read_bytes()
+    result = cli("fit", "--config", "runs/tiny/config.yaml", "--trainer.default_root_dir", "runs/again")
+    assert result.code == 0, result.err
+    assert Path("runs/again/export/model.safetensors").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model.minibatch_size": 3}, "minibatch_size 3 does not divide the 4 responses of a step"),
+        ({"model.actor": "runs/none/export"}, "no model at 'runs/none/export'"),
+        ({"data.train": "nowhere.jsonl"}, "no data at 'nowhere.jsonl'"),
+        ({"data.tokenizer": "runs/none/export"}, "no tokenizer at 'runs/none/export'"),
+        (
+            {"data.tokenizer.init_args.characters": "0123456789+=: abc"},
+            "the tokenizer knows 21 tokens, the actor only 18",
+        ),
+    ],
+)
+def test_what_is_found_before_training_is_a_sentence_and_code_2(fit, config, changes, told):
+    for path, value in changes.items():
+        section, *keys = path.split(".")
+        place = config[section]["init_args"]
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+    result = fit(config)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith(f"lightning-rlhf: {told}")
+
+
+def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, judged_by):
+    result = fit(judged_by("faulty"))
+    assert result.code == 1
+    *traceback, last = result.err.splitlines()
+    assert last == "lightning-rlhf: reward function 'faulty' raised KeyError: 'the faulty one'"
+    assert traceback[-1] == "KeyError: 'the faulty one'"
+    assert any("in faulty" in line for line in traceback)
+    assert len(CALLS) == 2
+
+
+def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by):
+    result = fit(judged_by("short"))
+    assert result.code == 1
+    assert result.err == "lightning-rlhf: reward function 'short' returned 1 values, expected 4: one per completion\n"
+
+
+def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: False)
+    engine = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": engine}
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.startswith("lightning-rlhf: (VLLMEngine): VLLMEngine needs vLLM: pip install")
+
+
+def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
+    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+
+    def die(*given):
+        raise EngineDied("the engine process 7 died: killed by signal 9 (SIGKILL); its log is x")
+
+    monkeypatch.setattr(TransformersEngine, "generate", die)
+    result = fit(config)
+    assert result.code == 1
+    assert result.err == "lightning-rlhf: the engine process 7 died: killed by signal 9 (SIGKILL); its log is x\n"
+
+
+def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
+    def fail(*given, **named):
+        raise ZeroDivisionError("not ours")
+
+    monkeypatch.setattr("torch.optim.AdamW.step", fail)
+    with pytest.raises(ZeroDivisionError, match="not ours"):
+        fit(config)
+
+
+# -- an earlier run ----------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_set_aside(fit, config):
+    assert fit(config).code == 0
+    mark = Path("runs/tiny/mine.txt")
+    mark.write_text("mine")
+    result = fit(config)
+    assert "An earlier run of this directory is now runs/tiny-1." in result.out
+    assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
+    assert not mark.exists()
+    fit(config)
+    assert Path("runs/tiny-2/config.yaml").is_file()
+    assert Path("runs/tiny-1/mine.txt").is_file()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError], ids=["interrupt", "error"])
+def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, monkeypatch, kind):
+    assert fit(config).code == 0
+    Path("runs/tiny/mine.txt").write_text("mine")
+    assert fit(config, "--model.init_args.minibatch_size", "3").code == 2
+    assert Path("runs/tiny/mine.txt").read_text() == "mine"
+
+    def fail(*given):
+        raise kind("while the models load")
+
+    monkeypatch.setattr("lightning_rlhf.models.loading.FromConfig.causal", fail)
+    if kind is OSError:
+        with pytest.raises(OSError, match="while the models load"):
+            fit(config)
+    else:
+        assert fit(config).code == 1
+    assert Path("runs/tiny/mine.txt").read_text() == "mine"
+    assert not Path("runs/tiny-1").exists()
+
+
+def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, config, judged_by):
+    assert fit(config).code == 0
+    Path("runs/tiny/mine.txt").write_text("mine")
+    assert fit(judged_by("faulty")).code == 1
+    assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
+    assert Path("runs/tiny/config.yaml").is_file()
+
+
+def test_a_trial_run_touches_nothing(fit, config):
+    assert fit(config).code == 0
+    before = sorted(Path("runs").rglob("*"))
+    assert fit(config, "--trainer.fast_dev_run", "1").code == 0
+    assert [path for path in sorted(Path("runs").rglob("*")) if "engine" not in str(path)] == [
+        path for path in before if "engine" not in str(path)
+    ]
+
+
+def test_a_directory_without_a_run_is_left_alone(tmp_path):
+    (tmp_path / "somebodys").mkdir()
+    assert set_aside(tmp_path / "somebodys") is None
+    assert set_aside(tmp_path / "absent") is None
+    (tmp_path / "somebodys" / "config.yaml").write_text("")
+    assert set_aside(tmp_path / "somebodys") == tmp_path / "somebodys-1"
+
+
+# -- every configuration -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_configuration_parses(cli, path):
+    result = cli("fit", "--config", str(path), "--print_config")
+    assert result.code == 0, result.err
+    read, given = yaml.safe_load(result.out), yaml.safe_load(path.read_text())
+    assert read["model"]["class_path"].rpartition(".")[2] == given["model"]["class_path"].rpartition(".")[2]
+    for name, value in given["trainer"].items():
+        if name not in ("callbacks", "logger"):
+            assert read["trainer"][name] == value
+    assert len(read["trainer"]["callbacks"]) == len(given["trainer"]["callbacks"])
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_version_is_told_at_once():
+    began = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-m", "lightning_rlhf", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert time.monotonic() - began < 5  # importing torch alone takes longer on a busy machine
+    assert shown.stdout.startswith("lightning-rlhf 0.")
+
+
+def test_the_command_itself_exits_with_the_code_and_prints_no_more(tmp_path, config):
+    config["model"]["init_args"]["minibatch_size"] = 3
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr

@@ -1,0 +1,113 @@
+"""On a GPU: the engine says what the trainer computes, and one PPO step trains. Skipped without one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.engine import EngineSetup
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine, vllm_installed
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import ARCHITECTURE, MAX_TOKENS, largest_gap, parameters_of, prompts_of, setup_of
+from tests.stand_ins import quiet_trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+# Heads of 64, which every attention kernel of vLLM takes, and a bound for kernels that round otherwise than torch's.
+ON_GPU = ARCHITECTURE | {"hidden_size": 128, "head_dim": 64, "initializer_range": 0.05}
+BOUNDS = {"float32": 1e-2, "bfloat16": 0.3}
+
+
+def source_of(dtype, seed=0):
+    return FromConfig(ON_GPU, seed=seed, dtype=dtype)
+
+
+@pytest.fixture(params=["vllm", "transformers"])
+def make_engine(request):
+    """Makes the engine, and closes what was made."""
+    if request.param == "vllm" and not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    made = []
+
+    def make_engine():
+        made.append(VLLMEngine(gpu_memory_utilization=0.2) if request.param == "vllm" else TransformersEngine())
+        return made[-1]
+
+    yield make_engine
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_are_the_trainers_after_every_push(make_engine, dtype, tmp_path):
+    engine = make_engine()
+    engine.start(setup_of(source_of(dtype), tmp_path))
+    assert "cuda" in engine.wait().lower() or torch.cuda.get_device_name() in engine.wait()
+    for version in range(2):
+        actor = source_of(dtype, seed=version).causal().eval().cuda()
+        engine.update_weights(parameters_of(actor), version)
+        completions = engine.generate(prompts_of(16), SamplingParams(32), range(16))
+        assert {completion.policy_version for completion in completions} == {version}
+        assert engine.first_difference(parameters_of(actor)) is None
+        assert largest_gap(actor.cpu(), prompts_of(16), completions) < BOUNDS[dtype]
+
+
+def test_the_same_requests_get_the_same_tokens(make_engine, tmp_path):
+    engine = make_engine()
+    engine.start(setup_of(source_of("float32"), tmp_path))
+    engine.update_weights(parameters_of(source_of("float32").causal().cuda()), 0)
+    first, second = (engine.generate(prompts_of(16), SamplingParams(32), range(16)) for _ in range(2))
+    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
+
+
+def share_of_a(completions):
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_one_ppo_step_moves_the_weights_and_passes_the_check(make_engine, precision, tmp_path):
+    architecture = ON_GPU | {"vocab_size": 11}
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    module = PPOModule(FromConfig(architecture, seed=0), actor_optimizer=adam, critic_optimizer=adam, minibatch_size=8)
+    data = PromptDataModule(
+        InMemory([{"prompt": "abc"}] * 16), CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8
+    )
+    loop = RolloutLoop(
+        [RewardFunction(share_of_a)], make_engine(), max_response_tokens=8, max_logprob_diff=BOUNDS["bfloat16"]
+    )
+    trainer = quiet_trainer(
+        accelerator="gpu", devices=1, precision=precision, callbacks=[loop], default_root_dir=tmp_path, max_steps=2
+    )
+    trainer.fit(module, datamodule=data)
+    before = FromConfig(architecture, seed=0).causal().lm.get_input_embeddings().weight
+    after = module.actor.lm.get_input_embeddings().weight.detach().cpu()
+    assert trainer.global_step == 2
+    assert not torch.equal(before, after)
+    assert torch.isfinite(after).all()
+    assert trainer.callback_metrics["rollout/logprob_diff_max"] < BOUNDS["bfloat16"]
+
+
+def test_the_engine_leaves_the_trainer_its_memory(tmp_path):
+    if not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    engine = VLLMEngine(gpu_memory_utilization=0.2)
+    try:
+        source = source_of("bfloat16")
+        engine.start(EngineSetup(setup_of(source, tmp_path).model, "bfloat16", MAX_TOKENS, tmp_path / "engine.log"))
+        engine.wait()
+        free, total = torch.cuda.mem_get_info()
+        assert free > 0.7 * total
+    finally:
+        engine.close()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] > 0.9 * total

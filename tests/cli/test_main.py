@@ -227,3 +227,21 @@ def test_the_command_itself_exits_with_the_code_and_prints_no_more(tmp_path, con
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+def test_the_quickstart_runs_for_two_steps_each(cli):
+    tiny = ["--data.init_args.train.init_args.num_rows", "256", "--data.init_args.val.init_args.num_rows", "8"]
+    for stage in ("sft", "reward", "ppo"):
+        config = yaml.safe_load((ROOT / f"configs/quickstart/{stage}.yaml").read_text())
+        for callback in config["trainer"]["callbacks"]:
+            name = callback["class_path"].rpartition(".")[2] if isinstance(callback, dict) else callback
+            if name == "PolicyCheck":
+                callback["init_args"]["num_samples"] = 8
+            if name == "RolloutLoop":
+                callback["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+        Path(f"{stage}.yaml").write_text(yaml.safe_dump(config))
+        result = cli(
+            "fit", "--config", f"{stage}.yaml", *tiny, "--trainer.max_steps", "2", "--trainer.val_check_interval", "1"
+        )
+        assert (result.code, result.err, result.warned) == (0, "", [])
+        assert Path(f"runs/quickstart/{stage}/export/model.safetensors").is_file()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
+from .checkpoint import RunCheckpoint
 from .console import Console
 from .hf_export import HFExport
 from .metrics_csv import MetricsCSV
@@ -20,11 +21,16 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     """Given callbacks and the missing defaults, in order; one of a default's class or a subclass replaces it.
 
     The clock starts before the rollout, whatever measures comes before whatever writes, and a checkpoint is taken when
-    all else of its step is on disk.
+    all else of its step is on disk. Where no checkpoint is configured, Lightning adds one that keeps the end of each
+    epoch; in its place the state is kept every hundred steps and at the end.
 
     Args:
         callbacks: of the Trainer.
     """
+    checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    if len(checkpoints) == 1 and _lightnings_own(checkpoints[0]):
+        rest = [callback for callback in callbacks if callback is not checkpoints[0]]
+        callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
     defaults = (Throughput, Console, MetricsCSV, RunState, HFExport)
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     order = (Throughput, Console, RolloutLoop, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
@@ -34,3 +40,9 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
         return named[0] if named else order.index(Callback)
 
     return sorted([*callbacks, *missing], key=turn)
+
+
+def _lightnings_own(callback: Callback) -> bool:
+    if type(callback) is not ModelCheckpoint:
+        return False
+    return callback.state_key == ModelCheckpoint().state_key and callback.dirpath is None and callback.filename is None

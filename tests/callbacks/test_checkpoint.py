@@ -5,8 +5,9 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rlhf.callbacks import RunCheckpoint
+from lightning_rlhf.callbacks import RunCheckpoint, complete
 from tests.stand_ins import quiet_trainer
 
 
@@ -60,3 +61,15 @@ def test_two_that_would_write_one_file_are_refused(tmp_path, names):
 def test_no_steps_between_saves_are_refused():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         RunCheckpoint(every_n_steps=0)
+
+
+def test_a_run_without_a_configured_checkpoint_can_be_resumed_too(tmp_path):
+    trainer = trainer_with(tmp_path)
+    kept = [callback for callback in complete(trainer.callbacks) if isinstance(callback, ModelCheckpoint)]
+    assert [(type(callback), callback.filename) for callback in kept] == [(RunCheckpoint, "last")]
+
+
+def test_a_configured_checkpoint_stays_and_without_checkpoints_there_is_none(tmp_path):
+    mine = ModelCheckpoint(monitor="val/x")
+    assert [c for c in complete([mine]) if isinstance(c, ModelCheckpoint)] == [mine]
+    assert not [c for c in complete(quiet_trainer().callbacks) if isinstance(c, ModelCheckpoint)]

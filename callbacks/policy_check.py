@@ -85,7 +85,8 @@ class PolicyCheck(Callback):
             return
         rollout = self._samples(trainer)
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
-        pl_module.reward_model.normalize(scores.to(pl_module.device))
+        reward_model: Any = pl_module.reward_model
+        reward_model.normalize(scores.to(pl_module.device))
         found = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
         if self.rule is not None:
             right = rollout.rewards[self.rule.label] >= 1

@@ -86,7 +86,7 @@ class Report(Callback):
             table.add_column(heading, justify="right" if heading else "left")
         shown = set()
         for name in ("val/greedy", "val/sampled", *first):
-            row = (first.get(name), last.get(name))
+            row = (first.get(name, ""), last.get(name, ""))
             # A reward that is 0 or 1 is its own share of right answers: once is enough.
             if name.startswith("val/") and all(row) and row not in shown:
                 shown.add(row)

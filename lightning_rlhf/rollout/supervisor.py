@@ -98,7 +98,8 @@ class EngineProcess:
         with self._expecting:  # or a future could be added behind the back of the thread that buries them all
             if self._death is not None:
                 raise self._death
-            identity, future = str(next(self._numbers)), Future()
+            identity = str(next(self._numbers))
+            future: Future[dict[str, Any]] = Future()
             self._pending[identity] = future
             return identity, future
 

@@ -181,7 +181,7 @@ class InProcessVLLMEngine(VLLMEngine):
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
-        finished = {}
+        finished: dict[int, Completion] = {}
         with _same_random_state():
             requests = as_requests(prompts, sampling, seeds)
             self._core.add([{**request, "id": str(number)} for number, request in enumerate(requests)])

@@ -25,6 +25,7 @@ class WeightReceiver:
 
 def _repack_tied_head(model: nn.Module) -> None:
     """Pack a head that is tied to the embedding anew: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
+    module: Any
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
             module.quant_method.process_weights_after_loading(module)

@@ -35,7 +35,7 @@ class Slot:
     offset: int
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, offset: int) -> Slot:
+    def of(cls, name: str, tensor: Tensor, offset: int = 0) -> Slot:
         """The slot that a parameter needs."""
         return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
 
@@ -93,11 +93,9 @@ class WeightSender:
 
     def _replace_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for slot, parameter in itertools.zip_longest(self._slots, parameters):
-            came = Slot.of(*parameter, offset=slot.offset if slot else 0) if parameter else None
-            if came != slot:
-                raise RuntimeError(
-                    f"{came or 'nothing'} came where {slot or 'nothing'} was pushed before: the model changed"
-                )
+            came, before = str(Slot.of(*parameter)) if parameter else "nothing", str(slot or "nothing")
+            if came != before:
+                raise RuntimeError(f"{came} came where {before} was pushed before: the model changed")
             slot.view(self._memory).copy_(parameter[1])
 
     def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -36,11 +36,12 @@ class RunState(Callback):
     Lightning restores models, optimizers, schedulers, counters and, through the loader's own state, the place in the
     data. This adds the state of every random generator, the metrics last measured, and whether a validation was still
     to come, which is then run. The policy version is the Trainer's ``global_step``; the KL coefficient is kept by
-    KLControl. A checkpoint taken while validating is one whose validation is run again.
+    KLControl. A checkpoint taken while validating is that of the validation's start: it is run again.
     """
 
     def __init__(self) -> None:
         self._restored: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write ``env.json``."""
@@ -50,12 +51,16 @@ class RunState(Callback):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what a validation that is run again must start from."""
+        self._before_validation = random_state()
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what is missing, and count every batch as done or not begun."""
         checkpoint[_KEY] = {
-            "random": random_state(),
+            "random": self._before_validation if trainer.validating else random_state(),
             "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
-            "validation": "running" if trainer.validating else "due" if validation_due(trainer) else "none",
+            "validation_due": trainer.validating or validation_due(trainer),
         }
         settle_progress(checkpoint, trainer.num_training_batches)
 
@@ -75,10 +80,8 @@ class RunState(Callback):
             return
         trainer.callback_metrics.update(self._restored["metrics"])
         restore_random_state(self._restored["random"])
-        if self._restored["validation"] != "none":
+        if self._restored["validation_due"]:
             run_validation(trainer)
-        if self._restored["validation"] == "running":
-            restore_random_state(self._restored["random"])
         self._restored = None
 
 

@@ -125,6 +125,10 @@ def _forgetting(generator: random.Random, probability: float) -> _Slip:
     return lambda column, carry: carry == 1 and generator.random() < probability
 
 
+def _only_at(wrong_column: int, wrong_carry: int) -> _Slip:
+    return lambda column, carry: column == wrong_column and carry == wrong_carry
+
+
 def _near_miss(generator: random.Random, a: int, b: int) -> str:
     right = worked_answer(a, b)
     while True:
@@ -135,7 +139,6 @@ def _near_miss(generator: random.Random, a: int, b: int) -> str:
         elif kind == "stop short":
             miss = right[: generator.randint(1, len(right) - 1)]
         else:
-            wrong_carry = 1 if kind == "forget one" else 0
-            miss = worked_answer(a, b, lambda c, carry, at=column, wrong=wrong_carry: c == at and carry == wrong)
+            miss = worked_answer(a, b, _only_at(column, 1 if kind == "forget one" else 0))
         if miss != right:
             return miss

@@ -79,17 +79,17 @@ class RowsDataModule(LightningDataModule):
         for name, source in sources.items():
             self.examples[name], self.reports[name] = use_rows(source, f"{name} data", self.convert, self.on_bad_row)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
         """Shuffled whole batches."""
         return ResumableLoader(self.examples["train"], self.batch_size, self.collate, run_seed(), self.shuffle)
 
-    def val_dataloader(self) -> DataLoader | list[Any]:
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
         """All rows in their order; none without validation data."""
         if "val" not in self.examples:
             return []
         rows = self.examples["val"]
         return DataLoader(
-            range(len(rows)),
+            range(len(rows)),  # type: ignore[arg-type]  # a sequence is all it needs
             batch_size=self.val_batch_size,
             collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, 0),
             generator=torch.Generator(),  # so that a validation leaves the global one as it was
@@ -117,7 +117,7 @@ class RowsDataModule(LightningDataModule):
         ):
             raise BadRow("every message of a prompt needs 'role' and text in 'content'")
         try:
-            text = self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True)
+            text = str(self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True))
         except TemplateError as error:
             raise BadRow(f"the chat template refuses the prompt: {error}") from error
         if not is_unicode(text):

@@ -163,7 +163,9 @@ def use_rows(
     Raises:
         ValueError: bad rows and ``on_bad_row`` is ``error``; or no row is left.
     """
-    items, report, shown = [], RowReport(name), []
+    items: list[_Item] = []
+    shown: list[str] = []
+    report = RowReport(name)
     for where, row in as_rows(source).rows():
         try:
             if isinstance(row, BadRow):

@@ -98,6 +98,7 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
         FileNotFoundError: a path without tokenizer files.
         ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
     """
+    tokenizer: PreTrainedTokenizerBase
     if isinstance(source, str):
         absent = f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id"
         path = Path(source)

@@ -9,7 +9,9 @@ README = (ROOT / "README.md").read_text()
 RUN_BY = {
     "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
     "make test": "whoever runs this test",
-    ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": "tests/learning/test_quickstart.py",
+    ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": (
+        "tests/learning/test_quickstart.py"
+    ),
     ".venv/bin/python examples/01_ppo_from_python.py": "tests/test_examples.py",
 }
 

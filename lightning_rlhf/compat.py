@@ -42,7 +42,6 @@ def run_validation(trainer: Trainer) -> None:
     """One whole validation pass from inside ``on_train_start``, with its metrics logged and its hooks called."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = trainer.global_step
-    loop.val_loop.restarting = False  # or a resumed pass would leave out as many batches as the last one had
     first_iteration = trainer._logger_connector._first_loop_iter
     trainer.validating = True
     loop.val_loop.run()
@@ -81,6 +80,7 @@ def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> N
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
     for counts in (batches["total"], batches["current"]):
         counts["completed"] = counts["processed"]
+    # or a resumed validation would leave out as many batches as the one before it had
     for counts in fit["epoch_loop.val_loop.batch_progress"].values():
         if isinstance(counts, dict):
             counts.update(dict.fromkeys(counts, 0))

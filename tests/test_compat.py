@@ -25,7 +25,6 @@ _OF_TRAINER = (
     "fit_loop.epoch_loop._should_check_val_fx",
     "fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_ready",
     "fit_loop.epoch_loop.manual_optimization.optim_step_progress.increment_completed",
-    "fit_loop.epoch_loop.val_loop.restarting",
     "fit_loop.epoch_loop.val_loop.run",
     "_logger_connector._first_loop_iter",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -122,6 +124,10 @@ class FromConfig:
         model_type = values.pop("model_type", None)
         if model_type is None:
             raise ValueError("FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'")
+        if model_type not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"transformers knows no model_type {model_type!r}{hint}")
         config = _without_dropout(AutoConfig.for_model(model_type, **values))
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]

@@ -198,3 +198,8 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
     assert logs.get_verbosity() == 20
     logs.set_verbosity(level)
     (logs.enable_progress_bar if before else logs.disable_progress_bar)()
+
+
+def test_an_unknown_architecture_is_named_with_what_was_meant():
+    with pytest.raises(ValueError, match="knows no model_type 'lama'; did you mean 'llama'"):
+        FromConfig({"model_type": "lama"}).hf_config()

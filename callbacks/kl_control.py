@@ -38,7 +38,9 @@ class KLControl(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One step of the controller, on the KL that all ranks measured."""
+        """One step of the controller, on the KL that all ranks measured; none while only the critic learns."""
+        if not pl_module.actor_learns:
+            return
         responses = len(pl_module.experience) * trainer.world_size
         kl = float(trainer.callback_metrics["kl/ref"])
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)

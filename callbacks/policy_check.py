@@ -118,7 +118,8 @@ class PolicyCheck(Callback):
         for rows in token_budget_batches(rollout.total_lengths, module.micro_batch_tokens):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
-            scores[rows.to(scores.device)] = module.roles.role("reward_model")(join(part)[0], ends).squeeze(1)
+            with module.trainer.precision_plugin.forward_context():
+                scores[rows.to(scores.device)] = module.roles.role("reward_model")(join(part)[0], ends).squeeze(1)
         return scores
 
     def _say(self, metrics: dict[str, Tensor]) -> None:

@@ -93,7 +93,8 @@ class Report(Callback):
                 table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
         table.add_section()
         for name, label in (("reward/mean", "training reward"), ("kl/ref", "KL to the reference, nats per response")):
-            table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
+            if training[0].get(name):
+                table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
         speed = [float(row["perf/tokens_per_s"]) for row in training if row.get("perf/tokens_per_s")]
         generated = [float(row["rollout/tokens_per_s"]) for row in training if row.get("rollout/tokens_per_s")]
         if speed:

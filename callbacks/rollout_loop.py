@@ -45,6 +45,7 @@ class RolloutLoop(Callback):
         check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
             the push; 0 switches the check off.
         max_logprob_diff: largest difference that passes, nats; None is 1e-3 for float32 and 1 for bfloat16.
+        stop_token_ids: tokens that end a response beside the tokenizer's end token, as chat models have them.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RolloutLoop(Callback):
         validate_at_ends: bool = True,
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
+        stop_token_ids: list[int] | None = None,
     ) -> None:
         least = {"group_size": 1, "max_response_tokens": 1, "val_samples": 1, "check_rows": 0}
         for name, given in zip(least, (group_size, max_response_tokens, val_samples, check_rows), strict=True):
@@ -73,6 +75,7 @@ class RolloutLoop(Callback):
         self.validate_at_ends = validate_at_ends
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
         self.val_samples, self.val_metric = val_samples, val_metric
+        self.stop_token_ids = list(stop_token_ids or [])
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self._pushed: int | None = None
@@ -90,7 +93,7 @@ class RolloutLoop(Callback):
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         tokenizer = trainer.datamodule.tokenizer
-        self._stop_token_ids = (tokenizer.eos_token_id,)
+        self._stop_token_ids = (tokenizer.eos_token_id, *self.stop_token_ids)
         source = pl_module.sources["actor"]
         reason = "chosen in the configuration"
         if self._engine_choice == "auto":
@@ -202,7 +205,8 @@ class RolloutLoop(Callback):
         if self.check_rows == 0:
             return
         rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
-        logprobs, _ = module.actor_logprobs("actor", rows)
+        with module.trainer.precision_plugin.forward_context():
+            logprobs, _ = module.actor_logprobs("actor", rows)
         worst = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max().item()
         single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
         bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0
@@ -212,7 +216,7 @@ class RolloutLoop(Callback):
             cause = (
                 f"the first parameter that differs is {name}"
                 if name
-                else "all parameters arrived, so the engine computes something else"
+                else "all that was pushed is what the actor has, so the engine garbled it or computes something else"
             )
             raise RuntimeError(
                 f"engine and actor disagree by {worst:.3g} nats on a token they were given the same weights for "

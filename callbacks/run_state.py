@@ -46,7 +46,7 @@ class RunState(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write ``env.json``."""
         finish_when_resumed(trainer)
-        if trainer.is_global_zero and not trainer.fast_dev_run:
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             directory = Path(trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")

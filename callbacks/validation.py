@@ -42,10 +42,11 @@ class Validation:
         self._sums.add("val/response_tokens_mean", lengths["sampled"])
         self._sums.add("val/truncated_fraction", truncated["sampled"])
         if self._metric is not None:
-            correct = self._parts((rollout.rewards[self._metric] >= 1).float())
+            judged = rollout.rewards[self._metric]
+            correct = self._parts((judged >= 1).float().masked_fill(judged.isnan(), torch.nan))
             self._correct.append(correct["sampled"])
             for kind, part in correct.items():
-                self._sums.add(f"val/{kind}", part)
+                self._sums.add(f"val/{kind}", part, ~part.isnan())
         size = 1 + self._val_samples
         for i in range(min(len(batch), _KEPT_SAMPLES - len(self.samples))):
             row = i * size
@@ -70,7 +71,8 @@ class Validation:
         """All metrics; those of pass@k and of the ordering need a metric that says what is correct."""
         found = self._sums.means(reduce)
         if self._correct:
-            correct = torch.cat(self._correct).sum(dim=1).int().tolist()
+            judged = torch.cat(self._correct)
+            correct = judged[~judged.isnan().any(dim=1)].sum(dim=1).int().tolist()
             k = 2
             while k <= self._val_samples:
                 values = torch.tensor([pass_at_k(self._val_samples, c, k) for c in correct])
@@ -79,10 +81,8 @@ class Validation:
                 found |= sums.means(reduce)
                 k *= 2
             if self._scores:
-                right, scores = torch.cat(self._correct) > 0, torch.cat(self._scores)
-                share = ordered_share(scores[right], scores[~right])
-                if share == share:  # NaN where all are right or all are wrong
-                    found["val/score_orders_right_first"] = share
+                scores = torch.cat(self._scores)  # the share is NaN where all are right or all are wrong
+                found["val/score_orders_right_first"] = ordered_share(scores[judged == 1], scores[judged == 0])
         return found
 
     def _parts(self, values: Tensor) -> dict[str, Tensor]:

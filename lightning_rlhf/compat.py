@@ -62,7 +62,7 @@ def training_ends(trainer: Trainer) -> bool:
     last_batch = loop.epoch_loop._num_ready_batches_reached()
     epochs = loop.max_epochs
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
-    return 0 <= trainer.max_steps <= trainer.global_step or (last_batch and last_epoch)
+    return trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step or (last_batch and last_epoch)
 
 
 def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> None:

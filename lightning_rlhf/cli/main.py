@@ -33,6 +33,10 @@ _TRAINER_DEFAULTS = {
 }
 
 
+# What this package raises on purpose; a KeyError or an AssertionError is a bug and shows its traceback.
+_SENTENCES = (ValueError, RuntimeError, FileNotFoundError, ModuleNotFoundError, FloatingPointError)
+
+
 class Stopped(Exception):
     """A run that ended with a sentence for its user.
 
@@ -51,7 +55,7 @@ class SaveRunConfig(SaveConfigCallback):
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Write the configuration as it was understood."""
-        if trainer.fast_dev_run or not trainer.is_global_zero:
+        if stage != "fit" or trainer.fast_dev_run or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +90,7 @@ class RLHFCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            if not isinstance(error, ValueError) and not _ours(error):
+            if not isinstance(error, ValueError) and not is_for_users(error):
                 raise
             raise Stopped(explain(str(error)), code=2) from error
 
@@ -101,10 +105,10 @@ class RLHFCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt too puts the earlier run back
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-            if earlier is not None and not started:
+            if earlier is not None and not started and not isinstance(error, EngineDied):  # its log is needed
                 shutil.rmtree(directory, ignore_errors=True)
                 earlier.rename(directory)
-            if not isinstance(error, Exception) or not _ours(error):
+            if not isinstance(error, Exception) or not is_for_users(error):
                 raise
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
@@ -171,9 +175,11 @@ def quiet() -> None:
         log.propagate = False
 
 
-def _ours(error: Exception) -> bool:
-    """Whether this package raised the error itself, so that its message is written for users."""
+def is_for_users(error: Exception) -> bool:
+    """Whether this package raised the error on purpose, so that its message is a sentence for users."""
     if isinstance(error, EngineDied):
         return True
+    if not isinstance(error, _SENTENCES):
+        return False
     frames = list(traceback.walk_tb(error.__traceback__))
     return frames[-1][0].f_globals.get("__name__", "").startswith("lightning_rlhf.")

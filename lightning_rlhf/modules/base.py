@@ -49,12 +49,14 @@ class RLHFModule(RoleModule):
         minibatch_size: responses per optimizer step, at least 1.
         micro_batch_tokens: most padded tokens in one forward pass.
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
-        target_kl: the remaining updates on a rollout are left out once the mean of KL(old || new), in nats per token,
-            over a mini-batch and all ranks exceeds this; None never stops.
+        target_kl: the updates still to come on a rollout are left out once the mean of KL(old || new), in nats per
+            token, over a mini-batch and all ranks exceeds this; it is measured before that mini-batch's own update,
+            which is still made. None never stops.
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
     experience: Experience  # of the last step, for callbacks
+    actor_learns = True  # in the last step; False while a critic warms up
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class RLHFModule(RoleModule):
             if self.strayed(of_minibatch):
                 break
         metrics = {**describe(experience, self.roles.sum_over_ranks), **self.reduced(sums), "kl/coef": self.kl_coef}
+        if "ref" not in self.sources:
+            del metrics["kl/ref"]  # 0 would read as no drift
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
@@ -151,7 +155,9 @@ class RLHFModule(RoleModule):
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
-            loss = loss + self.kl_loss.coef * kl_estimate(logprobs, rows.ref_logprobs, self.kl_loss.estimator)
+            kl = kl_estimate(logprobs, rows.ref_logprobs, self.kl_loss.estimator)
+            loss = loss + self.kl_loss.coef * kl
+            sums.add("loss/kl", kl, rows.mask)
         sums.add("loss/policy", policy, rows.mask)
         sums.add("policy/entropy", entropy, rows.mask)
         for name, values in diagnostics.items():
@@ -225,6 +231,7 @@ class RLHFModule(RoleModule):
 
     def setup(self, stage: str) -> None:
         """Refuse models whose vocabularies differ, before any of them is loaded."""
+        super().setup(stage)
         sizes = {name: source.hf_config().get_text_config().vocab_size for name, source in self.sources.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(

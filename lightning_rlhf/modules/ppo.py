@@ -60,8 +60,8 @@ class PPOModule(RLHFModule):
     def losses(self, sums: Sums) -> dict[str, Any]:
         """Critic, then actor; the critic alone while it warms up."""
         critic = {"critic": partial(self.critic_loss, sums=sums)}
-        warming_up = self.trainer.global_step < self.critic_warmup_steps
-        return critic if warming_up else {**critic, **super().losses(sums)}
+        self.actor_learns = self.trainer.global_step >= self.critic_warmup_steps
+        return {**critic, **super().losses(sums)} if self.actor_learns else critic
 
     def critic_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Value loss summed over the tokens of some rows."""

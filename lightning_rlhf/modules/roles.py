@@ -53,6 +53,13 @@ class RoleModule(LightningModule):
         """How a trained role is optimized. Subclasses say."""
         raise NotImplementedError
 
+    def setup(self, stage: str) -> None:
+        """Refuse a precision whose scaled gradients would be clipped before they are unscaled."""
+        if self.trainer.precision == "16-mixed":
+            raise ValueError(
+                "precision 16-mixed scales gradients, which several optimizers do not share: use bf16-mixed"
+            )
+
     def configure_model(self) -> None:
         """Build every role: trained ones in train mode, frozen ones without gradients."""
         if self.built:
@@ -94,7 +101,7 @@ class RoleModule(LightningModule):
         self,
         role: str,
         batch: _TensorBatch,
-        token_losses: Callable[[Any], Tensor],
+        summed_loss: Callable[[Any], Tensor],
         denominator: Tensor,
     ) -> Tensor:
         """One optimizer step of one role on one mini-batch, exact whatever the micro-batches and ranks.
@@ -105,20 +112,20 @@ class RoleModule(LightningModule):
         Args:
             role: a trained role.
             batch: the rows of this rank, with ``total_lengths``.
-            token_losses: gives the summed loss of some rows, with gradient.
+            summed_loss: gives the loss of some rows, a sum, with gradient.
             denominator: count on this rank of what the loss is a mean of.
 
         Returns:
             The gradient's norm before clipping.
 
         Raises:
-            FloatingPointError: the norm is not finite; the weights are as before.
+            FloatingPointError: the norm is not finite; this role's weights are as before.
         """
         total = self.roles.sum_over_ranks(denominator).clamp(min=1)
         micro_batches = token_budget_batches(batch.total_lengths, self.micro_batch_tokens)
         for i, rows in enumerate(micro_batches):
             with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
-                self.manual_backward(token_losses(batch[rows]) * (self.roles.gradient_scale / total))
+                self.manual_backward(summed_loss(batch[rows]) * (self.roles.gradient_scale / total))
         norm = self.roles.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(

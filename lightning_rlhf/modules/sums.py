@@ -41,4 +41,5 @@ class Sums:
         if not self._sums:
             return {}
         totals = reduce(torch.stack(list(self._sums.values())))
-        return {name: (s / n).item() for name, (s, n) in zip(self._sums, totals, strict=True) if n > 0}
+        # A mean of nothing is NaN rather than left out: the logger would repeat its last value.
+        return {name: (s / n).item() for name, (s, n) in zip(self._sums, totals, strict=True)}

@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
+_TAKEN = ("mean", "std", "from_model", "score")  # of reward/<name> and val/<name>_greedy
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
 
 
@@ -107,12 +108,16 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
         columns: of the data.
 
     Raises:
-        ValueError: two share a name, one needs what is not there, or a column would hide what a rollout gives.
+        ValueError: two share a name or one has that of a metric, one needs what is not there, or a column would hide
+            what a rollout gives.
     """
     columns = list(columns)
     twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
     if twice:
         raise ValueError(f"two reward functions are both called {twice[0]!r}: give one of them another name")
+    taken = [reward.label for reward in rewards if reward.label in _TAKEN]
+    if taken:
+        raise ValueError(f"a reward cannot be called {taken[0]!r}, which is a metric already: give it another name")
     hidden = [column for column in columns if column in GIVEN]
     if rewards and hidden:
         raise ValueError(

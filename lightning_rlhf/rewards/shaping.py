@@ -13,7 +13,8 @@ class ScoreShaping:
     Args:
         weight: multiplies the shaped score before it is added to the other rewards.
         clip: scores are clipped to [-clip, clip], positive; None leaves them.
-        truncated_score: replaces the score of a response that the length limit cut; None keeps the model's own.
+        truncated_score: replaces the score of a response that the length limit cut, and is then clipped and weighted
+            like any other; None keeps the model's own.
     """
 
     weight: float = 1.0

@@ -85,14 +85,19 @@ class EngineProcess:
         if self.ready.done():
             self._send({"kind": "close"})
         else:
-            self.process.kill()
+            self._kill()
         try:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self._kill()
         self._reader.join(_CLOSE_SECONDS)  # or it would read from whatever gets the descriptor next
         self._connection.close()
+
+    def _kill(self) -> int:
+        """End the worker and whatever it started: it leads a session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
 
     def _expect(self) -> tuple[str, Future[dict[str, Any]]]:
         with self._expecting:  # or a future could be added behind the back of the thread that buries them all
@@ -123,10 +128,15 @@ class EngineProcess:
                     else:
                         future.set_result(message)
         except (EOFError, OSError):
+            pass
+        finally:
             self._bury(reason)
 
     def _bury(self, reason: str | None) -> None:
-        code = self.process.wait()
+        try:
+            code = self.process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # it stopped talking, but will not go
+            code = self._kill()
         ended = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
         tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
         ends = f", and ends:\n{tail}" if tail else ""

@@ -12,7 +12,7 @@ RULE = AdaptiveKL(target=2.0, horizon=10)
 
 
 def a_module(coef=0.1):
-    return SimpleNamespace(kl_reward=KLTerm(coef=coef), kl_coef=coef, experience=[None] * 4)
+    return SimpleNamespace(kl_reward=KLTerm(coef=coef), kl_coef=coef, experience=[None] * 4, actor_learns=True)
 
 
 def step(control, module, kl, ranks=1):
@@ -58,3 +58,10 @@ def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
 def test_a_module_without_kl_in_the_reward_is_refused():
     with pytest.raises(ValueError, match="give the module kl_reward with a coef above 0"):
         KLControl(RULE).setup(None, a_module(0.0), "fit")
+
+
+def test_the_coefficient_stays_while_only_the_critic_learns():
+    module = a_module()
+    module.actor_learns = False
+    step(begun(module), module, kl=0.0)
+    assert module.kl_coef == 0.1

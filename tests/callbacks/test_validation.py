@@ -75,19 +75,20 @@ def test_scores_of_right_samples_should_be_higher(measured):
 
 
 @pytest.mark.parametrize("reward", [0, 1])
-def test_an_order_without_right_or_without_wrong_is_left_out(tokenizer, reward):
+def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, reward):
     validation = Validation(["given"], None, 4)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
-    assert "val/score_orders_right_first" not in validation.metrics(alone)
+    assert math.isnan(validation.metrics(alone)["val/score_orders_right_first"])
 
 
-def test_a_reward_that_does_not_apply_counts_nowhere_and_is_not_right(tokenizer):
+def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
     validation = Validation(["given"], None, 4)
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     found = validation.metrics(alone)
     assert found["val/given_sampled"] == 1.0  # of five
-    assert found["val/sampled"] == 5 / 8
+    assert found["val/sampled"] == 1.0
+    assert found["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
 
 
 def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rlhf.cli.main import set_aside
+from lightning_rlhf.cli.main import is_for_users, set_aside
+from lightning_rlhf.data.rows import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
@@ -245,3 +246,10 @@ def test_the_quickstart_runs_for_two_steps_each(cli):
         )
         assert (result.code, result.err, result.warned) == (0, "", [])
         assert Path(f"runs/quickstart/{stage}/export/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("row", "sentence"), [({"a": "b"}, True), (None, False)])
+def test_what_we_raise_on_purpose_is_a_sentence_and_a_bug_of_ours_is_not(row, sentence):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        text_of(row, "c")  # a refused row, and a TypeError from inside our package
+    assert is_for_users(raised.value) == sentence

@@ -135,3 +135,9 @@ def test_a_column_that_would_hide_what_was_generated_is_refused():
 def test_all_functions_are_checked():
     with pytest.raises(ValueError, match="'right' needs 'answer'"):
         check_rewards([RewardFunction(length), RewardFunction(right)], [])
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "from_model", "score"])
+def test_a_reward_cannot_take_the_name_of_a_metric(name):
+    with pytest.raises(ValueError, match=f"cannot be called '{name}', which is a metric already"):
+        check_rewards([RewardFunction(lambda completions: [0.0], name=name)], [])

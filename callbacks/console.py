@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.base import RLHFModule
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 
 from .rollout_loop import RolloutLoop
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.models.loading import quiet_transformers
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 
 
 class HFExport(Callback):

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.cli.parser import FriendlyParser, explain
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
 

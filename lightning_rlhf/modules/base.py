@@ -15,7 +15,7 @@ from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.advantages import GAE

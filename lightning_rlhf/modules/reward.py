@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from lightning_rlhf.functional.diagnostics import wilson_interval
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch

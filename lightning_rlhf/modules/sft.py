@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.roles import RoleModule
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.types import SequenceBatch
 

@@ -33,7 +33,7 @@ class Sums:
             self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """The means over all ranks, in one reduction; names without a value are left out.
+        """The means over all ranks, in one reduction; the mean of nothing is NaN.
 
         Args:
             reduce: sums a tensor over ranks.
@@ -41,5 +41,5 @@ class Sums:
         if not self._sums:
             return {}
         totals = reduce(torch.stack(list(self._sums.values())))
-        # A mean of nothing is NaN rather than left out: the logger would repeat its last value.
+        # NaN rather than left out: the logger would repeat its last value.
         return {name: (s / n).item() for name, (s, n) in zip(self._sums, totals, strict=True)}

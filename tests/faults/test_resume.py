@@ -20,7 +20,7 @@ DEATHS = {
     "before the first checkpoint": (_LOOP + "verify", 1, "before"),
     "in the validation before training": (_LOOP + "on_validation_batch_end", 1, "after"),
     "while the first checkpoint is written": ("torch:save", 1, "half"),
-    "in the middle of an update": ("lightning_rlhf.modules.roles:RoleModule.update", 10, "before"),
+    "in the middle of an update": ("lightning_rlhf.modules.role_module:RoleModule.update", 10, "before"),
     "between checkpoint and validation": (_LOOP + "on_validation_start", 1, "before"),
     "in the validation that was due": (_LOOP + "on_validation_batch_end", 1, "after"),
     "while the best is written": (_SAVE + "on_validation_end", 2, "before"),

@@ -1,15 +1,17 @@
 """From rewards to advantages."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.masked import SumOverRanks, masked_whiten, this_rank_only
+from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 
 @dataclass(frozen=True)
-class GAE:
+class GAE(AdvantageEstimator):
     """Generalized advantage estimation.
 
     delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
@@ -24,6 +26,8 @@ class GAE:
             Returns are computed before.
     """
 
+    needs_critic: ClassVar[bool] = True
+
     gamma: float = 1.0
     gae_lambda: float = 0.95
     whiten: bool = True
@@ -33,21 +37,15 @@ class GAE:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
-    def __call__(
-        self, token_rewards: Tensor, values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only
-    ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns of right-padded responses.
+    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+        """See :meth:`AdvantageEstimator.__call__`.
 
-        Args:
-            token_rewards: (B, T) reward of each token, reward units.
-            values: (B, T) critic values before each token, reward units.
-            mask: (B, T) bool, True on policy tokens.
-            reduce: sums a tensor over ranks; whitening needs it.
-
-        Returns:
-            advantages: (B, T), 0 where the mask is False.
-            returns: (B, T), 0 where the mask is False.
+        Raises:
+            ValueError: no values were given.
         """
+        token_rewards, mask, values = inputs.token_rewards, inputs.mask, inputs.values
+        if values is None:
+            raise ValueError("GAE needs the values of a critic")
         advantages = torch.zeros_like(token_rewards)
         next_value = torch.zeros_like(token_rewards[:, 0])
         next_advantage = torch.zeros_like(next_value)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
+
 
 @dataclass(frozen=True)
-class ClippedPolicyLoss:
+class ClippedPolicyLoss(PolicyLoss):
     """PPO's clipped surrogate, with separate bounds and dual clip.
 
     With r = exp(logprobs - old_logprobs):  L = max(-A r, -A clip(r, 1 - low, 1 + high));
@@ -37,21 +39,15 @@ class ClippedPolicyLoss:
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
-    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and diagnostics of each token.
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; what lies outside the mask makes no difference.
 
-        Args:
-            logprobs: (...) the actor's now, with gradient.
-            old_logprobs: (...) the actor's before the first update.
-            advantages: (...).
-
-        Returns:
-            loss: (...) per token.
-            diagnostics: per token, float, 1 where the clipped branch won (``clip_fraction``) or the dual clip
-                bound (``dual_clip_fraction``), and the estimate of KL(old || new) (``approx_kl``).
+        Diagnostics: 1 where the clipped branch won (``clip_fraction``) or the dual clip bound
+        (``dual_clip_fraction``).
         """
-        # exp(20) is far outside every clip range; beyond it a ratio overflows and 0 * inf is NaN.
-        log_ratio = (logprobs - old_logprobs).clamp(-20, 20)
+        log_ratio = log_ratio_of(logprobs, old_logprobs)
         ratio = torch.exp(log_ratio)
         low = self.clip_range if self.clip_range_low is None else self.clip_range_low
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
@@ -67,6 +63,6 @@ class ClippedPolicyLoss:
             diagnostics = {
                 "clip_fraction": (clipped > unclipped).to(loss.dtype),
                 "dual_clip_fraction": dual_clipped,
-                "approx_kl": torch.expm1(log_ratio) - log_ratio,
+                "approx_kl": approx_kl(log_ratio),
             }
         return loss, diagnostics

@@ -1,0 +1,95 @@
+"""From losses of tokens to one loss: which token counts how much, and what the sum is divided by.
+
+The denominator is counted over a whole mini-batch and all ranks, so that neither micro-batches nor ranks change the
+gradient. A response without a policy token does not count.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+
+
+class Aggregation(ABC):
+    """loss = sum over tokens of weight x loss / denominator."""
+
+    @abstractmethod
+    def weights(self, mask: Tensor) -> Tensor:
+        """(B, T) float64 weight of each token, 0 where the mask is False; each row by itself.
+
+        Args:
+            mask: (B, T) bool.
+        """
+
+    @abstractmethod
+    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+        """What the weighted sum over a mini-batch is divided by, at least 1.
+
+        Args:
+            mask: (B, T) bool, of the whole mini-batch on this rank.
+            reduce: sums a tensor over ranks.
+        """
+
+
+@dataclass(frozen=True)
+class TokenMean(Aggregation):
+    """Every token counts the same, so long responses count more ("DAPO", Yu et al. 2025, eq. 12)."""
+
+    def weights(self, mask: Tensor) -> Tensor:
+        """See :meth:`Aggregation.weights`."""
+        return mask.double()
+
+    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+        """Tokens."""
+        return reduce(mask.sum().double()).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class TokenSum(TokenMean):
+    """The plain sum: the gradient grows with the mini-batch."""
+
+    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+        """One."""
+        return torch.ones((), dtype=torch.float64, device=mask.device)
+
+
+@dataclass(frozen=True)
+class SequenceMeanTokenSum(TokenMean):
+    """The mean over responses of the sum over their tokens, divided by a constant.
+
+    With ``scale`` the longest response length this is Dr. GRPO's loss ("Understanding R1-Zero-Like Training",
+    Liu et al. 2025, section 3.2), which prefers neither short nor long answers.
+
+    Args:
+        scale: divides each token's loss, positive; 1 is the plain sum.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale must be positive, got {self.scale}")
+
+    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+        """Responses, times the constant."""
+        return _responses(mask, reduce) * self.scale
+
+
+@dataclass(frozen=True)
+class SequenceMeanTokenMean(Aggregation):
+    """The mean over responses of the mean over their tokens ("DeepSeekMath", Shao et al. 2024, eq. 3)."""
+
+    def weights(self, mask: Tensor) -> Tensor:
+        """See :meth:`Aggregation.weights`."""
+        return mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+        """Responses."""
+        return _responses(mask, reduce)
+
+
+def _responses(mask: Tensor, reduce: SumOverRanks) -> Tensor:
+    return reduce(mask.any(dim=1).sum().double()).clamp(min=1)

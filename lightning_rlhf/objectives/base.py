@@ -1,0 +1,127 @@
+"""What the actor learns from: the shape of an advantage estimator and of a policy loss. Subclass these for your own."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What an estimator may look at: B responses of at most T tokens.
+
+    Args:
+        token_rewards: (B, T) reward of each token, reward units: the response's reward at its last policy token, less
+            the KL penalty of each.
+        mask: (B, T) bool, True on policy tokens; False on padding and on tokens that an environment wrote.
+        group: (B,) int64, equal for responses to the same prompt. A group lies whole on one rank.
+        values: (B, T) the critic's before each token, reward units; None without a critic.
+        final_values: (B,) the critic's behind the last token of a response that the length limit cut, 0 for others;
+            None unless the estimator bootstraps.
+        rewards: name to (B,), what each reward function gave, unweighted; NaN where it did not apply.
+        greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
+        sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
+            ``needs_sum_pi_squared``.
+        logprobs: (B, T) the actor's before the first update; None where nobody asked the actor.
+        weights: (B, T) importance weights of a rollout correction; None without one.
+    """
+
+    token_rewards: Tensor
+    mask: Tensor
+    group: Tensor
+    values: Tensor | None = None
+    final_values: Tensor | None = None
+    rewards: dict[str, Tensor] = field(default_factory=dict)
+    greedy_reward: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    logprobs: Tensor | None = None
+    weights: Tensor | None = None
+
+    @property
+    def reward(self) -> Tensor:
+        """(B,) sum of each response's token rewards."""
+        return self.token_rewards.masked_fill(~self.mask, 0).sum(dim=1)
+
+
+class AdvantageEstimator(ABC):
+    """From rewards to advantages. Subclasses are frozen dataclasses; the four marks say what they need."""
+
+    needs_critic: ClassVar[bool] = False
+    needs_groups: ClassVar[bool] = False  # at least two responses to each prompt
+    needs_greedy: ClassVar[bool] = False  # a greedy response to each prompt, judged like the others
+    needs_sum_pi_squared: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+        """Advantages and returns.
+
+        Args:
+            inputs: of this rank.
+            reduce: sums a tensor over ranks.
+
+        Returns:
+            advantages: (B, T), 0 where the mask is False.
+            returns: (B, T), what a critic would be taught, 0 where the mask is False.
+        """
+
+
+class PolicyLoss(ABC):
+    """From log-probabilities and advantages to one loss per token; the module aggregates."""
+
+    chooses_tokens: ClassVar[bool] = False  # whether choose() is to be called for each mini-batch
+
+    @abstractmethod
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and diagnostics of each token.
+
+        What is returned where the mask is False does not count, and may be anything finite.
+
+        Args:
+            logprobs: (B, T) the actor's now, with gradient.
+            old_logprobs: (B, T) the actor's before the first update.
+            advantages: (B, T).
+            mask: (B, T) bool, the tokens that count.
+            chosen: (B, T) bool, rows of what :meth:`choose` returned; None where it was not called.
+
+        Returns:
+            loss: (B, T).
+            diagnostics: names to (B, T) float without gradient, averaged over tokens as ``policy/<name>``;
+                ``approx_kl`` estimates KL(old || new).
+        """
+
+    def choose(
+        self, logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, reduce: SumOverRanks
+    ) -> Tensor:
+        """(B, T) bool, tokens of a whole mini-batch to be treated specially in its micro-batches.
+
+        Args:
+            logprobs: (B, T) the actor's at the mini-batch's start, without gradient.
+            advantages: (B, T).
+            mask: (B, T) bool.
+            generator: for random choices.
+            reduce: sums a tensor over ranks.
+        """
+        raise NotImplementedError
+
+
+def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, bound: float = 20.0) -> Tensor:
+    """Log of the importance ratio, clamped: beyond exp(20) a ratio overflows, and 0 times infinity is no number.
+
+    Args:
+        logprobs: (...) the actor's now.
+        old_logprobs: (...) the actor's before the first update.
+        bound: largest absolute value, nats.
+    """
+    return (logprobs - old_logprobs).clamp(-bound, bound)
+
+
+@torch.no_grad()
+def approx_kl(log_ratio: Tensor) -> Tensor:
+    """KL(old || new) of each token by k3: exp(x) - 1 - x of the log-ratio x; at least 0, nats."""
+    return torch.expm1(log_ratio) - log_ratio

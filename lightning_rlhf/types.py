@@ -97,6 +97,11 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def __getitem__(self, prompts: slice) -> PromptBatch:
+        """Some of the prompts."""
+        columns = {name: values[prompts] for name, values in self.columns.items()}
+        return PromptBatch(self.indices[prompts], self.token_ids[prompts], self.texts[prompts], columns, self.epoch)
+
     def to(self, device: torch.device | str) -> PromptBatch:
         """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
         return self
@@ -162,6 +167,7 @@ class Rollout(_TensorBatch):
         group: (B,) int64, equal for responses to the same prompt of this batch.
         truncated: (B,) bool, True where the length limit cut the response.
         policy_version: (B,) int64, number of the weight update each response was drawn after.
+        kept: (B,) bool, False for responses that are measured but not learnt from: they fill the batch.
         temperature: of the sampling distribution; the trainer divides its logits by the same number.
     """
 
@@ -176,6 +182,7 @@ class Rollout(_TensorBatch):
     group: Tensor
     truncated: Tensor
     policy_version: Tensor
+    kept: Tensor
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -184,7 +191,7 @@ class Rollout(_TensorBatch):
         _expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         for name in ("response_mask", "rollout_logprobs"):
             _expect_shape(f"Rollout.{name}", getattr(self, name), tokens)
-        for name in ("prompt_lengths", "response_lengths", "reward", "group", "truncated", "policy_version"):
+        for name in ("prompt_lengths", "response_lengths", "reward", "group", "truncated", "policy_version", "kept"):
             _expect_shape(f"Rollout.{name}", getattr(self, name), (rows,))
         for name, values in self.rewards.items():
             _expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
@@ -208,6 +215,10 @@ class Experience(_TensorBatch):
         token_rewards: (B, T) the reward less the KL penalty, at the token it belongs to.
         advantages: (B, T), 0 where the mask is False.
         returns: (B, T), 0 where the mask is False.
+        mask: (B, T) bool, the tokens to learn from: the response mask, less responses that are not kept and what a
+            rollout correction rejected.
+        weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
+        chosen: (B, T) bool, tokens that the policy loss chose from a mini-batch; False where it does not choose.
     """
 
     rollout: Rollout
@@ -218,16 +229,14 @@ class Experience(_TensorBatch):
     token_rewards: Tensor
     advantages: Tensor
     returns: Tensor
+    mask: Tensor
+    weights: Tensor
+    chosen: Tensor
 
     def __post_init__(self) -> None:
         _expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
-        for name in ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
-            _expect_shape(f"Experience.{name}", getattr(self, name), self.rollout.response_mask.shape)
-
-    @property
-    def mask(self) -> Tensor:
-        """(B, T) bool, short for the rollout's response mask."""
-        return self.rollout.response_mask
+        for field in dataclasses.fields(self)[2:]:
+            _expect_shape(f"Experience.{field.name}", getattr(self, field.name), self.rollout.response_mask.shape)
 
     @property
     def total_lengths(self) -> Tensor:

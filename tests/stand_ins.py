@@ -107,6 +107,7 @@ def rollout_of(
         group=torch.arange(len(rows)),
         truncated=torch.tensor([row.truncated for row in rows]),
         policy_version=torch.arange(len(rows)),
+        kept=torch.ones(len(rows), dtype=torch.bool),
         temperature=temperature,
     )
 

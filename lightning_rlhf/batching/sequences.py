@@ -1,5 +1,6 @@
 """Prompt and response joined into one right-padded sequence, and where in it each response token is predicted."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -44,3 +45,22 @@ def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
     input_ids = input_ids.masked_fill(position >= prompt + response, 0)
     step = torch.arange(rollout.response_ids.shape[1], device=prompt.device).unsqueeze(0)
     return input_ids, (prompt - 1 + step).clamp(max=input_ids.shape[1] - 1)
+
+
+def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
+    """Rollouts below each other, padded to the widest; groups are numbered on, so that none meets another's.
+
+    Args:
+        rollouts: at least one, with the same rewards and one temperature.
+    """
+    fields = {}
+    for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in ("rewards", "temperature")):
+        columns = [getattr(rollout, name) for rollout in rollouts]
+        if columns[0].ndim == 2:
+            width = max(column.shape[1] for column in columns)
+            columns = [torch.nn.functional.pad(column, (0, width - column.shape[1])) for column in columns]
+        fields[name] = torch.cat(columns)
+    first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
+    fields["group"] = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])
+    rewards = {name: torch.cat([rollout.rewards[name] for rollout in rollouts]) for name in rollouts[0].rewards}
+    return Rollout(**fields, rewards=rewards, temperature=rollouts[0].temperature)

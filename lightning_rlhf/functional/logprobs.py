@@ -1,5 +1,7 @@
 """Log-probability and entropy of tokens from hidden states, without ever holding all logits at once."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -7,7 +9,22 @@ from torch.utils.checkpoint import checkpoint
 CHUNK_TOKENS = 1024
 
 
-def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+class TokenScores(NamedTuple):
+    """What a model says of each token.
+
+    Args:
+        logprobs: (...) float32, of the token.
+        entropy: (...) float32, of the distribution it is from, nats.
+        sum_pi_squared: (...) float32 without gradient, the sum of that distribution's squared probabilities; None
+            unless asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor | None = None
+
+
+def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, in float32.
 
     logprob = z_target - logsumexp(z);   entropy = logsumexp(z) - sum_v softmax(z)_v z_v   (nats)
@@ -15,17 +32,18 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         logits: (N, V), already divided by the temperature.
         targets: (N,) int64 token ids in [0, V).
+        squares: whether to compute ``sum_pi_squared`` too.
 
     Returns:
-        logprobs: (N,) float32.
-        entropy: (N,) float32.
+        (N,) each.
     """
     # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is no number.
     logits = logits.float().clamp(min=torch.finfo(torch.float32).min)
     normalizer = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
-    entropy = normalizer - (logits.softmax(dim=-1) * logits).sum(dim=-1)
-    return logprobs, entropy
+    probabilities = logits.softmax(dim=-1)
+    entropy = normalizer - (probabilities * logits).sum(dim=-1)
+    return TokenScores(logprobs, entropy, probabilities.detach().square().sum(dim=-1) if squares else None)
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
@@ -47,7 +65,7 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
     return logits if scale == 1.0 else logits * scale
 
 
-def chunked_token_logprobs(
+def chunked_token_scores(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -55,8 +73,9 @@ def chunked_token_logprobs(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    squares: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
-) -> tuple[Tensor, Tensor]:
+) -> TokenScores:
     """Log-probabilities and entropies of tokens, computed a chunk at a time.
 
     At most ``chunk_tokens x V`` logits exist at once. With gradients on, the backward pass recomputes each chunk's
@@ -69,15 +88,15 @@ def chunked_token_logprobs(
         targets: (N,) int64 token ids in [0, V).
         scale: multiplies the logits: 1 / temperature.
         softcap: see :func:`head_logits`.
+        squares: whether to compute ``sum_pi_squared`` too.
         chunk_tokens: tokens in a chunk, at least 1.
 
     Returns:
-        logprobs: (N,) float32.
-        entropy: (N,) float32, nats.
+        (N,) each.
     """
 
-    def of_chunk(states: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return token_logprobs(head_logits(states, weight, bias, scale, softcap), ids)
+    def of_chunk(states: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> TokenScores:
+        return token_scores(head_logits(states, weight, bias, scale, softcap), ids, squares)
 
     parts = []
     for states, ids in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
@@ -85,5 +104,5 @@ def chunked_token_logprobs(
             parts.append(checkpoint(of_chunk, states, ids, weight, bias, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(of_chunk(states, ids, weight, bias))
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    logprobs, entropy, sums = zip(*parts, strict=True)
+    return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(sums) if squares else None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.functional.logprobs import chunked_token_logprobs
+from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
 
 
 class CausalLM(nn.Module):
@@ -30,8 +30,14 @@ class CausalLM(nn.Module):
         self.lm = lm
 
     def forward(
-        self, input_ids: Tensor, index: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        input_ids: Tensor,
+        index: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        temperature: float = 1.0,
+        squares: bool = False,
+    ) -> TokenScores:
         """Log-probability of each target token and entropy of the distribution it was drawn from.
 
         Args:
@@ -40,26 +46,26 @@ class CausalLM(nn.Module):
             targets: (B, T) int64.
             mask: (B, T) bool, which targets to score.
             temperature: divides the logits, positive.
+            squares: whether to compute ``sum_pi_squared`` too.
 
         Returns:
-            logprobs: (B, T) float32, 0 where the mask is False.
-            entropy: (B, T) float32, nats, 0 where the mask is False.
+            (B, T) each, 0 where the mask is False.
         """
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         rows = torch.arange(len(index), device=index.device).unsqueeze(1).expand_as(index)
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
-        scores = chunked_token_logprobs(
+        scores = chunked_token_scores(
             hidden[rows[mask], index[mask]],
             head.weight,
             head.bias,
             targets[mask],
             scale=_logit_scale(config) / temperature,
             softcap=getattr(config, "final_logit_softcapping", None),
+            squares=squares,
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
-        logprobs, entropy = (zeros.masked_scatter(mask, values) for values in scores)
-        return logprobs, entropy
+        return TokenScores(*(None if values is None else zeros.masked_scatter(mask, values) for values in scores))
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load."""

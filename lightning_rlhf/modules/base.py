@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rlhf.batching.micro import token_budget_batches
-from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
-from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.rollout_metrics import describe
+from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.modules.sums import Sums
-from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
+from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
-from lightning_rlhf.types import Experience, PromptBatch, Rollout
+from lightning_rlhf.types import Experience, PromptBatch
 
 
-class RLHFModule(RoleModule):
+class RLHFModule(RolloutModule):
     """Learns from rollouts that a :class:`~lightning_rlhf.callbacks.RolloutLoop` hands over by :meth:`receive`.
 
-    Subclass it for a new algorithm: override the defaults, :meth:`advantages_of`, or :meth:`losses`.
+    An algorithm is an advantage estimator, a policy loss and an aggregation; give others, or subclass this with other
+    defaults. What needs more overrides :meth:`losses`.
 
     Args:
         actor: the policy to train: directory, hub id or ``FromConfig``.
         ref: the frozen policy that KL is measured to; None starts from the actor's own source. Loaded only where a
             KL term has a weight.
         reward_model: a scalar model whose score of each whole response is a reward; None uses reward functions only.
-        advantages: from token rewards and values to advantages and returns.
+        advantages: from rewards to advantages.
         policy_loss: from log-probabilities and advantages to a loss per token.
+        aggregation: from the losses of tokens to one loss.
+        correction: of what the engine's log-probabilities differ from the actor's; the default only measures.
         actor_optimizer: makes the actor's optimizer from its parameters.
         actor_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
         kl_reward: KL to the reference subtracted from each token's reward. Its weight may be steered by a
@@ -63,8 +68,10 @@ class RLHFModule(RoleModule):
         actor: str | ModelSource,
         ref: str | ModelSource | None = None,
         reward_model: str | ModelSource | None = None,
-        advantages: GAE = GAE(),
-        policy_loss: ClippedPolicyLoss = ClippedPolicyLoss(),
+        advantages: AdvantageEstimator = ReinforcePlusPlus(),
+        policy_loss: PolicyLoss = ClippedPolicyLoss(),
+        aggregation: Aggregation = TokenMean(),
+        correction: RolloutCorrection = RolloutCorrection(),
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
         actor_lr_scheduler: LRSchedulerCallable | None = None,
         kl_reward: KLTerm = KLTerm(),
@@ -77,55 +84,40 @@ class RLHFModule(RoleModule):
         max_grad_norm: float | None = 1.0,
         target_kl: float | None = None,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm)
+        needs_ref = kl_reward.coef > 0 or kl_loss.coef > 0
+        super().__init__(
+            actor,
+            (actor if ref is None else ref) if needs_ref else None,
+            reward_model,
+            advantages,
+            correction,
+            kl_reward,
+            score_shaping,
+            micro_batch_tokens,
+            max_grad_norm,
+        )
         for name, value in (("update_epochs", update_epochs), ("minibatch_size", minibatch_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if ent_coef < 0:
             raise ValueError(f"ent_coef must be at least 0, got {ent_coef}")
-        self.sources = {"actor": as_source(actor)}
-        if kl_reward.coef > 0 or kl_loss.coef > 0:
-            self.sources["ref"] = self.sources["actor"] if ref is None else as_source(ref)
-        if reward_model is not None:
-            self.sources["reward_model"] = as_source(reward_model)
-        self.frozen_roles = tuple(name for name in ("ref", "reward_model") if name in self.sources)
-        self.advantages, self.policy_loss = advantages, policy_loss
+        self.policy_loss, self.aggregation = policy_loss, aggregation
         self.actor_optimizer, self.actor_lr_scheduler = actor_optimizer, actor_lr_scheduler
-        self.kl_reward, self.kl_loss, self.kl_coef = kl_reward, kl_loss, kl_reward.coef
-        self.score_shaping, self.ent_coef = score_shaping, ent_coef
+        self.kl_loss, self.ent_coef = kl_loss, ent_coef
         self.update_epochs, self.minibatch_size, self.target_kl = update_epochs, minibatch_size, target_kl
-        self._rollout: Rollout | None = None
 
     # -- the step ---------------------------------------------------------------------------------------------
-
-    def receive(self, rollout: Rollout) -> None:
-        """Take over the rollout of this batch; the only way experience enters the module."""
-        self._rollout = rollout.to(self.device)
-
-    def take_rollout(self) -> Rollout:
-        """Give up the rollout of this batch.
-
-        Raises:
-            RuntimeError: nobody handed one over.
-        """
-        if self._rollout is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no rollout for this batch: "
-                f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
-            )
-        rollout, self._rollout = self._rollout, None
-        return rollout
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Learn from one rollout."""
         started = time.perf_counter()
-        experience = self.experience = self.evaluate(self.take_rollout())
+        experience = self.experience = self.evaluate(*self.take_rollout())
         evaluated = time.perf_counter()
         sums = Sums()
         for minibatch in self.minibatches(experience):
             of_minibatch = Sums()
             for role, loss in self.losses(of_minibatch).items():
-                norm = self.update(role, minibatch, loss, denominator=minibatch.mask.sum())
+                norm = self.update(role, minibatch, loss, self.denominator(minibatch))
                 of_minibatch.add(f"grad_norm/{role}", norm)
             sums.merge(of_minibatch)
             if self.strayed(of_minibatch):
@@ -142,8 +134,27 @@ class RLHFModule(RoleModule):
         for epoch in range(self.update_epochs):
             seed = derive_seed(run_seed(), "minibatches", self.trainer.global_step, self.global_rank, epoch)
             order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
-            for rows in order.split(self.minibatch_size):
-                yield experience[rows]
+            for number, rows in enumerate(order.split(self.minibatch_size)):
+                yield self.with_choice(experience[rows], derive_seed(seed, "chosen", number))
+
+    @torch.no_grad()
+    def with_choice(self, minibatch: Experience, seed: int) -> Experience:
+        """The mini-batch with the tokens that the policy loss wants to treat specially, if it does."""
+        if not self.policy_loss.chooses_tokens:
+            return minibatch
+        logprobs = self.by_rows(partial(self.actor_scores, "actor"), minibatch.rollout)[0]
+        generator = torch.Generator().manual_seed(seed)
+        reduce = self.roles.sum_over_ranks
+        chosen = self.policy_loss.choose(logprobs, minibatch.advantages, minibatch.mask, generator, reduce)
+        return replace(minibatch, chosen=chosen)
+
+    def denominator(self, minibatch: Experience) -> Tensor:
+        """What summed losses are divided by, over all ranks."""
+        return self.aggregation.denominator(minibatch.mask, self.roles.sum_over_ranks)
+
+    def aggregated(self, losses: Tensor, rows: Experience) -> Tensor:
+        """Weighted sum of the tokens' losses; :meth:`update` divides it."""
+        return (losses.masked_fill(~rows.mask, 0) * self.aggregation.weights(rows.mask).to(losses.dtype)).sum()
 
     def losses(self, sums: Sums) -> dict[str, Any]:
         """The summed loss of some rows for each role to update, in that order; metrics are added to ``sums``."""
@@ -151,8 +162,11 @@ class RLHFModule(RoleModule):
 
     def actor_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
-        logprobs, entropy = self.actor_logprobs("actor", rows.rollout)
-        policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages)
+        logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
+        policy, diagnostics = self.policy_loss(
+            logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.chosen
+        )
+        policy = policy * self.importance_weights(logprobs, rows)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
             kl = kl_estimate(logprobs, rows.ref_logprobs, self.kl_loss.estimator)
@@ -162,7 +176,14 @@ class RLHFModule(RoleModule):
         sums.add("policy/entropy", entropy, rows.mask)
         for name, values in diagnostics.items():
             sums.add("kl/approx" if name == "approx_kl" else f"policy/{name}", values, rows.mask)
-        return loss.masked_fill(~rows.mask, 0).sum()
+        return self.aggregated(loss, rows)
+
+    def importance_weights(self, logprobs: Tensor, rows: Experience) -> Tensor:
+        """(B, T) what multiplies the policy loss: worked out with the experience, or where that asked no actor, now."""
+        if not self.correction.bypass:
+            return rows.weights
+        weights, kept, _ = self.correction(logprobs.detach(), rows.rollout.rollout_logprobs, rows.mask)
+        return weights * kept
 
     def strayed(self, of_minibatch: Sums) -> bool:
         """Whether the policy has moved beyond ``target_kl``; reduced first, so every rank gets the same answer."""
@@ -170,85 +191,6 @@ class RLHFModule(RoleModule):
             return False
         return self.reduced(of_minibatch).get("kl/approx", 0.0) > self.target_kl
 
-    # -- from what happened to what to learn ------------------------------------------------------------------
-
-    @torch.no_grad()
-    def evaluate(self, rollout: Rollout) -> Experience:
-        """Ask every model about a rollout and work out rewards and advantages."""
-        old_logprobs, _ = self.by_rows(partial(self.actor_logprobs, "actor"), rollout)
-        ref_logprobs = old_logprobs
-        if "ref" in self.sources:
-            ref_logprobs, _ = self.by_rows(partial(self.actor_logprobs, "ref"), rollout)
-        mask = rollout.response_mask
-        kl = kl_estimate(old_logprobs, ref_logprobs, self.kl_reward.estimator).masked_fill(~mask, 0)
-        token_rewards = -self.kl_coef * kl
-        # On the policy's last token: what an environment wrote behind it is passed over, and so would be its reward.
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
-        reward = self.total_reward(rollout)
-        token_rewards.scatter_add_(1, last, reward.unsqueeze(1))
-        values = self.values(rollout)
-        advantages, returns = self.advantages_of(rollout, token_rewards, values)
-        return Experience(rollout, reward, old_logprobs, ref_logprobs, values, token_rewards, advantages, returns)
-
-    def advantages_of(self, rollout: Rollout, token_rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages and returns, (B, T) each."""
-        return self.advantages(token_rewards, values, rollout.response_mask, self.roles.sum_over_ranks)
-
-    def values(self, rollout: Rollout) -> Tensor:
-        """(B, T) the critic's values; zeros without one."""
-        return torch.zeros_like(rollout.rollout_logprobs)
-
-    def total_reward(self, rollout: Rollout) -> Tensor:
-        """(B,) what the reward functions gave plus the shaped score of the reward model."""
-        if "reward_model" not in self.sources:
-            return rollout.reward
-        return rollout.reward + self.score_shaping(self.scores(rollout), rollout.truncated)
-
-    @torch.no_grad()
-    def scores(self, rollout: Rollout) -> Tensor:
-        """(B,) the reward model's score of each whole response, normalised but not shaped."""
-
-        def at_end(rows: Rollout) -> tuple[Tensor]:
-            input_ids, _ = join(rows)
-            return (self.roles.role("reward_model")(input_ids, (rows.total_lengths - 1).unsqueeze(1)),)
-
-        return self.by_rows(at_end, rollout)[0].squeeze(1)
-
-    def actor_logprobs(self, role: str, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """(B, T) log-probabilities of the sampled tokens under a language-model role, and entropies."""
-        input_ids, index = join(rollout)
-        mask = rollout.response_mask
-        return self.roles.role(role)(input_ids, index, rollout.response_ids, mask, rollout.temperature)
-
-    def by_rows(self, function: Any, rollout: Rollout) -> tuple[Tensor, ...]:
-        """Apply a function of a rollout to micro-batches of it and put the results back in order."""
-        parts = token_budget_batches(rollout.total_lengths, self.micro_batch_tokens)
-        outputs = [function(rollout[rows]) for rows in parts]
-        back = torch.argsort(torch.cat(parts))
-        return tuple(torch.cat(column)[back.to(column[0].device)] for column in zip(*outputs, strict=True))
-
-    # -- models -----------------------------------------------------------------------------------------------
-
-    def setup(self, stage: str) -> None:
-        """Refuse models whose vocabularies differ, before any of them is loaded."""
-        super().setup(stage)
-        sizes = {name: source.hf_config().get_text_config().vocab_size for name, source in self.sources.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(
-                f"all roles must read the same token ids, but their vocabularies differ: {sizes}; "
-                f"use models that were made with one tokenizer"
-            )
-
-    def build_role(self, name: str) -> nn.Module:
-        """The language models of actor and reference, the scalar model of the reward model."""
-        source = self.sources[name]
-        return source.scalar() if name == "reward_model" else source.causal()
-
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """The actor's."""
         return self.actor_optimizer, self.actor_lr_scheduler
-
-    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Score one validation rollout; the RolloutLoop handed it over and makes the metrics."""
-        rollout = self.take_rollout()
-        return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}

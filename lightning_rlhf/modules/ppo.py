@@ -65,19 +65,22 @@ class PPOModule(RLHFModule):
 
     def critic_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Value loss summed over the tokens of some rows."""
-        losses, diagnostics = self.value_loss(self.critic_values(rows.rollout), rows.values, rows.returns)
+        losses, diagnostics = self.value_loss(self.critic_values(rows.rollout)[0], rows.values, rows.returns)
         sums.add("loss/value", losses, rows.mask)
         sums.add("value/clip_fraction", diagnostics["clip_fraction"], rows.mask)
-        return self.vf_coef * losses.masked_fill(~rows.mask, 0).sum()
+        return self.vf_coef * self.aggregated(losses, rows)
 
-    def critic_values(self, rollout: Rollout) -> Tensor:
-        """(B, T) the critic's value before each response token."""
-        return self.roles.role("critic")(*join(rollout))
+    def critic_values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """(B, T) the critic's value before each response token, and (B,) behind the last one."""
+        input_ids, index = join(rollout)
+        behind = (rollout.total_lengths - 1).unsqueeze(1)
+        values = self.roles.role("critic")(input_ids, torch.cat([index, behind], dim=1))
+        return values[:, :-1], values[:, -1]
 
-    def values(self, rollout: Rollout) -> Tensor:
-        """(B, T) the critic's values before the update, 0 where the mask is False."""
-        (values,) = self.by_rows(lambda rows: (self.critic_values(rows),), rollout)
-        return values.masked_fill(~rollout.response_mask, 0)
+    def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """The critic's values before the update, 0 where the mask is False; and behind truncated responses."""
+        values, behind = self.by_rows(self.critic_values, rollout)
+        return values.masked_fill(~rollout.response_mask, 0), behind.masked_fill(~rollout.truncated, 0)
 
     def build_role(self, name: str) -> nn.Module:
         """The scalar model of the critic; the others as the base says."""

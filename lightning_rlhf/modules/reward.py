@@ -48,7 +48,7 @@ class RewardModule(RoleModule):
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """One update on one batch of pairs."""
         sums = Sums()
-        pairs = torch.tensor(len(batch), device=self.device)
+        pairs = self.roles.sum_over_ranks(torch.tensor(len(batch), device=self.device))
         loss = partial(self.pair_loss, sums=sums, prefix="train")
         norm = self.update("reward_model", batch, loss, denominator=pairs)
         metrics = {**self.reduced(sums), "grad_norm/reward_model": float(norm)}

@@ -113,7 +113,7 @@ class RoleModule(LightningModule):
             role: a trained role.
             batch: the rows of this rank, with ``total_lengths``.
             summed_loss: gives the loss of some rows, a sum, with gradient.
-            denominator: count on this rank of what the loss is a mean of.
+            denominator: what the sum is divided by, counted over the mini-batch and all ranks, positive.
 
         Returns:
             The gradient's norm before clipping.
@@ -121,11 +121,10 @@ class RoleModule(LightningModule):
         Raises:
             FloatingPointError: the norm is not finite; this role's weights are as before.
         """
-        total = self.roles.sum_over_ranks(denominator).clamp(min=1)
         micro_batches = token_budget_batches(batch.total_lengths, self.micro_batch_tokens)
         for i, rows in enumerate(micro_batches):
             with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
-                self.manual_backward(summed_loss(batch[rows]) * (self.roles.gradient_scale / total))
+                self.manual_backward(summed_loss(batch[rows]) * (self.roles.gradient_scale / float(denominator)))
         norm = self.roles.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(

@@ -44,7 +44,8 @@ class SFTModule(RoleModule):
         """One update on one batch."""
         sums = Sums()
         loss = partial(self.token_loss, sums=sums, prefix="train")
-        norm = self.update("actor", batch, loss, denominator=batch.loss_mask.sum())
+        tokens = self.roles.sum_over_ranks(batch.loss_mask.sum()).clamp(min=1)
+        norm = self.update("actor", batch, loss, denominator=tokens)
         metrics = {**self.reduced(sums), "grad_norm/actor": float(norm)}
         self.finish_step(metrics, bar=("train/loss",))
 
@@ -60,7 +61,7 @@ class SFTModule(RoleModule):
         ids = rows.input_ids[:, : int(rows.lengths.max())]
         mask = rows.loss_mask[:, 1 : ids.shape[1]]
         index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
-        logprobs, entropy = self.roles.role("actor")(ids, index, ids[:, 1:], mask)
+        logprobs, entropy, _ = self.roles.role("actor")(ids, index, ids[:, 1:], mask)
         sums.add(f"{prefix}/loss", -logprobs, mask)
         sums.add(f"{prefix}/entropy", entropy, mask)
         return -logprobs.sum()

@@ -65,6 +65,7 @@ def collect(
         group=torch.arange(len(batch)).repeat_interleave(size),
         truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
         policy_version=torch.tensor([completion.policy_version for completion in completions]),
+        kept=torch.ones(len(completions), dtype=torch.bool),
         temperature=temperature,
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rlhf.functional import logprobs as module
-from lightning_rlhf.functional.logprobs import chunked_token_logprobs, head_logits, token_logprobs
+from lightning_rlhf.functional.logprobs import chunked_token_scores, head_logits, token_scores
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 HIDDEN, VOCABULARY = 4, 7
@@ -24,7 +24,7 @@ def _head(tokens, seed, bias=True, dtype=torch.float32):
 def test_logprobs_and_entropy_of_a_case_worked_by_hand():
     # probabilities 1/8, 2/8, 5/8 and a uniform quarter;  H = ln 8 / 8 + ln 4 / 4 + 5/8 ln 1.6
     logits = torch.tensor([[1.0, 2.0, 5.0, 0.0], [3.0, 3.0, 3.0, 3.0]]).log().clamp(min=-100)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 3]))
+    logprobs, entropy = token_scores(logits, torch.tensor([1, 3]))[:2]
     assert_close(logprobs, [-1.3862944, -1.3862944])
     assert_close(entropy, [0.9002561, 1.3862944])
 
@@ -33,7 +33,7 @@ def test_logprobs_and_entropy_of_a_case_worked_by_hand():
 @given(seeds, st.sampled_from([0.1, 1.0, 10.0]))
 def test_logprobs_and_entropy_follow_the_definition(seed, scale):
     logits, targets = scale * normal(5, 6, seed=seed), torch.tensor([0, 5, 2, 2, 4])
-    logprobs, entropy = token_logprobs(logits, targets)
+    logprobs, entropy = token_scores(logits, targets)[:2]
     for i, row in enumerate(logits.tolist()):
         total = math.fsum(math.exp(z) for z in row)
         probabilities = [math.exp(z) / total for z in row]
@@ -44,7 +44,7 @@ def test_logprobs_and_entropy_follow_the_definition(seed, scale):
 def test_logprobs_and_entropy_are_verls_and_torchs():
     recorded = golden("verl")
     logits, targets = float64(recorded["inputs"]["logits"]), torch.tensor(recorded["inputs"]["targets"])
-    logprobs, entropy = token_logprobs(logits, targets)
+    logprobs, entropy = token_scores(logits, targets)[:2]
     assert_close(logprobs, recorded["outputs"]["token_logprobs"], atol=1e-6)
     assert_close(entropy, recorded["outputs"]["token_entropy"], atol=1e-6)
     assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-6)
@@ -53,16 +53,16 @@ def test_logprobs_and_entropy_are_verls_and_torchs():
 def test_half_precision_logits_are_computed_in_float32():
     logits = normal(3, 50, seed=0).bfloat16()
     targets = torch.tensor([4, 0, 49])
-    logprobs, entropy = token_logprobs(logits, targets)
+    logprobs, entropy = token_scores(logits, targets)[:2]
     assert logprobs.dtype == entropy.dtype == torch.float32
-    expected = token_logprobs(logits.double(), targets)
+    expected = token_scores(logits.double(), targets)
     assert_close(logprobs, expected[0])
     assert_close(entropy, expected[1])
 
 
 def test_huge_logits_stay_finite():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
-    logprobs, entropy = token_logprobs(logits, torch.tensor([1, 0]))
+    logprobs, entropy = token_scores(logits, torch.tensor([1, 0]))[:2]
     assert_close(logprobs, [-2e4, -math.log(3)], rtol=1e-3)
     assert_close(entropy, [0.0, math.log(3)], atol=1e-3)
 
@@ -98,7 +98,7 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
     logits = scale * (logits if softcap is None else softcap * torch.tanh(logits / softcap))
     every = logits.log_softmax(-1)
     expected = every[torch.arange(tokens), targets], -(every.exp() * every).sum(-1)
-    actual = chunked_token_logprobs(
+    actual = chunked_token_scores(
         hidden, weight, offset, targets, scale=scale, softcap=softcap, chunk_tokens=chunk_tokens
     )
 
@@ -117,21 +117,21 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
 
 def test_by_default_logits_are_neither_scaled_nor_capped():
     hidden, weight, bias, targets = _head(5, seed=5)
-    expected = token_logprobs(hidden @ weight.T + bias, targets)
-    for ours, exact in zip(chunked_token_logprobs(hidden, weight, bias, targets), expected, strict=True):
+    expected = token_scores(hidden @ weight.T + bias, targets)
+    for ours, exact in zip(chunked_token_scores(hidden, weight, bias, targets), expected, strict=True):
         assert_close(ours, exact, atol=1e-6)
 
 
 def test_hidden_states_and_targets_that_do_not_match_are_refused():
     hidden, weight, bias, targets = _head(6, seed=6)
     with pytest.raises(ValueError, match="zip"):
-        chunked_token_logprobs(hidden, weight, bias, targets[:4], chunk_tokens=2)
+        chunked_token_scores(hidden, weight, bias, targets[:4], chunk_tokens=2)
 
 
 def test_no_tokens_still_reach_every_parameter():
     # a rank that selects no token must take part in the gradient's collectives
     hidden, weight, bias, targets = _head(0, seed=0)
-    logprobs, entropy = chunked_token_logprobs(hidden, weight, bias, targets)
+    logprobs, entropy = chunked_token_scores(hidden, weight, bias, targets)[:2]
     assert logprobs.shape == entropy.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     for parameter in (hidden, weight, bias):
@@ -140,9 +140,9 @@ def test_no_tokens_still_reach_every_parameter():
 
 def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
     hidden, weight, bias, targets = _head(5, seed=1)
-    with_graph = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=2)
+    with_graph = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
     with torch.no_grad():
-        without = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=2)
+        without = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
     for first, second in zip(with_graph, without, strict=True):
         assert first.requires_grad
         assert not second.requires_grad
@@ -151,7 +151,7 @@ def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
 
 def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
     hidden, weight, bias, targets = _head(5, seed=2)
-    chunked_token_logprobs(hidden, weight.detach(), bias.detach(), targets, chunk_tokens=2)[0].sum().backward()
+    chunked_token_scores(hidden, weight.detach(), bias.detach(), targets, chunk_tokens=2)[0].sum().backward()
     assert hidden.grad.abs().sum() > 0
     assert weight.grad is None
 
@@ -171,7 +171,7 @@ def chunk_sizes(monkeypatch):
 
 def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_them_again(chunk_sizes):
     hidden, weight, bias, targets = _head(7, seed=3)
-    logprobs, _ = chunked_token_logprobs(hidden, weight, bias, targets, chunk_tokens=3)
+    logprobs, _ = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=3)[:2]
     assert chunk_sizes == [3, 3, 1]
     logprobs.sum().backward()
     assert sorted(chunk_sizes) == [1, 1, 3, 3, 3, 3]
@@ -179,13 +179,13 @@ def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_them_again(ch
 
 def test_logits_are_made_once_where_no_gradient_is_wanted(chunk_sizes):
     with torch.no_grad():
-        chunked_token_logprobs(*_head(1025, seed=4))
+        chunked_token_scores(*_head(1025, seed=4))
     assert chunk_sizes == [1024, 1]
 
 
 def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([0]))
+    logprobs, entropy = token_scores(logits, torch.tensor([0]))[:2]
     (logprobs + entropy).sum().backward()
     assert_close(entropy, torch.tensor([math.log(2)]))
     assert_close(logprobs, torch.tensor([-math.log(2)]))

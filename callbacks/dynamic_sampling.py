@@ -1,0 +1,76 @@
+"""DynamicSampling: replace prompts whose responses all earn the same, because they teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.types import PromptBatch, Rollout
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Generates until enough prompts have responses of differing reward ("DAPO", Yu et al. 2025, section 3.2).
+
+    Each batch of the data is generated for in rounds of ``prompts_per_step`` prompts, until that many have contrast or
+    the batch is used up: its size is the bound. Prompts of the batch that were not needed come again in another epoch.
+    Where too few have contrast, others fill the step up: they are measured, not learnt from.
+
+    Args:
+        prompts_per_step: prompts to learn from in a step, at least 1; the data's ``batch_size`` is a multiple of it.
+        reward: name of the reward whose values must differ; None takes the weighted sum of all reward functions.
+    """
+
+    prompts_per_step: int
+    reward: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step < 1:
+            raise ValueError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
+
+    def __call__(
+        self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout]
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout of ``prompts_per_step`` prompts.
+
+        Args:
+            batch: prompts, a multiple of ``prompts_per_step``.
+            roll: generates and judges the responses to some prompts.
+
+        Returns:
+            The rollout, and what was generated for it, as metrics.
+        """
+        with_contrast, without, rewards = list[Rollout](), list[Rollout](), list[Tensor]()
+        found = generated = 0
+        while found < self.prompts_per_step and generated < len(batch):
+            rollout = roll(batch[generated : generated + self.prompts_per_step])
+            rewards.append(rollout.reward)
+            contrast = self._contrast(rollout)
+            found += int(rollout.group[contrast].unique().numel())
+            generated += self.prompts_per_step
+            with_contrast.append(rollout[contrast])
+            without.append(replace(rollout[~contrast], kept=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
+        every = concatenate([part for part in (*with_contrast, *without) if len(part)])
+        size = len(rewards[0]) // self.prompts_per_step
+        rows = every[list(range(self.prompts_per_step * size))]
+        rows = replace(rows, group=torch.arange(self.prompts_per_step).repeat_interleave(size))
+        return rows, {
+            "rollout/generated_prompts": float(generated),
+            "rollout/contrast_fraction": found / generated,
+            "rollout/filled_fraction": max(self.prompts_per_step - found, 0) / self.prompts_per_step,
+            "reward/generated_mean": torch.cat(rewards).mean().item(),
+        }
+
+    def _contrast(self, rollout: Rollout) -> Tensor:
+        """(B,) bool, whether the responses to each row's prompt differ in reward; NaN is a value of its own."""
+        values = (rollout.reward if self.reward is None else rollout.rewards[self.reward]).nan_to_num(nan=torch.inf)
+        groups = int(rollout.group.max()) + 1
+        low, high = (
+            torch.zeros(groups).scatter_reduce(0, rollout.group, values, reduce, include_self=False)
+            for reduce in ("amin", "amax")
+        )
+        return (low != high)[rollout.group]

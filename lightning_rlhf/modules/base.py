@@ -99,7 +99,11 @@ class RLHFModule(RoleModule):
     # -- the step ---------------------------------------------------------------------------------------------
 
     def receive(self, rollout: Rollout) -> None:
-        """Take over the rollout of this batch; the only way experience enters the module."""
+        """Take over the rollout of this batch; the only way experience enters the module.
+
+        The callback that calls this before each training and validation step says so by a class attribute
+        ``hands_over_rollouts = True``, as RolloutLoop does; without one the module refuses to run.
+        """
         self._rollout = rollout.to(self.device)
 
     def take_rollout(self) -> Rollout:
@@ -111,7 +115,7 @@ class RLHFModule(RoleModule):
         if self._rollout is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no rollout for this batch: "
-                f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+                f"the callback that hands them over must call receive() before each step"
             )
         rollout, self._rollout = self._rollout, None
         return rollout
@@ -230,8 +234,14 @@ class RLHFModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuse models whose vocabularies differ, before any of them is loaded."""
+        """Refuse a run without rollouts, and models whose vocabularies differ, before any of them is loaded."""
         super().setup(stage)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(getattr(callback, "hands_over_rollouts", False) for callback in callbacks):
+            raise ValueError(
+                f"{type(self).__name__} learns from rollouts, and no callback hands them over: "
+                f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+            )
         sizes = {name: source.hf_config().get_text_config().vocab_size for name, source in self.sources.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(

@@ -15,6 +15,7 @@ from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.sums import Sums
@@ -234,7 +235,7 @@ class RLHFModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuse a run without rollouts, and models whose vocabularies differ, before any of them is loaded."""
+        """Refuse a run without rollouts, and models that read other token ids, before any of them is loaded."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "hands_over_rollouts", False) for callback in callbacks):
@@ -242,12 +243,8 @@ class RLHFModule(RoleModule):
                 f"{type(self).__name__} learns from rollouts, and no callback hands them over: "
                 f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
-        sizes = {name: source.hf_config().get_text_config().vocab_size for name, source in self.sources.items()}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(
-                f"all roles must read the same token ids, but their vocabularies differ: {sizes}; "
-                f"use models that were made with one tokenizer"
-            )
+        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
+        check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
 
     def build_role(self, name: str) -> nn.Module:
         """The language models of actor and reference, the scalar model of the reward model."""

@@ -15,6 +15,7 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.data.rows import RowSource, text_of, use_rows
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
+from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.collect import collect
@@ -72,12 +73,8 @@ class PolicyCheck(Callback):
         self._rows = rows[: self.num_samples]
         if self.rule is not None:
             self.rule.check(sorted(name for name in rows[0] if name != "prompt"))
-        known, vocabulary = len(trainer.datamodule.tokenizer), self.policy.hf_config().get_text_config().vocab_size
-        if known > vocabulary:
-            raise ValueError(
-                f"the tokenizer knows {known} tokens, PolicyCheck's policy only {vocabulary}: "
-                f"the reward model and the policy need one tokenizer"
-            )
+        roles = {"the reward model": pl_module.sources["reward_model"], "PolicyCheck's policy": self.policy}
+        check_vocabularies(roles, trainer.datamodule.tokenizer)
 
     def on_train_end(self, trainer: Trainer, pl_module: RewardModule) -> None:
         """Sample, score, scale, and say what was found."""

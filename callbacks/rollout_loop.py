@@ -48,6 +48,8 @@ class RolloutLoop(Callback):
         stop_token_ids: tokens that end a response beside the tokenizer's end token, as chat models have them.
     """
 
+    hands_over_rollouts = True
+
     def __init__(
         self,
         rewards: list[RewardFunction] | None = None,

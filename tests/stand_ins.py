@@ -126,6 +126,8 @@ def _padded(rows: list[list[int]], extra_columns: int) -> tuple[Tensor, Tensor]:
 class HandOver(Callback):
     """Gives the module the batch itself as rollout."""
 
+    hands_over_rollouts = True
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
         pl_module.receive(batch)
 

@@ -1,14 +1,16 @@
 """Estimators of KL(policy || reference) from samples of the policy (Schulman, "Approximating KL Divergence", 2020)."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1") -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
+) -> Tensor:
     """Estimate, token by token, how far the policy is from the reference.
 
     With d = logprobs - ref_logprobs and tokens drawn from the policy:
@@ -16,29 +18,48 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator =
         k2 = d^2 / 2             biased, low variance
         k3 = exp(-d) + d - 1     unbiased, low variance, never negative
         abs = |d|
+        k1+, k3+, abs+           the value of k1, k3, abs with the gradient of k2
 
     In k3, d is clamped at -20, so that a token the policy all but lost stays finite and is not pushed further down.
+
+    As a loss only the gradient counts, and an unbiased value does not make it one. Over samples of the policy, k1's
+    gradient grad log p is 0 in expectation, k3's is that of KL(reference || policy); k2's, d grad log p, is that of
+    KL(policy || reference), so k2 and the forms with a plus are unbiased there: value = sg(base - k2) + k2.
+    See "Rethinking KL Regularization in RLHF", Liu et al. 2025, section 4.
 
     Args:
         logprobs: (...) the policy's.
         ref_logprobs: (...) the reference's, the same shape.
-        estimator: one of the four.
+        estimator: one of the seven.
+        clamp: largest absolute value of an estimate, nats, positive; None leaves it. Where it binds, the estimate is
+            too small, and the forms without a plus have no gradient.
 
     Returns:
         (...) nats per token.
 
     Raises:
-        ValueError: the estimator is none of the four.
+        ValueError: the estimator is none of the seven.
     """
+    if estimator not in get_args(KLEstimator):
+        raise ValueError(f"KL estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
     difference = logprobs - ref_logprobs
-    if estimator == "k1":
+    value = _value(difference, estimator.removesuffix("+"))
+    if clamp is not None:
+        value = value.clamp(-clamp, clamp)
+    if not estimator.endswith("+"):
+        return value
+    slope = difference.detach()
+    # Not base - k2 + k2: beside a large k2 the base would lose its digits.
+    return value.detach() + slope * (difference - slope)
+
+
+def _value(difference: Tensor, base: str) -> Tensor:
+    if base == "k1":
         return difference
-    if estimator == "k2":
+    if base == "k2":
         return difference**2 / 2
-    if estimator == "k3":
+    if base == "k3":
         # expm1, because exp(-d) - 1 near d = 0 loses every digit and k3 falls below 0.
         log_ratio = (-difference).clamp(max=20)
         return torch.expm1(log_ratio) - log_ratio
-    if estimator == "abs":
-        return difference.abs()
-    raise ValueError(f"KL estimator must be one of k1, k2, k3, abs, got {estimator!r}")
+    return difference.abs()

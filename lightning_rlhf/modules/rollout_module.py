@@ -13,6 +13,7 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -67,6 +68,9 @@ class RolloutModule(RoleModule):
 
     def receive(self, rollout: Rollout, greedy: Rollout | None = None) -> None:
         """Take over the rollout of this batch; the only way experience enters the module.
+
+        The callback that calls this before each training and validation step says so by a class attribute
+        ``hands_over_rollouts = True``, as RolloutLoop does; without one the module refuses to run.
 
         Args:
             rollout: to learn from.
@@ -178,14 +182,16 @@ class RolloutModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuse models whose vocabularies differ, before any of them is loaded."""
+        """Refuse a run without rollouts, and models that read other token ids, before any of them is loaded."""
         super().setup(stage)
-        sizes = {name: source.hf_config().get_text_config().vocab_size for name, source in self.sources.items()}
-        if len(set(sizes.values())) > 1:
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(getattr(callback, "hands_over_rollouts", False) for callback in callbacks):
             raise ValueError(
-                f"all roles must read the same token ids, but their vocabularies differ: {sizes}; "
-                f"use models that were made with one tokenizer"
+                f"{type(self).__name__} learns from rollouts, and no callback hands them over: "
+                f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
+        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
+        check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
 
     def build_role(self, name: str) -> nn.Module:
         """The language models of actor and reference, the scalar model of the reward model."""

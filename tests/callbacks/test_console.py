@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console
 from lightning_rlhf.callbacks.console import _count, _number, trust_in_reward_model
 from lightning_rlhf.data.rows import InMemory
 from tests.callbacks.conftest import ROWS
-from tests.stand_ins import TinyModel, quiet_trainer
+from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 
 
 def test_the_first_screen_says_what_will_run_and_the_arithmetic_of_a_batch(run, capsys, tmp_path):
@@ -53,11 +54,19 @@ def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path)
     assert "step 2: train/loss " in screen
 
 
-def test_without_a_rollout_loop_the_error_is_the_modules(run):
-    made = run(callbacks=[Console()])
+class Feeder(Callback):
+    hands_over_rollouts = True
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        pl_module.receive(rollout_of(responses(4, seed=0)))
+
+
+def test_rollouts_may_come_from_a_callback_of_ones_own(run, capsys):
+    made = run(callbacks=[Console(), Feeder()])
     made.trainer.callbacks.remove(made.loop)
-    with pytest.raises(RuntimeError, match=r"PPOModule has no rollout .* add lightning_rlhf.callbacks.RolloutLoop"):
-        made.fit()
+    made.fit()
+    assert "one step: 2 rows, one update; 2 steps" in capsys.readouterr().out
+    assert made.metrics["reward/given"] != 0
 
 
 def test_what_is_known_of_the_reward_model_is_said(run, tmp_path):

@@ -105,6 +105,14 @@ def test_the_samples_are_the_same_at_every_run(checked):
     assert checked(num_samples=5)[0].rollout.response_ids.shape[0] == 5
 
 
+def test_a_policy_of_another_tokenizer_is_refused_before_training(checked, tmp_path):
+    TinyModel().causal().save_pretrained(tmp_path / "policy")
+    CharacterTokenizer("gfedcba").load().save_pretrained(tmp_path / "policy")
+    told = "PolicyCheck's policy was made with another tokenizer: in its own 'a' is 10, in the run's 'a' is 4"
+    with pytest.raises(ValueError, match=told):
+        checked(policy=str(tmp_path / "policy"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -112,12 +120,16 @@ def test_the_samples_are_the_same_at_every_run(checked):
             {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 9})},
             "the tokenizer knows 11 tokens, PolicyCheck's policy only 9",
         ),
+        (
+            {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 12})},
+            "PolicyCheck's policy knows 12 tokens, the reward model 11, and no tokenizer beside it says that they",
+        ),
         ({"policy": "runs/nowhere/at/all"}, "no model at 'runs/nowhere/at/all'"),
         ({"prompts": InMemory([{"prompt": "a", "letter": "a"}])}, "PolicyCheck needs at least 2 prompts, got 1"),
         ({"prompts": InMemory([{"prompt": "a"}] * 3)}, "reward function 'begins_late' needs 'letter'"),
         ({"num_samples": 1}, "num_samples must be at least 2"),
     ],
-    ids=["vocabulary", "path", "prompts", "column", "samples"],
+    ids=["small vocabulary", "large vocabulary", "path", "prompts", "column", "samples"],
 )
 def test_what_cannot_be_checked_is_refused_before_training(checked, arguments, told, monkeypatch):
     monkeypatch.setattr(RewardModule, "training_step", lambda *given: pytest.fail("it trained"))

@@ -87,7 +87,7 @@ def test_the_constructor_refuses(arguments, told):
         ),
         (
             {"model": {"reward_model": wider(12)}},
-            "all roles must read the same token ids, but their vocabu",
+            "the reward_model knows 12 tokens, the actor 11, and no tokenizer beside it says that they agree: give a",
         ),
     ],
     ids=["minibatch", "large minibatch", "tokenizer", "no judge", "val_metric", "column", "vocabularies"],

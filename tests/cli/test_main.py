@@ -85,6 +85,13 @@ def test_what_is_found_before_training_is_a_sentence_and_code_2(fit, config, cha
     assert line.startswith(f"lightning-rlhf: {told}")
 
 
+def test_ppo_without_rollouts_is_refused_before_training(fit, config):
+    config["trainer"]["callbacks"] = []
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.startswith("lightning-rlhf: PPOModule learns from rollouts, and no callback hands them over: add")
+
+
 def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, judged_by):
     result = fit(judged_by("faulty"))
     assert result.code == 1

@@ -1,10 +1,12 @@
 """What each part of PPOModule does, seen from outside: whole steps under a real Trainer."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_rlhf import PPOModule
 from lightning_rlhf.models.loading import FromConfig
@@ -12,7 +14,7 @@ from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import assert_close, over_ranks
-from tests.stand_ins import TINY_LLAMA, OneOfTwoRanks, Response, TinyModel, fit, responses, rollout_of
+from tests.stand_ins import TINY_LLAMA, OneOfTwoRanks, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 ROWS = responses(8, seed=5)
@@ -347,14 +349,20 @@ def test_the_run_seed_decides_the_order_and_nothing_else_does(monkeypatch):
     assert distance(first, result(2)) > 0
 
 
-def test_a_step_without_a_rollout_names_the_missing_callback():
+@pytest.mark.parametrize("method", ["fit", "validate"])
+def test_without_a_callback_that_hands_over_rollouts_the_module_refuses_to_run_before_any_model_is_loaded(method):
+    module = PPOModule(TinyModel())
+    with pytest.raises(ValueError, match=r"^PPOModule learns from rollouts, and no callback hands them over: add "):
+        getattr(quiet_trainer(), method)(module, DataLoader([rollout()], batch_size=None))
+    assert not module.built
+
+
+def test_a_step_without_a_rollout_says_who_must_do_what():
     module = ppo("float32")
     module.receive = lambda given: None
-    with pytest.raises(RuntimeError) as error:
+    message = "PPOModule has no rollout for this batch: the callback that hands them over must call receive() before"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(module, [rollout()])
-    assert str(error.value) == (
-        "PPOModule has no rollout for this batch: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
-    )
 
 
 def test_a_rollout_is_learnt_from_once():
@@ -366,7 +374,7 @@ def test_a_rollout_is_learnt_from_once():
 
 def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
     module = PPOModule(TinyModel(), reward_model=FromConfig(TINY_LLAMA | {"vocab_size": 12}))
-    with pytest.raises(ValueError, match=r"their vocabularies differ: {'actor': 11, 'reward_model': 12, 'critic': 12}"):
+    with pytest.raises(ValueError, match=r"^the reward_model knows 12 tokens, the actor 11, and no tokenizer beside"):
         fit(module, [rollout()])
     assert not module.built
 

@@ -1,0 +1,111 @@
+"""Models that read token ids as the run's tokenizer writes them, and models that do not."""
+
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from lightning_rlhf import PPOModule, PromptDataModule
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.models.vocabulary import check_vocabularies
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from tests.stand_ins import TINY_LLAMA, HandOver, TinyModel, quiet_trainer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Writes a tiny model of so many tokens, with the tokenizer of these letters beside it."""
+
+    def saved(name, size=11, letters=None):
+        TinyModel(TINY_LLAMA | {"vocab_size": size}).causal().save_pretrained(tmp_path / name)
+        if letters is not None:
+            CharacterTokenizer(letters).load().save_pretrained(tmp_path / name)
+        return Pretrained(str(tmp_path / name))
+
+    return saved
+
+
+def refused(roles, tokenizer, told):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
+        check_vocabularies(roles, tokenizer)
+
+
+def test_an_embedding_padded_to_another_size_is_no_difference(saved, tokenizer):
+    roles = {"the actor": saved("actor", 12, "abcdefg"), "the reward_model": saved("reward", 16, "abcdefg")}
+    check_vocabularies(roles, tokenizer)
+    check_vocabularies(roles, None)
+
+
+def test_other_tokens_of_the_same_number_are_refused_and_the_first_is_named(saved, tokenizer):
+    roles = {"the actor": saved("actor", letters="abcdefg"), "the reward_model": saved("reward", letters="abdcefg")}
+    told = "the reward_model was made with another tokenizer: in its own 'c' is 7, in {} 'c' is 6; all roles must"
+    refused(roles, tokenizer, told.format("the run's"))
+    refused(roles, None, told.format("the actor's"))
+
+
+@pytest.mark.parametrize(
+    ("letters", "told"),
+    [("abcdef", "in its own 'g' is unknown, in the run's 'g' is 10"), ("abcdefgh", "in its own 'h' is 11, in the run")],
+)
+def test_a_token_that_only_one_tokenizer_knows_is_named(saved, tokenizer, letters, told):
+    roles = {"the actor": TinyModel(), "the critic": saved("critic", 16, letters)}
+    refused(roles, tokenizer, f"the critic was made with another tokenizer: {told}")
+
+
+def test_the_actor_s_own_tokenizer_must_be_the_run_s_too(saved, tokenizer):
+    roles = {"the actor": saved("actor", letters="gfedcba")}
+    refused(roles, tokenizer, "the actor was made with another tokenizer: in its own 'a' is 10, in the run's 'a' is 4")
+
+
+def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
+    actor = saved("actor", 12, "abcdefg")
+    check_vocabularies({"the actor": actor, "the critic": saved("same", 12)}, tokenizer)
+    for other in (saved("larger", 13), TinyModel(), TinyModel(TINY_LLAMA | {"vocab_size": 13})):
+        size = other.hf_config().vocab_size
+        told = f"the critic knows {size} tokens, the actor 12, and no tokenizer beside it says that they agree: give a"
+        refused({"the actor": actor, "the critic": other}, tokenizer, told)
+
+
+def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_is_refused(saved, tokenizer):
+    small = {"the actor": saved("actor", letters="abcdefg"), "the critic": saved("critic", 10, "abcdefg")}
+    refused(small, tokenizer, "the tokenizer knows 11 tokens, the critic only 10: give the tokenizer that belongs to")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said(saved, tokenizer, tmp_path):
+    actor = saved("actor")
+    (tmp_path / "actor/tokenizer.json").write_text("{")
+    told = f"the tokenizer of the actor at '{actor.path}' cannot be read, so nobody knows whether it is the run's: "
+    refused({"the actor": actor}, tokenizer, told)
+
+
+# -- under a Trainer ---------------------------------------------------------------------------------------------------
+
+
+class Fed(HandOver):
+    def on_train_batch_start(self, *given):
+        pytest.fail("it trained")
+
+
+def set_up(module):
+    data = PromptDataModule(InMemory([{"prompt": "a"}] * 2), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=4)
+    quiet_trainer(callbacks=[Fed()]).fit(module, datamodule=data)
+
+
+def test_each_source_is_read_once_and_before_any_weight(saved, monkeypatch):
+    actor, reward = saved("actor", 12, "abcdefg"), saved("reward", 16, "abcdefgh")
+    module, read = PPOModule(actor, kl_reward=KLTerm(0.1), critic="actor", reward_model=reward), []
+    real = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **how: read.append(path) or real(path, **how))
+    with pytest.raises(ValueError, match=r"^the reward_model was made with another tokenizer: in its own 'h' is 1"):
+        set_up(module)
+    assert read == [actor.path, reward.path]
+    assert not module.built
+
+
+def test_the_run_s_tokenizer_is_what_roles_are_compared_with(saved):
+    module = PPOModule(saved("actor", 12, "gfedcba"))
+    with pytest.raises(ValueError, match=r"^the actor was made with another tokenizer: in its own 'a' is 10, in the"):
+        set_up(module)
+    assert not module.built

@@ -6,6 +6,7 @@ if __name__ != "lightning_rlhf.callbacks":
 from .checkpoint import RunCheckpoint
 from .console import Console
 from .defaults import complete
+from .dynamic_sampling import DynamicSampling
 from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
@@ -19,6 +20,7 @@ from .throughput import Throughput
 
 __all__ = [
     "Console",
+    "DynamicSampling",
     "HFExport",
     "KLControl",
     "MetricsCSV",

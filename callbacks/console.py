@@ -50,10 +50,11 @@ class Console(Callback):
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
         if isinstance(module, RLHFModule) and any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
             loop = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
-            responses = data.batch_size * loop.group_size
+            prompts = loop.prompts_per_step(data)
+            responses = prompts * loop.group_size
             minibatches = responses // module.minibatch_size
             lines.append(
-                f"one step: {data.batch_size} prompts x {loop.group_size} = {responses} responses, learnt from in "
+                f"one step: {prompts} prompts x {loop.group_size} = {responses} responses, learnt from in "
                 f"{module.update_epochs} x {minibatches} mini-batches of {module.minibatch_size} "
                 f"= {minibatches * module.update_epochs} updates; {steps} steps"
             )

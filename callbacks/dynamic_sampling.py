@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.objectives.base import AdvantageEstimator
+from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.types import PromptBatch, Rollout
 
 
@@ -32,9 +34,33 @@ class DynamicSampling:
         if self.prompts_per_step < 1:
             raise ValueError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
 
-    def __call__(
-        self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout]
-    ) -> tuple[Rollout, dict[str, float]]:
+    def check(
+        self, batch_size: int, group_size: int, rewards: list[RewardFunction], advantages: AdvantageEstimator
+    ) -> None:
+        """Refuse what cannot work, before anything is generated.
+
+        Raises:
+            ValueError: the sizes do not fit, no reward function tells responses apart, or greedy responses are needed.
+        """
+        if batch_size % self.prompts_per_step:
+            raise ValueError(
+                f"dynamic sampling generates in rounds of prompts_per_step={self.prompts_per_step}, which does not "
+                f"divide the data's batch_size {batch_size}"
+            )
+        if group_size < 2:
+            raise ValueError(
+                f"dynamic sampling compares the responses to one prompt: group_size is {group_size}, not 2"
+            )
+        names = [reward.label for reward in rewards if self.reward is not None or reward.weight]
+        if not names or (self.reward is not None and self.reward not in names):
+            raise ValueError(
+                f"dynamic sampling needs a reward function that tells right from wrong: {self.reward or 'any'} is not "
+                f"among {names}; a reward model's score is known only when the module asks it"
+            )
+        if advantages.needs_greedy:
+            raise ValueError(f"dynamic sampling does not go with the greedy responses of {type(advantages).__name__}")
+
+    def __call__(self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout]) -> tuple[Rollout, dict[str, float]]:
         """The rollout of ``prompts_per_step`` prompts.
 
         Args:

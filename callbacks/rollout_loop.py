@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
+from .clock import Clock
+from .dynamic_sampling import DynamicSampling
 from .validation import Validation
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ class RolloutLoop(Callback):
             the push; 0 switches the check off.
         max_logprob_diff: largest difference that passes, nats; None is 1e-3 for float32 and 1 for bfloat16.
         stop_token_ids: tokens that end a response beside the tokenizer's end token, as chat models have them.
+        dynamic_sampling: replaces prompts whose responses all earn the same; None learns from every prompt.
     """
 
     hands_over_rollouts = True
@@ -63,6 +66,7 @@ class RolloutLoop(Callback):
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
         stop_token_ids: list[int] | None = None,
+        dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         least = {"group_size": 1, "max_response_tokens": 1, "val_samples": 1, "check_rows": 0}
         for name, given in zip(least, (group_size, max_response_tokens, val_samples, check_rows), strict=True):
@@ -78,6 +82,7 @@ class RolloutLoop(Callback):
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
         self.val_samples, self.val_metric = val_samples, val_metric
         self.stop_token_ids = list(stop_token_ids or [])
+        self.dynamic_sampling = dynamic_sampling
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self._pushed: int | None = None
@@ -125,14 +130,26 @@ class RolloutLoop(Callback):
                 f"the tokenizer knows {len(data.tokenizer)} tokens, the actor only {vocabulary}: "
                 f"give the tokenizer that belongs to the actor"
             )
-        responses = data.batch_size * self.group_size
+        if module.advantages.needs_groups and self.group_size < 2:
+            raise ValueError(
+                f"{type(module.advantages).__name__} compares the responses to one prompt: group_size must be at least 2, "
+                f"got {self.group_size}"
+            )
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module.advantages)
+        prompts = self.prompts_per_step(data)
+        responses = prompts * self.group_size
         if responses % module.minibatch_size:
             fitting = [size for size in range(1, responses + 1) if responses % size == 0]
             nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
             raise ValueError(
                 f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
-                f"(batch_size {data.batch_size} x group_size {self.group_size}); {nearest} would"
+                f"({prompts} prompts x group_size {self.group_size}); {nearest} would"
             )
+
+    def prompts_per_step(self, data: PromptDataModule) -> int:
+        """Prompts that a step learns from."""
+        return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
 
     def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Wait for the engine."""
@@ -162,23 +179,25 @@ class RolloutLoop(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
         """One rollout."""
-        started = time.perf_counter()
-        self.push_weights(trainer, pl_module)
-        pushed = time.perf_counter()
-        completions = self._generate(batch, "train", batch.epoch, self.group_size, self.temperature)
-        generated = time.perf_counter()
-        rollout = collect(batch, completions, self.rewards, trainer.datamodule.tokenizer, self.temperature)
-        judged = time.perf_counter()
-        self.verify(pl_module, rollout)
-        pl_module.receive(rollout)
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        metrics = {
-            "time/sync_s": pushed - started,
-            "time/generate_s": generated - pushed,
-            "time/reward_s": judged - generated,
-            "time/check_s": time.perf_counter() - judged,
-            "rollout/tokens_per_s": tokens / (generated - pushed),
-        }
+        clock, tokens = Clock(), 0
+        with clock("time/sync_s"):
+            self.push_weights(trainer, pl_module)
+
+        def roll(prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
+            nonlocal tokens
+            with clock("time/generate_s"):
+                completions = self._generate(prompts, "train", prompts.epoch, samples, temperature)
+            tokens += sum(len(completion.token_ids) for completion in completions)
+            with clock("time/reward_s"):
+                return collect(prompts, completions, self.rewards, trainer.datamodule.tokenizer, temperature)
+
+        sample = partial(roll, samples=self.group_size, temperature=self.temperature)
+        rollout, metrics = self.dynamic_sampling(batch, sample) if self.dynamic_sampling else (sample(batch), {})
+        greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
+        with clock("time/check_s"):
+            self.verify(pl_module, rollout)
+        pl_module.receive(rollout, greedy)
+        metrics |= {**clock.seconds, "rollout/tokens_per_s": tokens / clock.seconds["time/generate_s"]}
         for name, value in metrics.items():
             pl_module.log(name, value, batch_size=1)
 

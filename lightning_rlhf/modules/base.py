@@ -144,8 +144,8 @@ class RLHFModule(RolloutModule):
             return minibatch
         logprobs = self.by_rows(partial(self.actor_scores, "actor"), minibatch.rollout)[0]
         generator = torch.Generator().manual_seed(seed)
-        reduce = self.roles.sum_over_ranks
-        chosen = self.policy_loss.choose(logprobs, minibatch.advantages, minibatch.mask, generator, reduce)
+        tensors = logprobs, minibatch.old_logprobs, minibatch.advantages, minibatch.mask
+        chosen = self.policy_loss.choose(*tensors, generator, self.roles.sum_over_ranks)
         return replace(minibatch, chosen=chosen)
 
     def denominator(self, minibatch: Experience) -> Tensor:
@@ -163,9 +163,7 @@ class RLHFModule(RolloutModule):
     def actor_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
-        policy, diagnostics = self.policy_loss(
-            logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.chosen
-        )
+        policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.chosen)
         policy = policy * self.importance_weights(logprobs, rows)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:

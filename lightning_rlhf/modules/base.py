@@ -52,7 +52,7 @@ class RLHFModule(RoleModule):
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
         target_kl: the updates still to come on a rollout are left out once the mean of KL(old || new), in nats per
             token, over a mini-batch and all ranks exceeds this; it is measured before that mini-batch's own update,
-            which is still made. None never stops.
+            which is still made; ``policy/updates`` in the log counts what was made. None never stops.
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
@@ -126,16 +126,18 @@ class RLHFModule(RoleModule):
         started = time.perf_counter()
         experience = self.experience = self.evaluate(self.take_rollout())
         evaluated = time.perf_counter()
-        sums = Sums()
+        sums, updates = Sums(), 0
         for minibatch in self.minibatches(experience):
             of_minibatch = Sums()
             for role, loss in self.losses(of_minibatch).items():
                 norm = self.update(role, minibatch, loss, denominator=minibatch.mask.sum())
                 of_minibatch.add(f"grad_norm/{role}", norm)
+                updates += role == "actor"
             sums.merge(of_minibatch)
             if self.strayed(of_minibatch):
                 break
         metrics = {**describe(experience, self.roles.sum_over_ranks), **self.reduced(sums), "kl/coef": self.kl_coef}
+        metrics["policy/updates"] = updates  # fewer where target_kl stopped them
         if "ref" not in self.sources:
             del metrics["kl/ref"]  # 0 would read as no drift
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}

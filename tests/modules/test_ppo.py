@@ -159,6 +159,7 @@ def test_while_the_critic_warms_up_the_actor_does_not_move():
     assert distance(actor, weights(module, "actor")) == 0
     assert distance(critic, weights(module, "critic")) > 0
     assert "loss/policy" not in trainer.callback_metrics
+    assert trainer.callback_metrics["policy/updates"] == 0
 
 
 def test_after_the_warm_up_the_actor_learns():
@@ -187,8 +188,8 @@ def counting(target_kl, rate, **options):
 
 def test_updates_stop_once_the_policy_has_strayed():
     free, held = counting(None, 0.5), counting(0.01, 0.5)
-    fit(free, [rollout()])
-    fit(held, [rollout()])
+    logged = [fit(module, [rollout()]).callback_metrics["policy/updates"] for module in (free, held)]
+    assert logged == [8, 2]
     assert free.updates == ["critic", "actor"] * 8
     # the first update starts from the old policy itself, so the second is the first that can have strayed
     assert held.updates == ["critic", "actor"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +27,8 @@ from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
+log = logging.getLogger(__name__)
+
 
 class RLHFModule(RoleModule):
     """Learns from rollouts that a :class:`~lightning_rlhf.callbacks.RolloutLoop` hands over by :meth:`receive`.
@@ -43,7 +46,7 @@ class RLHFModule(RoleModule):
         actor_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
         kl_reward: KL to the reference subtracted from each token's reward. Its weight may be steered by a
             :class:`~lightning_rlhf.callbacks.KLControl` callback.
-        kl_loss: KL to the reference added to the loss.
+        kl_loss: KL to the reference added to the loss; estimator k1 is warned of, because its gradient is noise there.
         score_shaping: what becomes of the reward model's score.
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
@@ -244,6 +247,10 @@ class RLHFModule(RoleModule):
             raise ValueError(
                 f"{type(self).__name__} learns from rollouts, and no callback hands them over: "
                 f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+            )
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1":
+            log.warning(
+                "kl_loss with estimator k1 does not hold the actor, its gradient is zero on average: take k2 or k3"
             )
         tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)

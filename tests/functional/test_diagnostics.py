@@ -135,6 +135,19 @@ def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
     assert_close(ordered_share(torch.tensor(worse), torch.tensor(better)), 1 - share)
 
 
+@pytest.mark.parametrize(
+    ("better", "worse", "share"),
+    [
+        ([math.inf], [math.inf], 0.5),
+        ([math.inf], [0.0], 1.0),
+        ([-math.inf], [0.0], 0.0),
+        ([math.nan, 1.0], [0.0], math.nan),
+    ],
+)
+def test_ordered_share_of_infinite_scores_and_of_scores_that_are_no_numbers(better, worse, share):
+    assert_close(ordered_share(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
+
+
 def test_ordered_share_is_the_area_under_the_roc_curve_of_scikit_learn():
     for case in PEERS["roc_auc"]["cases"]:
         share = ordered_share(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))

@@ -28,8 +28,13 @@ def assert_close(
     """
     if not (0 <= rtol <= 1e-2 and 0 <= atol <= 1e-2):
         raise ValueError(f"rtol and atol must lie in [0, 1e-2], got rtol={rtol}, atol={atol}")
-    actual, expected = (torch.as_tensor(value).detach().double() for value in (actual, expected))
+    actual, expected = (_float64(value) for value in (actual, expected))
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
+
+
+def _float64(value: Any) -> Tensor:
+    # A list of Python numbers would become float32 on the way, and lose what a strict tolerance looks at.
+    return value.detach().double() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
 def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:

@@ -78,7 +78,9 @@ def ordered_share(better: Tensor, worse: Tensor) -> float:
         worse: (M,) scores that should be lower.
 
     Returns:
-        A number in [0, 1]; NaN when either side is empty.
+        A number in [0, 1]; NaN when either side is empty or a score is NaN.
     """
-    difference = better.double().unsqueeze(1) - worse.double().unsqueeze(0)
-    return ((difference > 0).double() + (difference == 0).double() / 2).mean().item()
+    if bool(better.isnan().any()) or bool(worse.isnan().any()):
+        return math.nan
+    higher, lower = better.unsqueeze(1), worse.unsqueeze(0)
+    return ((higher > lower).double() + (higher == lower).double() / 2).mean().item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,8 @@ from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Experience, PromptBatch
 
+log = logging.getLogger(__name__)
+
 
 class RLHFModule(RolloutModule):
     """Learns from rollouts that a :class:`~lightning_rlhf.callbacks.RolloutLoop` hands over by :meth:`receive`.
@@ -47,7 +50,7 @@ class RLHFModule(RolloutModule):
         actor_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
         kl_reward: KL to the reference subtracted from each token's reward. Its weight may be steered by a
             :class:`~lightning_rlhf.callbacks.KLControl` callback.
-        kl_loss: KL to the reference added to the loss.
+        kl_loss: KL to the reference added to the loss; estimator k1 is warned of, because its gradient is noise there.
         score_shaping: what becomes of the reward model's score.
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
@@ -56,7 +59,7 @@ class RLHFModule(RolloutModule):
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
         target_kl: the updates still to come on a rollout are left out once the mean of KL(old || new), in nats per
             token, over a mini-batch and all ranks exceeds this; it is measured before that mini-batch's own update,
-            which is still made. None never stops.
+            which is still made; ``policy/updates`` in the log counts what was made. None never stops.
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
@@ -113,16 +116,18 @@ class RLHFModule(RolloutModule):
         started = time.perf_counter()
         experience = self.experience = self.evaluate(*self.take_rollout())
         evaluated = time.perf_counter()
-        sums = Sums()
+        sums, updates = Sums(), 0
         for minibatch in self.minibatches(experience):
             of_minibatch = Sums()
             for role, loss in self.losses(of_minibatch).items():
                 norm = self.update(role, minibatch, loss, self.denominator(minibatch))
                 of_minibatch.add(f"grad_norm/{role}", norm)
+                updates += role == "actor"
             sums.merge(of_minibatch)
             if self.strayed(of_minibatch):
                 break
         metrics = {**describe(experience, self.roles.sum_over_ranks), **self.reduced(sums), "kl/coef": self.kl_coef}
+        metrics["policy/updates"] = updates  # fewer where target_kl stopped them
         if "ref" not in self.sources:
             del metrics["kl/ref"]  # 0 would read as no drift
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
@@ -188,6 +193,16 @@ class RLHFModule(RolloutModule):
         if self.target_kl is None:
             return False
         return self.reduced(of_minibatch).get("kl/approx", 0.0) > self.target_kl
+
+    # -- models -----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Say what is legal and useless."""
+        super().setup(stage)
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1":
+            log.warning(
+                "kl_loss with estimator k1 does not hold the actor, its gradient is zero on average: take k2 or k3"
+            )
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """The actor's."""

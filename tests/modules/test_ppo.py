@@ -1,5 +1,6 @@
 """What each part of PPOModule does, seen from outside: whole steps under a real Trainer."""
 
+import logging
 import re
 from dataclasses import replace
 from functools import partial
@@ -159,6 +160,7 @@ def test_while_the_critic_warms_up_the_actor_does_not_move():
     assert distance(actor, weights(module, "actor")) == 0
     assert distance(critic, weights(module, "critic")) > 0
     assert "loss/policy" not in trainer.callback_metrics
+    assert trainer.callback_metrics["policy/updates"] == 0
 
 
 def test_after_the_warm_up_the_actor_learns():
@@ -187,8 +189,8 @@ def counting(target_kl, rate, **options):
 
 def test_updates_stop_once_the_policy_has_strayed():
     free, held = counting(None, 0.5), counting(0.01, 0.5)
-    fit(free, [rollout()])
-    fit(held, [rollout()])
+    logged = [fit(module, [rollout()]).callback_metrics["policy/updates"] for module in (free, held)]
+    assert logged == [8, 2]
     assert free.updates == ["critic", "actor"] * 8
     # the first update starts from the old policy itself, so the second is the first that can have strayed
     assert held.updates == ["critic", "actor"] * 2
@@ -377,6 +379,20 @@ def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
     with pytest.raises(ValueError, match=r"^the reward_model knows 12 tokens, the actor 11, and no tokenizer beside"):
         fit(module, [rollout()])
     assert not module.built
+
+
+@pytest.mark.parametrize(
+    ("term", "warnings"), [(KLTerm(0.1, "k1"), 1), (KLTerm(0.1, "k2"), 0), (KLTerm(0.1, "k3"), 0), (KLTerm(0.0), 0)]
+)
+def test_a_kl_loss_whose_gradient_is_zero_in_expectation_is_warned_of_once(term, warnings, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    fit(ppo("float32", kl_loss=term, kl_reward=KLTerm(0.1)), [rollout()] * 2)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (
+        said
+        == ["kl_loss with estimator k1 does not hold the actor, its gradient is zero on average: take k2 or k3"]
+        * warnings
+    )
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touched():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
-from tests.helpers import assert_close, float64, normal, properties, seeds
+from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 
 def test_loss_of_a_case_worked_by_hand():
@@ -39,6 +39,25 @@ def test_loss_is_torchs_cross_entropy_between_the_two_answers(seed):
     logits = torch.stack([chosen - margin, rejected], dim=1)
     expected = torch.nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long), reduction="none")
     assert_close(PairwiseLoss()(chosen, rejected, margin), expected)
+
+
+@pytest.mark.parametrize("case", golden("peers")["pairwise_loss"]["cases"])
+def test_loss_and_gradient_are_trls(case):
+    inputs, expected = case["inputs"], {name: float64(numbers) for name, numbers in case["outputs"].items()}
+    chosen, rejected = (float64(inputs[name]).requires_grad_() for name in ("chosen", "rejected"))
+    margin = None if inputs["margin"] is None else float64(inputs["margin"])
+    loss = PairwiseLoss(inputs["center_coef"] or 0.0)(chosen, rejected, margin)
+    loss.mean().backward()
+    assert_close(loss, expected["losses"], rtol=1e-9, atol=1e-12)
+    assert_close(loss.mean(), expected["mean"], rtol=1e-9, atol=1e-12)
+    assert_close(chosen.grad, expected["gradient_chosen"], rtol=1e-9, atol=1e-12)
+    assert_close(rejected.grad, expected["gradient_rejected"], rtol=1e-9, atol=1e-12)
+
+
+def test_the_recorded_pairs_come_with_and_without_margin_and_centring():
+    inputs = [case["inputs"] for case in golden("peers")["pairwise_loss"]["cases"]]
+    terms = {(case["margin"] is None, case["center_coef"] is None) for case in inputs}
+    assert terms == {(False, False), (False, True), (True, False), (True, True)}
 
 
 @properties

@@ -25,7 +25,7 @@ def kl_estimate(
     As a loss only the gradient counts, and an unbiased value does not make it one. Over samples of the policy, k1's
     gradient grad log p is 0 in expectation, k3's is that of KL(reference || policy); k2's, d grad log p, is that of
     KL(policy || reference), so k2 and the forms with a plus are unbiased there: value = sg(base - k2) + k2.
-    See "Rethinking KL Regularization in RLHF", Liu et al. 2025, section 4.
+    See "Rethinking KL Regularization in RLHF", Liu et al. 2025.
 
     Args:
         logprobs: (...) the policy's.

@@ -4,6 +4,7 @@ The denominator is counted over a whole mini-batch and all ranks, so that neithe
 gradient. A response without a policy token does not count.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -16,17 +17,17 @@ from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
 class Aggregation(ABC):
     """loss = sum over tokens of weight x loss / denominator."""
 
-    @abstractmethod
     def weights(self, mask: Tensor) -> Tensor:
-        """(B, T) float64 weight of each token, 0 where the mask is False; each row by itself.
+        """(B, T) float64 weight of each token, 0 where the mask is False; each row by itself. Here 1 per token.
 
         Args:
             mask: (B, T) bool.
         """
+        return mask.double()
 
     @abstractmethod
     def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
-        """What the weighted sum over a mini-batch is divided by, at least 1.
+        """What the weighted sum over a mini-batch is divided by, float64, positive even where no token is.
 
         Args:
             mask: (B, T) bool, of the whole mini-batch on this rank.
@@ -38,17 +39,13 @@ class Aggregation(ABC):
 class TokenMean(Aggregation):
     """Every token counts the same, so long responses count more ("DAPO", Yu et al. 2025, eq. 12)."""
 
-    def weights(self, mask: Tensor) -> Tensor:
-        """See :meth:`Aggregation.weights`."""
-        return mask.double()
-
     def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
         """Tokens."""
         return reduce(mask.sum().double()).clamp(min=1)
 
 
 @dataclass(frozen=True)
-class TokenSum(TokenMean):
+class TokenSum(Aggregation):
     """The plain sum: the gradient grows with the mini-batch."""
 
     def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
@@ -57,11 +54,12 @@ class TokenSum(TokenMean):
 
 
 @dataclass(frozen=True)
-class SequenceMeanTokenSum(TokenMean):
+class SequenceMeanTokenSum(Aggregation):
     """The mean over responses of the sum over their tokens, divided by a constant.
 
-    With ``scale`` the longest response length this is Dr. GRPO's loss ("Understanding R1-Zero-Like Training",
-    Liu et al. 2025, section 3.2), which prefers neither short nor long answers.
+    With ``scale`` the longest response a run allows this is Dr. GRPO's loss ("Understanding R1-Zero-Like Training",
+    Liu et al. 2025, section 3.2), which prefers neither short nor long answers. It is a constant and never the width
+    of a padded batch, which would change the gradient from step to step.
 
     Args:
         scale: divides each token's loss, positive; 1 is the plain sum.
@@ -70,8 +68,8 @@ class SequenceMeanTokenSum(TokenMean):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"scale must be positive, got {self.scale}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be positive and finite, got {self.scale}")
 
     def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
         """Responses, times the constant."""

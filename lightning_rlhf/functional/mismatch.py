@@ -1,0 +1,170 @@
+"""How far the policy that is trained is from the one that sampled: kernels, precision and staleness set them apart.
+
+Measured on every policy token, before anything is truncated or rejected, and exact over ranks.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, masked_sum, this_rank_only
+from lightning_rlhf.types import SamplingParams
+
+MaxOverRanks = Callable[[Tensor], Tensor]
+LOG_BOUND = 20.0  # exp(20) is 5e8: beyond, one token would be all that is seen of a batch
+
+
+def refuse_truncated_sampling(sampling: SamplingParams) -> None:
+    """Refuse top-p and top-k for samples to learn from.
+
+    They cut the distribution, so the engine draws from, and reports, log-probabilities over the tokens it kept, while
+    the trainer's are over all: with equal weights the ratio train / rollout of a token is not 1 but the mass that was
+    kept, 0.9 and more for top-p 0.9, and every correction by it is biased. Renormalising the trainer's would need the kept set
+    of each token, which engines do not return and which for top-p may be most of the vocabulary, and would train
+    another policy than the one that is saved. Temperature is no such case: the trainer divides its logits by it too.
+
+    Args:
+        sampling: of the rollouts.
+
+    Raises:
+        ValueError: the sampling truncates.
+    """
+    if sampling.truncates:
+        raise ValueError(
+            f"samples to learn from need top_p=1 and top_k=0, got top_p={sampling.top_p}, top_k={sampling.top_k}: "
+            f"a truncated distribution is not the one that is trained; set the temperature instead"
+        )
+
+
+def train_rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Log of train / rollout of each token in float64, clamped to [-20, 20]; 0 where the mask is False.
+
+    Args:
+        logprobs: (B, T) the trained policy's.
+        rollout_logprobs: (B, T) the engine's at sampling time.
+        mask: (B, T) bool.
+    """
+    log_ratio = (logprobs.detach().double() - rollout_logprobs.detach().double()).clamp(-LOG_BOUND, LOG_BOUND)
+    return log_ratio.masked_fill(~mask, 0)
+
+
+def response_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B,) mean over the tokens of each response, 0 for one without any."""
+    return values.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+
+def means_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce: SumOverRanks) -> dict[str, float]:
+    """Mean of each tensor over its mask and all ranks, in one reduction; NaN where nothing counts.
+
+    Args:
+        parts: names to values (...) and bool mask (...).
+        reduce: sums a tensor over ranks.
+    """
+    pairs = [torch.stack([masked_sum(values.double(), mask), mask.sum().double()]) for values, mask in parts.values()]
+    return {name: (s / n).item() for name, (s, n) in zip(parts, reduce(torch.stack(pairs)), strict=True)}
+
+
+def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce_max: MaxOverRanks) -> dict[str, float]:
+    """Largest of each tensor over its mask and all ranks, in one reduction; NaN where nothing counts.
+
+    Args:
+        parts: names to values (...) and bool mask (...).
+        reduce_max: takes the elementwise maximum over ranks.
+    """
+    nothing = torch.tensor([-torch.inf], dtype=torch.float64)
+    largest = [torch.cat([values[mask].double(), nothing.to(mask.device)]).max() for values, mask in parts.values()]
+    found = zip(parts, reduce_max(torch.stack(largest)).tolist(), strict=True)
+    return {name: torch.nan if value == -torch.inf else value for name, value in found}
+
+
+def spread_metrics(
+    parts: Mapping[str, tuple[Tensor, Tensor]], reduce: SumOverRanks, reduce_max: MaxOverRanks
+) -> dict[str, float]:
+    """``_mean``, ``_std``, ``_max`` and ``_min`` of each tensor over its mask and all ranks.
+
+    The standard deviation is that of the batch (divisor n), in two passes: E[x^2] - E[x]^2 loses every digit.
+
+    Args:
+        parts: names to values (...) and bool mask (...).
+        reduce: sums a tensor over ranks.
+        reduce_max: takes the elementwise maximum over ranks.
+    """
+    means = means_over_ranks(parts, reduce)
+    squares = {name: ((values.double() - means[name]) ** 2, mask) for name, (values, mask) in parts.items()}
+    metrics = {f"{name}_mean": value for name, value in means.items()}
+    metrics |= {f"{name}_std": value**0.5 for name, value in means_over_ranks(squares, reduce).items()}
+    ends = {f"{name}_max": part for name, part in parts.items()}
+    ends |= {f"{name}_min": (-values, mask) for name, (values, mask) in parts.items()}
+    largest = maxima_over_ranks(ends, reduce_max)
+    return metrics | {name: -value if name.endswith("_min") else value for name, value in largest.items()}
+
+
+def mismatch_metrics(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    reduce: SumOverRanks = this_rank_only,
+    reduce_max: MaxOverRanks = this_rank_only,
+) -> dict[str, float]:
+    """Divergence, perplexities and spread of the ratio between trained policy and rollout policy.
+
+    With l = log(train / rollout) of a token, clamped to [-20, 20], r = exp(l), R the product of r over a response
+    (its logarithm clamped likewise), n samples:
+        kl_k1 = mean(-l), kl_k3 = mean(r - 1 - l)       estimates of KL(rollout || train), nats per token
+        chi2_token = mean(r^2) - 1, chi2_sequence = mean(R^2) - 1
+        ess_token = mean(r)^2 / mean(r^2), ess_sequence likewise of R: share of the samples that is left, in (0, 1]
+        log_ppl_train, log_ppl_rollout                  mean over responses of the mean of -logprobs over tokens
+        ppl_train, ppl_rollout, ppl_ratio               mean over responses of the exponentials; ratio train / rollout
+        log_ppl_diff                                    of each response: mean of -l; the mean of its size is _abs_mean
+        ratio, sequence_ratio, prob_diff, logprob_diff  r, R, abs(difference of probabilities), abs(l)
+        prob_correlation                                Pearson's, of the two probabilities of each token
+
+    Args:
+        logprobs: (B, T) the trained policy's before the first update.
+        rollout_logprobs: (B, T) the engine's at sampling time.
+        mask: (B, T) bool, policy tokens, before any rejection.
+        reduce: sums a tensor over ranks.
+        reduce_max: takes the elementwise maximum over ranks; without one, extremes are this rank's.
+
+    Returns:
+        ``rollout_corr/<name>`` to a number, NaN where no token counts.
+    """
+    log_ratio = train_rollout_log_ratio(logprobs, rollout_logprobs, mask)
+    rows = mask.any(dim=1)
+    of_response = log_ratio.sum(dim=1).clamp(-LOG_BOUND, LOG_BOUND)
+    difference = -response_mean(log_ratio, mask)
+    train, rollout = (values.detach().double() for values in (logprobs, rollout_logprobs))
+    log_ppl = {"train": -response_mean(train, mask), "rollout": -response_mean(rollout, mask)}
+    means = {
+        "kl_k1": (-log_ratio, mask),
+        "kl_k3": (torch.expm1(log_ratio) - log_ratio, mask),
+        "chi2_token": (torch.expm1(2 * log_ratio), mask),
+        "chi2_sequence": (torch.expm1(2 * of_response), rows),
+        "log_ppl_diff_abs_mean": (difference.abs(), rows),
+        "ppl_ratio": (difference.exp(), rows),
+    }
+    for whose, values in log_ppl.items():
+        means[f"log_ppl_{whose}"] = (values, rows)
+        means[f"ppl_{whose}"] = (values.clamp(max=LOG_BOUND).exp(), rows)
+    spreads = {
+        "ratio": (log_ratio.exp(), mask),
+        "sequence_ratio": (of_response.exp(), rows),
+        "log_ppl_diff": (difference, rows),
+        "logprob_diff": (log_ratio.abs(), mask),
+        "prob_diff": ((train.exp() - rollout.exp()).abs(), mask),
+    }
+    metrics = means_over_ranks(means, reduce) | spread_metrics(spreads, reduce, reduce_max)
+    metrics["ess_token"] = metrics["ratio_mean"] ** 2 / (1 + metrics["chi2_token"])
+    metrics["ess_sequence"] = metrics["sequence_ratio_mean"] ** 2 / (1 + metrics["chi2_sequence"])
+    metrics["prob_correlation"] = _correlation(train.exp(), rollout.exp(), mask, reduce)
+    return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+
+def _correlation(first: Tensor, second: Tensor, mask: Tensor, reduce: SumOverRanks) -> float:
+    """Pearson's correlation over the mask and all ranks; NaN where either does not vary."""
+    means = means_over_ranks({"first": (first, mask), "second": (second, mask)}, reduce)
+    x, y = first - means["first"], second - means["second"]
+    products = means_over_ranks({"xy": (x * y, mask), "xx": (x * x, mask), "yy": (y * y, mask)}, reduce)
+    scale = (products["xx"] * products["yy"]) ** 0.5
+    return products["xy"] / scale if scale > 1e-28 else torch.nan  # below, probabilities differ by rounding alone

@@ -1,0 +1,289 @@
+"""What to do about tokens that another policy drew than the one that learns: weigh them, drop them, or only measure."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.functional.mismatch import (
+    LOG_BOUND,
+    MaxOverRanks,
+    means_over_ranks,
+    mismatch_metrics,
+    response_mean,
+    spread_metrics,
+    train_rollout_log_ratio,
+)
+from lightning_rlhf.objectives.rejections import Rejection
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Importance weights and rejections for tokens drawn by another policy than the one that learns.
+
+    The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. With
+    l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is exp of l (``token``), of its sum over the
+    response (``sequence``, clamped likewise) or of its mean (``geometric``). The weight is the ratio truncated to the
+    bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025), or 0
+    outside them (IcePop, "Every Step Evolves", Ling Team 2025). By default nothing is changed and all is measured.
+
+    A weight multiplies the loss of a token that still counts in the denominator; a rejected token does not count.
+
+    With ``bypass`` the actor is not asked before the first update: the rollout's log-probabilities are the old ones.
+    The ratio of a clipped policy loss is then already train / rollout, so it takes no weights (``level`` None); a plain
+    policy gradient has no ratio, and takes them. Weights and rejections then depend on the actor as it is: ask
+    :meth:`of_rows` with its present log-probabilities in each micro-batch. A token rejected there still counts in the
+    denominator, which was fixed before.
+
+    Presets of verl are classmethods of the same names. In YAML, ``class_path`` may name the class or a classmethod.
+
+    Args:
+        level: whose ratio is the weight; None gives every token weight 1.
+        upper: upper bound of the ratio, positive; ``.inf`` for none.
+        lower: lower bound of the ratio, in [0, upper]; None is 0.
+        mode: ``truncate`` moves a ratio out of bounds to the bound, ``mask`` to 0.
+        batch_normalize: whether weights are divided by their mean over the tokens (``token``) or responses (else) that
+            are kept, on all ranks.
+        rejections: what is dropped; a token stays where all keep it.
+        bypass: whether the rollout's log-probabilities stand for the actor's before the first update.
+    """
+
+    level: Literal["token", "sequence", "geometric"] | None = None
+    upper: float = 2.0
+    lower: float | None = None
+    mode: Literal["truncate", "mask"] = "truncate"
+    batch_normalize: bool = False
+    rejections: tuple[Rejection, ...] = ()
+    bypass: bool = False
+
+    def __post_init__(self) -> None:
+        if self.level not in ("token", "sequence", "geometric", None):
+            raise ValueError(f"level must be token, sequence, geometric or null, got {self.level!r}")
+        if self.mode not in ("truncate", "mask"):
+            raise ValueError(f"mode must be truncate or mask, got {self.mode!r}")
+        if not self.upper > 0:
+            raise ValueError(f"upper must be positive, got {self.upper}")
+        if self.lower is not None and not 0 <= self.lower <= self.upper:
+            raise ValueError(f"lower must lie in [0, upper], got {self.lower} with upper {self.upper}")
+        if self.batch_normalize and (self.level is None or self.bypass):
+            raise ValueError("batch_normalize needs a level, and cannot go with bypass, which weighs micro-batches")
+        names = [rejection.name for rejection in self.rejections]
+        if len(set(names)) < len(names):
+            raise ValueError(f"rejections must differ in statistic or level, got {', '.join(names)}")
+
+    def __call__(
+        self,
+        old_logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        mask: Tensor,
+        reduce: SumOverRanks = this_rank_only,
+        reduce_max: MaxOverRanks = this_rank_only,
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Weights, what is kept, and metrics of a whole batch.
+
+        Metrics are :func:`~lightning_rlhf.functional.mismatch.mismatch_metrics`, then of the weights before batch
+        normalisation and of each rejection, all over the tokens of ``mask``, rejected ones included.
+
+        Args:
+            old_logprobs: (B, T) the actor's before the first update.
+            rollout_logprobs: (B, T) the engine's at sampling time.
+            mask: (B, T) bool, policy tokens.
+            reduce: sums a tensor over ranks.
+            reduce_max: takes the elementwise maximum over ranks; without one, extremes are this rank's.
+
+        Returns:
+            weights: (B, T) in the dtype of ``old_logprobs`` without gradient, 0 where the mask is False.
+            kept: (B, T) bool, the mask less what was rejected.
+            metrics: ``rollout_corr/<name>`` to a number, NaN where no token counts.
+        """
+        log_ratio = train_rollout_log_ratio(old_logprobs, rollout_logprobs, mask)
+        weights, kept = self._weights(log_ratio, mask), self._kept(log_ratio, mask)
+        metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, reduce, reduce_max)
+        metrics |= self._metrics(log_ratio, mask, weights, kept, reduce, reduce_max)
+        if self.batch_normalize:
+            rows = kept.any(dim=1)
+            counted = (weights, kept) if self.level == "token" else (response_mean(weights, kept), rows)
+            mean = means_over_ranks({"weights": counted}, reduce)["weights"]
+            factor = mean if mean > 1e-8 else 1.0  # all weights 0, or none at all: nothing to normalise
+            weights = weights / factor
+            metrics["rollout_corr/batch_norm_factor"] = factor
+        return weights.to(old_logprobs.dtype), kept, metrics
+
+    def of_rows(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and what is kept of some rows, as :meth:`__call__`, without normalisation and metrics."""
+        log_ratio = train_rollout_log_ratio(logprobs, rollout_logprobs, mask)
+        return self._weights(log_ratio, mask).to(logprobs.dtype), self._kept(log_ratio, mask)
+
+    def _log_level_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) where tokens have ratios of their own, else (B, 1)."""
+        if self.level == "sequence":
+            return log_ratio.sum(dim=1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND)
+        return response_mean(log_ratio, mask).unsqueeze(1) if self.level == "geometric" else log_ratio
+
+    def _weights(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        if self.level is None:
+            return mask.double()
+        ratio, low = self._log_level_ratio(log_ratio, mask).exp(), self.lower or 0.0
+        weights = ratio.clamp(low, self.upper)
+        if self.mode == "mask":
+            weights = torch.where(weights == ratio, ratio, 0.0)
+        return weights.expand(mask.shape).masked_fill(~mask, 0)
+
+    def _kept(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        kept = mask
+        for rejection in self.rejections:
+            kept = kept & rejection.keep(log_ratio, mask)
+        return kept
+
+    def _metrics(
+        self,
+        log_ratio: Tensor,
+        mask: Tensor,
+        weights: Tensor,
+        kept: Tensor,
+        reduce: SumOverRanks,
+        reduce_max: MaxOverRanks,
+    ) -> dict[str, float]:
+        rows = mask.any(dim=1)
+        shares: dict[str, tuple[Tensor, Tensor]] = {}
+        spreads: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.level is not None:
+            # A truncation without lower bound still tells how often it would bind the other way round.
+            low = 1 / self.upper if self.lower is None else self.lower
+            ratio = self._log_level_ratio(log_ratio, mask).exp()
+            of_response = response_mean(ratio.expand(mask.shape), mask)
+            units = mask if self.level == "token" else rows.unsqueeze(1)
+            shares |= {"above_fraction": (ratio > self.upper, units), "below_fraction": (ratio < low, units)}
+            shares["sequence_above_fraction"] = of_response > self.upper, rows
+            shares["sequence_below_fraction"] = of_response < low, rows
+            outside = (ratio > self.upper) | (ratio < (self.lower or 0.0))
+            shares["outside_fraction"] = outside.expand(mask.shape), mask
+            spreads |= {"weight": (weights, mask), "sequence_weight": (response_mean(weights, mask), rows)}
+        for rejection in self.rejections:
+            name, (low, high) = rejection.name, rejection.bounds
+            values = rejection.values(log_ratio, mask)
+            units = mask if rejection.level == "token" else rows
+            dropped = mask & ~rejection.keep(log_ratio, mask)
+            spreads[name] = values, units
+            shares[f"{name}_above_fraction"] = values > high, units
+            shares[f"{name}_below_fraction"] = values < low, units
+            shares[f"{name}_rejected_fraction"] = dropped, mask
+            shares[f"{name}_rejected_sequence_fraction"] = dropped.any(dim=1), rows
+        dropped = mask & ~kept
+        shares |= {"rejected_fraction": (dropped, mask), "rejected_sequence_fraction": (dropped.any(dim=1), rows)}
+        metrics = means_over_ranks(shares, reduce)
+        if spreads:
+            metrics |= spread_metrics(spreads, reduce, reduce_max)
+        if self.level is not None:
+            mean_square = metrics["weight_mean"] ** 2 + metrics["weight_std"] ** 2
+            metrics["weight_ess"] = metrics["weight_mean"] ** 2 / mean_square if mean_square != 0 else 0.0
+        return {f"rollout_corr/{name}": value for name, value in metrics.items()}
+
+    # -- verl's presets -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def disabled(cls) -> "RolloutCorrection":
+        """Only measure."""
+        return cls()
+
+    @classmethod
+    def decoupled_token_is(cls, upper: float = 2.0) -> "RolloutCorrection":
+        """Truncated weights of tokens."""
+        return cls("token", upper)
+
+    @classmethod
+    def decoupled_seq_is(cls, upper: float = 2.0) -> "RolloutCorrection":
+        """Truncated weights of responses."""
+        return cls("sequence", upper)
+
+    @classmethod
+    def decoupled_token_icepop(cls, upper: float = 5.0, lower: float = 0.5) -> "RolloutCorrection":
+        """Weights of tokens, 0 out of bounds."""
+        return cls("token", upper, lower, "mask")
+
+    @classmethod
+    def decoupled_seq_is_rs(
+        cls, upper: float = 2.0, reject_lower: float = 0.5, reject_upper: float = 2.0
+    ) -> "RolloutCorrection":
+        """Truncated weights of responses; those whose ratio is out of bounds are rejected."""
+        return cls("sequence", upper, rejections=(Rejection("k1", "sequence_sum", reject_upper, reject_lower),))
+
+    @classmethod
+    def decoupled_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
+        """Responses are rejected by the geometric mean of their tokens' ratios."""
+        return cls(rejections=(Rejection("k1", "sequence_mean", reject_upper, reject_lower),))
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(
+        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
+    ) -> "RolloutCorrection":
+        """As ``decoupled_geo_rs``, with truncated weights of responses."""
+        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), level="sequence", upper=upper)
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(
+        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
+    ) -> "RolloutCorrection":
+        """As ``decoupled_geo_rs``, with truncated weights of tokens."""
+        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), level="token", upper=upper)
+
+    @classmethod
+    def decoupled_k3_rs(cls, reject_upper: float = 0.01) -> "RolloutCorrection":
+        """Responses are rejected by the mean of k3 over their tokens."""
+        return cls(rejections=(Rejection("k3", "sequence_mean", reject_upper),))
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, upper: float = 2.0, reject_upper: float = 0.01) -> "RolloutCorrection":
+        """As ``decoupled_k3_rs``, with truncated weights of responses."""
+        return replace(cls.decoupled_k3_rs(reject_upper), level="sequence", upper=upper)
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, upper: float = 2.0, reject_upper: float = 0.01) -> "RolloutCorrection":
+        """As ``decoupled_k3_rs``, with truncated weights of tokens."""
+        return replace(cls.decoupled_k3_rs(reject_upper), level="token", upper=upper)
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> "RolloutCorrection":
+        """For a clipped policy loss, whose ratio corrects."""
+        return cls(bypass=True)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
+        """For a clipped policy loss; rejects as ``decoupled_geo_rs``."""
+        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), bypass=True)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, reject_upper: float = 0.01) -> "RolloutCorrection":
+        """For a clipped policy loss; rejects as ``decoupled_k3_rs``."""
+        return replace(cls.decoupled_k3_rs(reject_upper), bypass=True)
+
+    @classmethod
+    def bypass_pg_is(cls, upper: float = 2.0) -> "RolloutCorrection":
+        """For a plain policy gradient, with truncated weights of responses."""
+        return cls("sequence", upper, bypass=True)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, upper: float = 5.0, lower: float = 0.5) -> "RolloutCorrection":
+        """For a plain policy gradient, with weights of tokens, 0 out of bounds."""
+        return cls("token", upper, lower, "mask", bypass=True)
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, reject_lower: float = 0.999, reject_upper: float = 1.001) -> "RolloutCorrection":
+        """For a plain policy gradient; rejects as ``decoupled_geo_rs``."""
+        return replace(cls.decoupled_geo_rs(reject_lower, reject_upper), bypass=True)
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(
+        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
+    ) -> "RolloutCorrection":
+        """As ``bypass_pg_geo_rs``, with truncated weights of responses."""
+        return replace(cls.decoupled_geo_rs_seq_tis(upper, reject_lower, reject_upper), bypass=True)
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(
+        cls, upper: float = 2.0, reject_lower: float = 0.999, reject_upper: float = 1.001
+    ) -> "RolloutCorrection":
+        """As ``bypass_pg_geo_rs``, with truncated weights of tokens."""
+        return replace(cls.decoupled_geo_rs_token_tis(upper, reject_lower, reject_upper), bypass=True)

@@ -15,8 +15,9 @@ class GAE(AdvantageEstimator):
     """Generalized advantage estimation.
 
     delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
-    with V and A equal to 0 after the last token. Positions where the mask is False (padding, tokens that an
-    environment wrote) are passed over: they neither decay nor bootstrap, so t + 1 is the next *policy* token.
+    with A after the last token 0, and V too unless ``bootstrap_truncated``. Positions where the mask is False (padding,
+    tokens that an environment wrote) are passed over: they neither decay nor bootstrap, so t + 1 is the next *policy*
+    token.
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
 
     Args:
@@ -24,6 +25,8 @@ class GAE(AdvantageEstimator):
         gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
         whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
             Returns are computed before.
+        bootstrap_truncated: a response that the length limit cut would have gone on: V after its last token is what
+            the critic says there, and not 0.
     """
 
     needs_critic: ClassVar[bool] = True
@@ -31,24 +34,33 @@ class GAE(AdvantageEstimator):
     gamma: float = 1.0
     gae_lambda: float = 0.95
     whiten: bool = True
+    bootstrap_truncated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
+    @property
+    def needs_final_values(self) -> bool:
+        """See :attr:`AdvantageEstimator.needs_final_values`."""
+        return self.bootstrap_truncated
+
     def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:
-            ValueError: no values were given.
+            ValueError: no values were given, or no final ones to bootstrap from.
         """
         token_rewards, mask, values = inputs.token_rewards, inputs.mask, inputs.values
         if values is None:
             raise ValueError("GAE needs the values of a critic")
         advantages = torch.zeros_like(token_rewards)
-        next_value = torch.zeros_like(token_rewards[:, 0])
-        next_advantage = torch.zeros_like(next_value)
+        next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
+        if self.bootstrap_truncated:
+            if inputs.final_values is None:
+                raise ValueError("GAE with bootstrap_truncated needs the critic's final values")
+            next_value = inputs.final_values.to(next_value.dtype)
         for t in reversed(range(token_rewards.shape[1])):
             delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]
             advantage = delta + self.gamma * self.gae_lambda * next_advantage

@@ -55,6 +55,11 @@ class AdvantageEstimator(ABC):
     needs_greedy: ClassVar[bool] = False  # a greedy response to each prompt, judged like the others
     needs_sum_pi_squared: ClassVar[bool] = False
 
+    @property
+    def needs_final_values(self) -> bool:
+        """Whether the critic is to be asked behind the last token of responses that the length limit cut."""
+        return False
+
     @abstractmethod
     def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
         """Advantages and returns.
@@ -96,15 +101,22 @@ class PolicyLoss(ABC):
         """
 
     def choose(
-        self, logprobs: Tensor, advantages: Tensor, mask: Tensor, generator: torch.Generator, reduce: SumOverRanks
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        generator: torch.Generator,
+        reduce: SumOverRanks,
     ) -> Tensor:
         """(B, T) bool, tokens of a whole mini-batch to be treated specially in its micro-batches.
 
         Args:
             logprobs: (B, T) the actor's at the mini-batch's start, without gradient.
+            old_logprobs: (B, T) the actor's before the first update.
             advantages: (B, T).
             mask: (B, T) bool.
-            generator: for random choices.
+            generator: for random choices, seeded differently on each rank.
             reduce: sums a tensor over ranks.
         """
         raise NotImplementedError

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.base import AdvantageInputs
 from tests.helpers import (
     assert_close,
     float64,
@@ -16,12 +17,17 @@ from tests.helpers import (
     seeds,
     with_garbage,
 )
+from tests.objectives.advantage_inputs import recorded
 
 REWARDS = float64([[1, 0, 2], [1, 9, 9]])
 VALUES = float64([[1, 2, 1], [0.5, 9, 9]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 
 discounts = st.floats(0, 1)
+
+
+def _inputs(rewards, values, mask, final_values=None):
+    return AdvantageInputs(rewards, mask, torch.arange(len(mask)), values=values, final_values=final_values)
 
 
 def _compacted(row, mask):
@@ -34,27 +40,27 @@ def test_advantages_and_returns_of_a_case_worked_by_hand():
     # delta_2 = 2 - 1 = 1               A_2 = 1
     # delta_1 = 0 + 1/2 - 2 = -3/2      A_1 = -3/2 + 1/4 = -5/4
     # delta_0 = 1 + 2/2 - 1 = 1         A_0 = 1 - 5/16 = 11/16
-    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5, whiten=False)(REWARDS, VALUES, MASK)
+    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5, whiten=False)(_inputs(REWARDS, VALUES, MASK))
     assert_close(advantages, [[0.6875, -1.25, 1], [0.5, 0, 0]])
     assert_close(returns, [[1.6875, 0.75, 2], [1, 0, 0]])
 
 
 def test_whitening_of_the_case_worked_by_hand_changes_advantages_and_not_returns():
     # 0.6875, -1.25, 1, 0.5: mean 0.234375, variance 3.0654297 / 3
-    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5)(REWARDS, VALUES, MASK)
+    advantages, returns = GAE(gamma=0.5, gae_lambda=0.5)(_inputs(REWARDS, VALUES, MASK))
     assert_close(advantages, [[0.4482631, -1.468448, 0.75741], [0.2627749, 0, 0]], rtol=1e-6)
     assert_close(returns, [[1.6875, 0.75, 2], [1, 0, 0]])
 
 
 def test_defaults_are_undiscounted_with_lambda_0_95_and_whitened():
-    assert GAE() == GAE(gamma=1.0, gae_lambda=0.95, whiten=True)
+    assert GAE() == GAE(gamma=1.0, gae_lambda=0.95, whiten=True, bootstrap_truncated=False)
 
 
 @properties
 @given(masks(), discounts, discounts, seeds)
 def test_advantages_are_the_sum_of_the_papers_equation_16(mask, gamma, gae_lambda, seed):
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
-    advantages, returns = GAE(gamma, gae_lambda, whiten=False)(rewards, values, mask)
+    advantages, returns = GAE(gamma, gae_lambda, whiten=False)(_inputs(rewards, values, mask))
     for row in range(len(mask)):
         r, v = _compacted(rewards[row], mask[row]), [*_compacted(values[row], mask[row]), 0.0]
         delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
@@ -73,17 +79,71 @@ def test_whitened_advantages_and_returns_are_verls(case):
     inputs, expected = recorded["inputs"], recorded["outputs"]["gae"][case]
     mask = float64(inputs["mask"]).bool()
     advantages, returns = GAE(expected["gamma"], expected["lam"])(
-        float64(inputs["rewards"]), float64(inputs["old_values"]), mask
+        _inputs(float64(inputs["rewards"]), float64(inputs["old_values"]), mask)
     )
     assert_close(advantages[mask], float64(expected["advantages"])[mask])
     assert_close(returns[mask], float64(expected["returns"])[mask])
+
+
+def test_a_cut_response_goes_on_with_the_value_behind_its_last_token_worked_by_hand():
+    # gamma = lambda = 1/2; the first row was cut where the critic says 4, the second was finished.
+    # delta_2 = 2 + 4/2 - 1 = 3         A_2 = 3
+    # delta_1 = 0 + 1/2 - 2 = -3/2      A_1 = -3/2 + 3/4 = -3/4
+    # delta_0 = 1 + 2/2 - 1 = 1         A_0 = 1 - 3/16 = 13/16
+    gae = GAE(gamma=0.5, gae_lambda=0.5, whiten=False, bootstrap_truncated=True)
+    advantages, returns = gae(_inputs(REWARDS, VALUES, MASK, final_values=float64([4, 0])))
+    assert_close(advantages, [[0.8125, -0.75, 3], [0.5, 0, 0]], rtol=1e-12)
+    assert_close(returns, [[1.8125, 1.25, 4], [1, 0, 0]], rtol=1e-12)
+
+
+@properties
+@given(masks(), discounts, discounts, seeds)
+def test_cut_responses_are_the_sum_of_equation_16_with_the_final_value_at_their_end(mask, gamma, gae_lambda, seed):
+    rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
+    final = normal(len(mask), seed=seed + 2)
+    gae = GAE(gamma, gae_lambda, whiten=False, bootstrap_truncated=True)
+    advantages, returns = gae(_inputs(with_garbage(rewards, mask), with_garbage(values, mask), mask, final))
+    for row in range(len(mask)):
+        r, v = _compacted(rewards[row], mask[row]), [*_compacted(values[row], mask[row]), final[row].item()]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        expected = [
+            sum((gamma * gae_lambda) ** k * delta[t + k] for k in range(len(delta) - t)) for t in range(len(delta))
+        ]
+        assert_close(advantages[row][mask[row]], float64(expected), rtol=1e-9, atol=1e-11)
+        assert_close(
+            returns[row][mask[row]], float64([a + b for a, b in zip(expected, v, strict=False)]), rtol=1e-9, atol=1e-11
+        )
+
+
+@pytest.mark.parametrize("kind", ["whole", "holed"])
+def test_cut_responses_are_verls_whose_last_reward_is_higher_by_the_discounted_final_value(kind):
+    inputs, expected = recorded(kind), golden("advantages")["verl"][kind]["gae_truncated"]
+    gae = GAE(expected["gamma"], expected["lam"], bootstrap_truncated=True)
+    for ours, theirs in zip(gae(inputs), (expected["advantages"], expected["returns"]), strict=True):
+        assert_close(ours[inputs.mask], float64(theirs)[inputs.mask], rtol=1e-7)
+
+
+def test_final_values_count_only_where_they_are_asked_for():
+    inputs = _inputs(REWARDS, VALUES, MASK, final_values=float64([4, 5]))
+    for ours, expected in zip(GAE()(inputs), GAE()(_inputs(REWARDS, VALUES, MASK)), strict=True):
+        assert torch.equal(ours, expected)
+    assert GAE(bootstrap_truncated=True).needs_final_values
+    assert not GAE().needs_final_values
+    assert GAE().needs_critic
+
+
+def test_missing_values_are_refused():
+    with pytest.raises(ValueError, match=r"^GAE needs the values of a critic$"):
+        GAE()(_inputs(REWARDS, None, MASK))
+    with pytest.raises(ValueError, match=r"^GAE with bootstrap_truncated needs the critic's final values$"):
+        GAE(bootstrap_truncated=True)(_inputs(REWARDS, VALUES, MASK))
 
 
 @properties
 @given(masks(), discounts, seeds)
 def test_lambda_1_gives_discounted_sums_of_rewards_as_returns(mask, gamma, seed):
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
-    _, returns = GAE(gamma, 1.0)(rewards, values, mask)
+    _, returns = GAE(gamma, 1.0)(_inputs(rewards, values, mask))
     for row in range(len(mask)):
         r = _compacted(rewards[row], mask[row])
         expected = [sum(gamma**k * reward for k, reward in enumerate(r[t:])) for t in range(len(r))]
@@ -91,7 +151,7 @@ def test_lambda_1_gives_discounted_sums_of_rewards_as_returns(mask, gamma, seed)
 
 
 def test_lambda_0_gives_one_step_errors():
-    advantages, _ = GAE(gamma=0.5, gae_lambda=0.0, whiten=False)(REWARDS, VALUES, MASK)
+    advantages, _ = GAE(gamma=0.5, gae_lambda=0.0, whiten=False)(_inputs(REWARDS, VALUES, MASK))
     assert_close(advantages, [[1, -1.5, 1], [0.5, 0, 0]])
 
 
@@ -102,7 +162,7 @@ def test_padding_and_garbage_change_nothing(mask, columns, whiten, seed):
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
     padded_mask = pad_columns(mask, columns)
     padded = (with_garbage(pad_columns(tensor, columns), padded_mask) for tensor in (rewards, values))
-    for ours, expected in zip(gae(*padded, padded_mask), gae(rewards, values, mask), strict=True):
+    for ours, expected in zip(gae(_inputs(*padded, padded_mask)), gae(_inputs(rewards, values, mask)), strict=True):
         assert_close(ours, pad_columns(expected, columns))
 
 
@@ -111,12 +171,13 @@ def test_padding_and_garbage_change_nothing(mask, columns, whiten, seed):
 def test_tokens_of_an_environment_neither_decay_nor_bootstrap(mask, seed):
     gae = GAE(0.9, 0.8, whiten=False)
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
-    holed = gae(rewards, values, mask)
+    holed = gae(_inputs(rewards, values, mask))
     for row, length in enumerate(mask.sum(dim=1).tolist()):
         inside = mask[row : row + 1]
         whole = torch.ones(1, length, dtype=torch.bool)
         if length:  # the same row without the holes
-            compact = gae(rewards[row : row + 1][inside].view(1, -1), values[row : row + 1][inside].view(1, -1), whole)
+            numbers = (tensor[row : row + 1][inside].view(1, -1) for tensor in (rewards, values))
+            compact = gae(_inputs(*numbers, whole))
             for ours, expected in zip(holed, compact, strict=True):
                 assert_close(ours[row][mask[row]], expected[0])
 
@@ -127,8 +188,8 @@ def test_permuting_rows_permutes_results(mask, whiten, seed):
     gae = GAE(0.9, 0.8, whiten)
     rewards, values = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1)
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    permuted = gae(rewards[order], values[order], mask[order])
-    for ours, expected in zip(permuted, gae(rewards, values, mask), strict=True):
+    permuted = gae(_inputs(rewards[order], values[order], mask[order]))
+    for ours, expected in zip(permuted, gae(_inputs(rewards, values, mask)), strict=True):
         assert_close(ours, expected[order])
 
 
@@ -138,9 +199,11 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_all_ranks(mask, see
     mask[0, 0] = mask[1, 0] = True
     rewards, values = normal(*mask.shape, seed=seed) + 5, normal(*mask.shape, seed=seed + 1)
     halves = slice(0, 1), slice(1, None)
-    each = over_ranks(*(lambda reduce, h=half: GAE()(rewards[h], values[h], mask[h], reduce) for half in halves))
+    each = over_ranks(
+        *(lambda reduce, h=half: GAE()(_inputs(rewards[h], values[h], mask[h]), reduce) for half in halves)
+    )
     advantages, returns = (torch.cat(parts) for parts in zip(*each, strict=True))
-    alone = GAE()(rewards, values, mask)
+    alone = GAE()(_inputs(rewards, values, mask))
     assert_close(advantages, alone[0])
     assert_close(returns, alone[1])
     assert_close(advantages[mask].mean(), 0.0)
@@ -148,19 +211,19 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_all_ranks(mask, see
 
 
 def test_a_batch_without_policy_tokens_gives_zeros():
-    for tensor in GAE()(REWARDS, VALUES, torch.zeros_like(MASK)):
+    for tensor in GAE()(_inputs(REWARDS, VALUES, torch.zeros_like(MASK))):
         assert_close(tensor, torch.zeros(2, 3))
 
 
 def test_equal_advantages_whiten_to_0_and_not_to_nan():
-    advantages, returns = GAE()(torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool))
+    advantages, returns = GAE()(_inputs(torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool)))
     assert_close(advantages, torch.zeros(3, 1))
     assert_close(returns, torch.ones(3, 1))
 
 
 def test_inputs_are_left_as_they_were():
     rewards, values, mask = REWARDS.clone(), VALUES.clone(), MASK.clone()
-    GAE()(rewards, values, mask)
+    GAE()(_inputs(rewards, values, mask))
     assert torch.equal(rewards, REWARDS)
     assert torch.equal(values, VALUES)
     assert torch.equal(mask, MASK)

@@ -1,0 +1,75 @@
+"""Statistics over segments of rows, given back to each row: the responses to one prompt, say.
+
+Everything is worked out in float64: on a GPU the order of a sum is not fixed, and in float64 that does not show.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values: Tensor, segment: Tensor) -> Tensor:
+    """For each row, the sum over all rows of its segment.
+
+    Args:
+        values: (N, ...) finite.
+        segment: (N,) int64, equal for rows of the same segment, in any order.
+
+    Returns:
+        (N, ...) float64.
+    """
+    _, index = torch.unique(segment, return_inverse=True)
+    values = values.double()
+    return torch.zeros_like(values).index_add_(0, index, values)[index]
+
+
+def segment_max(values: Tensor, segment: Tensor) -> Tensor:
+    """For each row, the largest value in its segment.
+
+    Args:
+        values: (N,) may be infinite.
+        segment: (N,) int64, equal for rows of the same segment, in any order.
+
+    Returns:
+        (N,) float64.
+    """
+    _, index = torch.unique(segment, return_inverse=True)
+    values = values.double()
+    return torch.full_like(values, -math.inf).scatter_reduce_(0, index, values, "amax")[index]
+
+
+def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
+    """Values less the weighted mean of their segment; 0 where the weight is 0.
+
+    Exactly 0 where all values of a segment are equal: they are measured from the smallest one, because the mean of
+    equal values is off by a rounding error, which would otherwise pass for their spread.
+
+    Args:
+        values: (N,) may be anything where the weight is 0.
+        segment: (N,) int64, equal for rows of the same segment, in any order.
+        weights: (N,) at least 0; a bool says which rows count.
+
+    Returns:
+        (N,) float64.
+    """
+    outside = weights == 0
+    smallest = -segment_max(-values.double().masked_fill(outside, math.inf), segment)
+    above = (values.double() - smallest).masked_fill(outside, 0)
+    mean = segment_sum(weights * above, segment) / segment_sum(weights, segment)
+    return (above - mean).masked_fill(outside, 0)
+
+
+def segment_std(values: Tensor, segment: Tensor, member: Tensor) -> Tensor:
+    """For each row, the standard deviation (divisor n - 1) of its segment, in two passes; 0 for fewer than two values.
+
+    Args:
+        values: (N,) may be anything where ``member`` is False.
+        segment: (N,) int64, equal for rows of the same segment, in any order.
+        member: (N,) bool, which rows count.
+
+    Returns:
+        (N,) float64.
+    """
+    squares = segment_sum(segment_centered(values, segment, member) ** 2, segment)
+    return (squares / (segment_sum(member, segment) - 1).clamp(min=1)).sqrt()

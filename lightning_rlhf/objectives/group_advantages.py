@@ -1,0 +1,219 @@
+"""From the rewards of several responses to one prompt to advantages, without a critic.
+
+One advantage for a response, the same at each of its tokens. A response without a policy token does not count, and a
+response that has nothing to be compared with has no baseline: its advantage is 0.
+"""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import (
+    SumOverRanks,
+    masked_centered,
+    masked_variance,
+    masked_whiten,
+    this_rank_only,
+)
+from lightning_rlhf.functional.segments import segment_centered, segment_max, segment_std, segment_sum
+from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
+
+
+class GroupAdvantage(AdvantageEstimator):
+    """Advantages of whole responses, from comparing those to the same prompt. Returns are the responses' rewards."""
+
+    needs_groups: ClassVar[bool] = True
+
+    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+        """See :meth:`AdvantageEstimator.__call__`."""
+        advantage = self.of_responses(inputs, inputs.mask.any(dim=1), reduce)
+        return over_tokens(advantage, inputs), over_tokens(inputs.reward, inputs)
+
+    @abstractmethod
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """(B,) float64 advantage of each response, 0 where it is no member.
+
+        Args:
+            inputs: of this rank.
+            member: (B,) bool, responses with a policy token.
+            reduce: sums a tensor over ranks.
+        """
+
+
+def over_tokens(values: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """(B, T) the value of each response at each of its policy tokens, 0 elsewhere, in the rewards' dtype.
+
+    Args:
+        values: (B,).
+        inputs: whose mask and dtype.
+    """
+    return values.unsqueeze(1).to(inputs.token_rewards.dtype).expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
+
+
+@dataclass(frozen=True)
+class GRPO(GroupAdvantage):
+    """Group relative advantages: A = (R - mean of the group) / (std of the group + eps).
+
+    The std has divisor n - 1. Equal rewards give exactly 0. See "DeepSeekMath", Shao et al. 2024, section 4.1.2.
+
+    Args:
+        normalize_std: divide by the std; without, prompts whose rewards vary little do not count more (Dr. GRPO,
+            "Understanding R1-Zero-Like Training", Liu et al. 2025, section 3.2).
+        eps: reward units, positive.
+    """
+
+    normalize_std: bool = True
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        centered = segment_centered(inputs.reward, inputs.group, member)
+        if not self.normalize_std:
+            return centered
+        return centered / (segment_std(inputs.reward, inputs.group, member) + self.eps)
+
+
+@dataclass(frozen=True)
+class GRPOPassK(GRPO):
+    """Only the best response of a group counts, by how much the group's maximum would drop without it.
+
+    A = largest R - second largest R for the best response, 0 for the others; divided by (std of the group + eps) where
+    ``normalize_std``. Where several share the first place, all have 0. See "Optimizing Language Models for Inference
+    Time Objectives using Reinforcement Learning", Tang et al. 2025.
+
+    Args:
+        normalize_std: divide by the std, as in :class:`GRPO`.
+        eps: reward units, positive.
+    """
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        reward = inputs.reward.double().masked_fill(~member, -math.inf)
+        best = member & (reward == segment_max(reward, inputs.group))
+        second = segment_max(reward.masked_fill(best, -math.inf), inputs.group)
+        alone = best & (segment_sum(best, inputs.group) == 1) & (second > -math.inf)
+        gap = torch.where(alone, reward - second, 0.0)
+        if not self.normalize_std:
+            return gap
+        return gap / (segment_std(inputs.reward, inputs.group, member) + self.eps)
+
+
+@dataclass(frozen=True)
+class RLOO(GroupAdvantage):
+    """REINFORCE leave-one-out: A = R - mean of the group's other rewards.
+
+    See "Back to Basics: Revisiting REINFORCE Style Optimization", Ahmadian et al. 2024, section 3.2.
+    """
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        size = segment_sum(member, inputs.group)
+        # R - (sum - R) / (n - 1) = (R - mean) n / (n - 1), which is exactly 0 for equal rewards.
+        return segment_centered(inputs.reward, inputs.group, member) * size / (size - 1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class OPO(GroupAdvantage):
+    """The baseline of least gradient variance, if gradients grow with length: A = R - sum(l R) / sum(l).
+
+    l is the number of a response's policy tokens.
+    See "On-Policy RL with Optimal Reward Baseline", Hao et al. 2025.
+    """
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        return segment_centered(inputs.reward, inputs.group, inputs.mask.sum(dim=1))
+
+
+@dataclass(frozen=True)
+class GPG(GroupAdvantage):
+    """Group policy gradient: A = alpha (R - mean of the group), alpha = B / (B - M).
+
+    Groups of equal rewards teach nothing, and shrink the gradient's mean over the batch: alpha makes up for that. Of
+    the B responses of the whole batch and all ranks, M are in such groups.
+    See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
+    """
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        centered = segment_centered(inputs.reward, inputs.group, member)
+        varied = member & (segment_max(centered.abs(), inputs.group) > 0)
+        everything, teaching = reduce(torch.stack([member.sum(), varied.sum()]).double())
+        return centered * everything / teaching.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(GroupAdvantage):
+    """REINFORCE++ with the group's mean as baseline: A = R - mean of the group, whitened over all policy tokens.
+
+    Mean and variance are those of the whole batch and all ranks, so that easy and hard prompts are scaled alike.
+    See "REINFORCE++", Hu et al. 2025.
+    """
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        centered = segment_centered(inputs.reward, inputs.group, member)
+        compared = member & (segment_sum(member, inputs.group) > 1)
+        tokens = inputs.mask & compared.unsqueeze(1)
+        whitened = masked_whiten(centered.unsqueeze(1).expand_as(tokens), tokens, reduce)
+        return whitened.sum(dim=1) / tokens.sum(dim=1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class GDPO(GroupAdvantage):
+    """Several rewards, each made relative to its group before they are added, so that none drowns the others.
+
+    A_k = (R_k - mean of the group) / (std of the group + eps) for each reward;  S = sum over k of w_k A_k;
+    A = (S - mean of the batch) / (std of the batch + eps), over the responses of the whole batch and all ranks.
+    See "GDPO: Group reward-Decoupled Normalization Policy Optimization", Liu et al. 2026.
+
+    A reward that is NaN did not apply: that response counts neither in the reward's mean nor in its std, and the
+    reward adds nothing to it. A response that no reward could compare with another has advantage 0 and does not count
+    in the batch. Only ``rewards`` are looked at: a KL penalty in the token rewards changes nothing here.
+
+    Args:
+        reward_keys: names of the rewards.
+        reward_weights: w_k, one for each name, finite; None is 1 for all.
+        eps: of the rewards' std, reward units, and of the batch's, no unit; positive.
+    """
+
+    reward_keys: tuple[str, ...]
+    reward_weights: tuple[float, ...] | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+        if not self.reward_keys:
+            raise ValueError("reward_keys must name at least one reward, got none")
+        weights = self.reward_weights
+        if weights is not None and (len(weights) != len(self.reward_keys) or not all(map(math.isfinite, weights))):
+            raise ValueError(
+                f"reward_weights must be one finite number for each of {list(self.reward_keys)}, got {list(weights)}"
+            )
+
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+        """See :meth:`GroupAdvantage.of_responses`."""
+        if missing := [key for key in self.reward_keys if key not in inputs.rewards]:
+            raise ValueError(f"GDPO needs rewards named {missing}, got {sorted(inputs.rewards)}")
+        total = torch.zeros(len(member), dtype=torch.float64, device=member.device)
+        compared = torch.zeros_like(member)
+        for key, weight in zip(self.reward_keys, self.reward_weights or [1.0] * len(self.reward_keys), strict=True):
+            reward = inputs.rewards[key]
+            applies = member & ~reward.isnan()
+            centered = segment_centered(reward, inputs.group, applies)
+            total += weight * centered / (segment_std(reward, inputs.group, applies) + self.eps)
+            compared |= applies & (segment_sum(applies, inputs.group) > 1)
+        scale = masked_variance(total, compared, reduce).sqrt() + self.eps
+        return (masked_centered(total, compared, reduce) / scale).masked_fill(~compared, 0)
+
+
+def _check_eps(eps: float) -> None:
+    if not 0 < eps < math.inf:
+        raise ValueError(f"eps must be positive and finite, got {eps}")

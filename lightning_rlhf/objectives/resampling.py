@@ -1,0 +1,70 @@
+"""Which responses to learn from, and how often."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Method = Literal["pow", "max_min", "max_random"]
+
+
+@dataclass(frozen=True)
+class ScoreResampling:
+    """Policy filtration: rows of a batch are drawn anew, with replacement, by how reliable their scores are.
+
+    The chance of a row is proportional to w + 1e-8, with w by method:
+        pow          (|score| / largest |score|)^power
+        max_min      1 for the largest and the smallest score, 0 for others
+        max_random   0.4 for the largest score, 0.1 for others
+    Rows that share the largest or smallest score all count as such.
+    See "Policy Filtration for RLHF to Mitigate Noise in Reward Models", Shen and Zhang 2024 (PF-PPO).
+
+    Args:
+        method: one of the three.
+        power: of ``pow``, at least 0; 0 draws all rows alike.
+    """
+
+    method: Method = "pow"
+    power: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.method not in ("pow", "max_min", "max_random"):
+            raise ValueError(f"method must be one of pow, max_min, max_random, got {self.method!r}")
+        if not self.power >= 0:
+            raise ValueError(f"power must be at least 0, got {self.power}")
+
+    def __call__(self, scores: Tensor, generator: torch.Generator) -> Tensor:
+        """Numbers of the rows to learn from, as many as there are scores.
+
+        Args:
+            scores: (B,) finite, of all rows that may be drawn.
+            generator: on the CPU, so that a seed gives the same rows everywhere.
+
+        Returns:
+            (B,) int64 in [0, B).
+
+        Raises:
+            ValueError: a score is not finite.
+        """
+        if not scores.isfinite().all():
+            raise ValueError(f"scores must be finite, got {scores.tolist()}")
+        if not len(scores):
+            return torch.zeros(0, dtype=torch.int64, device=scores.device)
+        weights = self.weights(scores.detach().double().cpu()) + 1e-8
+        return torch.multinomial(weights, len(scores), replacement=True, generator=generator).to(scores.device)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """(B,) float64 w of each row.
+
+        Args:
+            scores: (B,) finite, at least one.
+        """
+        if self.method == "pow":
+            # By the largest one, or large scores would overflow; what is drawn does not change.
+            size = scores.double().abs()
+            return (size / size.max().clamp(min=torch.finfo(torch.float64).tiny)) ** self.power
+        best = scores == scores.max()
+        if self.method == "max_min":
+            return (best | (scores == scores.min())).double()
+        return torch.where(best, 0.4, 0.1).double()

@@ -1,0 +1,41 @@
+"""verl computes these sums inside its estimators: they are compared in tests/objectives/test_return_advantages.py."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.functional.returns import discounted_sums
+from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
+
+
+def test_a_case_worked_by_hand():
+    # First row, gamma 1/2, backwards: 4; 2 + 4/2 = 4; 1 + 4/2 = 3. In the second the middle token does not count.
+    rewards = float64([[1, 2, 4], [1, 9, 4]])
+    mask = torch.tensor([[True, True, True], [True, False, True]])
+    assert_close(discounted_sums(rewards, mask, 0.5), [[3, 4, 4], [3, 0, 4]], rtol=0, atol=0)
+    assert_close(discounted_sums(rewards, mask), [[7, 6, 4], [5, 0, 4]], rtol=0, atol=0)
+
+
+@properties
+@given(masks(), st.sampled_from([0.0, 0.3, 0.97, 1.0]), seeds)
+def test_sums_are_those_of_the_definition(mask, gamma, seed):
+    rewards = with_garbage(normal(*mask.shape, seed=seed), mask)
+    sums = discounted_sums(rewards, mask, gamma)
+    for row in range(len(mask)):
+        r = rewards[row][mask[row]].tolist()
+        expected = [sum(gamma**k * r[t + k] for k in range(len(r) - t)) for t in range(len(r))]
+        assert_close(sums[row][mask[row]], float64(expected), rtol=1e-12, atol=1e-14)
+    assert (sums[~mask] == 0).all()
+
+
+@properties
+@given(masks(), st.integers(1, 3), seeds)
+def test_padding_changes_nothing(mask, columns, seed):
+    rewards, wider = normal(*mask.shape, seed=seed), pad_columns(mask, columns)
+    sums = discounted_sums(with_garbage(pad_columns(rewards, columns), wider), wider, 0.9)
+    assert torch.equal(sums, pad_columns(discounted_sums(rewards, mask, 0.9), columns))
+
+
+def test_no_columns_and_no_rows_give_none():
+    assert discounted_sums(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0)
+    assert discounted_sums(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3)

@@ -1,18 +1,39 @@
-"""How the actor learns from advantages. Each loss returns one number per token; the module sums and divides."""
+"""How the actor learns from advantages, token by token. Each loss returns one number per token.
 
+The module sums and divides (:mod:`lightning_rlhf.objectives.aggregation`). Losses that look at whole responses are in
+:mod:`lightning_rlhf.objectives.sequence_policy_losses`, those that look at the whole mini-batch in
+:mod:`lightning_rlhf.objectives.covariance_policy_losses`.
+
+Everywhere r = exp(logprobs - old_logprobs), whose logarithm is clamped to [-20, 20], and sg stops the gradient.
+Log-probabilities are clamped at -1e4, so that an impossible token gives no infinite loss.
+"""
+
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
+
+
+def policy_inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same numbers, 0 outside the mask and log-probabilities within [-1e4, 1e4]; NaN inside stays NaN.
+
+    Filled before anything is computed: infinity times a gradient of 0 is no number.
+    """
+    logprobs, old_logprobs = (values.masked_fill(~mask, 0).clamp(-1e4, 1e4) for values in (logprobs, old_logprobs))
+    return logprobs, old_logprobs, advantages.masked_fill(~mask, 0)
 
 
 @dataclass(frozen=True)
 class ClippedPolicyLoss(PolicyLoss):
     """PPO's clipped surrogate, with separate bounds and dual clip.
 
-    With r = exp(logprobs - old_logprobs):  L = max(-A r, -A clip(r, 1 - low, 1 + high));
+    L = max(-A r, -A clip(r, 1 - low, 1 + high));
     where A < 0 additionally L = min(L, -A dual_clip), which bounds the loss of a token that the policy came to prefer
     although it was bad. See "Proximal Policy Optimization Algorithms", Schulman et al. 2017, eq. 7, and
     "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", Ye et al. 2020, eq. 5 (dual clip).
@@ -42,11 +63,12 @@ class ClippedPolicyLoss(PolicyLoss):
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; what lies outside the mask makes no difference.
+        """See :meth:`PolicyLoss.__call__`.
 
         Diagnostics: 1 where the clipped branch won (``clip_fraction``) or the dual clip bound
         (``dual_clip_fraction``).
         """
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
         log_ratio = log_ratio_of(logprobs, old_logprobs)
         ratio = torch.exp(log_ratio)
         low = self.clip_range if self.clip_range_low is None else self.clip_range_low
@@ -66,3 +88,197 @@ class ClippedPolicyLoss(PolicyLoss):
                 "approx_kl": approx_kl(log_ratio),
             }
         return loss, diagnostics
+
+
+@dataclass(frozen=True)
+class ReinforceLoss(PolicyLoss):
+    """The plain policy gradient: L = -A logprob, without a ratio and without a clip.
+
+    Right as long as the actor is the policy that sampled: one update on each rollout. Also the loss of GPG ("GPG: A
+    Simple and Strong Reinforcement Learning Baseline", Chu et al. 2025), whose novelty lies in its advantages.
+    See "Simple Statistical Gradient-Following Algorithms", Williams 1992, eq. 11.
+    """
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        kl = approx_kl(log_ratio_of(logprobs, old_logprobs))
+        return -advantages * logprobs, {"approx_kl": kl}
+
+
+@dataclass(frozen=True)
+class CISPOLoss(PolicyLoss):
+    """The policy gradient weighted by the clipped ratio, so that a clipped token keeps its gradient.
+
+    L = -sg[clip(r, 1 - low, 1 + high)] A logprob.
+    See "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", MiniMax 2025, eqs. 4 and 5, which
+    sets no lower bound. The paper's aggregation is ``TokenMean``.
+
+    Args:
+        clip_range_low: how far the weight may fall below 1, in (0, 1]; None sets no lower bound.
+        clip_range_high: how far the weight may rise above 1, positive. The default lets it reach 5, as "The Art of
+            Scaling Reinforcement Learning Compute for LLMs", Khatri et al. 2025, recommends.
+    """
+
+    clip_range_low: float | None = None
+    clip_range_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
+            raise ValueError(f"clip_range_low must lie in (0, 1] or be null, got {self.clip_range_low}")
+        if not self.clip_range_high > 0:
+            raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
+        ratio = torch.exp(log_ratio)
+        low = 0.0 if self.clip_range_low is None else 1 - self.clip_range_low
+        weight = ratio.clamp(low, 1 + self.clip_range_high)
+        clipped = (weight != ratio).to(ratio.dtype)
+        return -weight * advantages * logprobs, {"clip_fraction": clipped, "approx_kl": approx_kl(log_ratio)}
+
+
+@dataclass(frozen=True)
+class SAPOLoss(PolicyLoss):
+    """A soft gate in place of the clip: the further a ratio is from 1, the less its token counts.
+
+    L = -A (4 / tau) sigmoid(tau (r - 1)), with tau = ``tau_pos`` where A > 0 and ``tau_neg`` elsewhere. Its gradient is
+    that of -A r times 4 p (1 - p), p = sigmoid(tau (r - 1)), which is 1 at r = 1.
+    See "Soft Adaptive Policy Optimization", Gao et al. 2025, eqs. 5 and 6. The paper's aggregation is
+    ``SequenceMeanTokenMean``.
+
+    Args:
+        tau_pos: how sharply the gate closes where the advantage is positive, positive.
+        tau_neg: the same elsewhere; larger, because pushing one token down lifts many others.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self) -> None:
+        for name in ("tau_pos", "tau_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: the share of the gradient let through (``gate``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs)
+        tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
+        opened = torch.sigmoid(tau * (torch.exp(log_ratio) - 1))
+        gate = (4 * opened * (1 - opened)).detach()
+        return -advantages * 4 / tau * opened, {"gate": gate, "approx_kl": approx_kl(log_ratio)}
+
+
+@dataclass(frozen=True)
+class DROLoss(PolicyLoss):
+    """The policy gradient with a quadratic penalty on the log-ratio, for answers that another policy wrote.
+
+    L = -A logprob + beta / 2 (logprob - old_logprob)^2, whose gradient is -A + beta (logprob - old_logprob).
+    Beyond 20 nats the penalty goes on as a straight line, so that the pull back neither ends nor explodes.
+    See "Offline Regularised Reinforcement Learning for Large Language Models Alignment", Richemond et al. 2024,
+    section 3, whose penalty is on whole responses; by token it is what verl trains with.
+
+    Args:
+        beta: weight of the penalty, positive.
+    """
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        penalty = huber_loss(logprobs, old_logprobs, reduction="none", delta=20.0)
+        kl = approx_kl(log_ratio_of(logprobs, old_logprobs))
+        return -advantages * logprobs + self.beta * penalty, {"approx_kl": kl}
+
+
+@dataclass(frozen=True)
+class DPPOLoss(PolicyLoss):
+    """DPPO: a token is dropped where it would carry the policy out of a trust region measured by a divergence.
+
+    L = -A sg[min(r, ratio_cap)] logprob, and 0 for a token whose divergence from the old policy exceeds a bound and
+    would grow: whose probability rose where A > 0, or fell elsewhere. The divergence is that of the distributions
+    "this token or another", so it needs no other probability. See "Rethinking the Trust Region in LLM Reinforcement
+    Learning", Qi et al. 2026 (arXiv 2602.04879), whose bounds are the defaults.
+
+    Args:
+        divergence_low: largest divergence of a token that lost probability, where the advantage is not positive.
+        divergence_high: largest divergence of a token that gained probability, where the advantage is positive.
+        ratio_cap: largest ratio that counts, at least 1; large, because a cap biases.
+    """
+
+    divergence_low: float = 0.15
+    divergence_high: float = 0.15
+    ratio_cap: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("divergence_low", "divergence_high"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.ratio_cap >= 1:
+            raise ValueError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
+
+    @abstractmethod
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """(B, T) at least 0."""
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`.
+
+        Diagnostics: 1 where a token was dropped (``dropped_fraction``) or is kept with its ratio capped
+        (``capped_fraction``).
+        """
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        new = logprobs.detach()
+        divergence = self.divergence(new, old_logprobs)
+        rose = (divergence > self.divergence_high) & (new > old_logprobs)
+        fell = (divergence > self.divergence_low) & (new < old_logprobs)
+        dropped = torch.where(advantages > 0, rose, fell)
+        log_ratio = log_ratio_of(new, old_logprobs)
+        ratio = torch.exp(log_ratio)
+        weight = ratio.clamp(max=self.ratio_cap).masked_fill(dropped, 0)
+        return -weight * advantages * logprobs, {
+            "dropped_fraction": dropped.to(ratio.dtype),
+            "capped_fraction": (~dropped & (ratio > self.ratio_cap)).to(ratio.dtype),
+            "approx_kl": approx_kl(log_ratio),
+        }
+
+
+@dataclass(frozen=True)
+class DPPOTotalVariationLoss(DPPOLoss):
+    """:class:`DPPOLoss` by total variation: |p - p_old|, in [0, 1]."""
+
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """See :meth:`DPPOLoss.divergence`."""
+        return (logprobs.exp() - old_logprobs.exp()).abs()
+
+
+@dataclass(frozen=True)
+class DPPOBernoulliKLLoss(DPPOLoss):
+    """:class:`DPPOLoss` by KL: p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)), nats."""
+
+    divergence_low: float = 0.05
+    divergence_high: float = 0.05
+
+    def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+        """See :meth:`DPPOLoss.divergence`; 1 - p is at least 1e-8, because its logarithm has no end."""
+        others, old_others = (-torch.expm1(values).clamp(max=-1e-8) for values in (logprobs, old_logprobs))
+        gone = old_logprobs.exp() * (old_logprobs - logprobs)
+        return gone + old_others * (old_others.log() - others.log())

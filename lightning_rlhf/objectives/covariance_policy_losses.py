@@ -1,0 +1,183 @@
+"""How the actor learns from advantages without losing its entropy: a few tokens of each mini-batch are held back.
+
+A token's covariance is (A - mean A) (logprob - mean logprob), with means over the tokens of the whole mini-batch and
+all ranks. Entropy falls where it is large: where what is already likely is rewarded. See "The Entropy Mechanism of
+Reinforcement Learning for Reasoning Language Models", Cui et al. 2025 (arXiv 2505.22617), section 4.2.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.masked import SumOverRanks, masked_centered
+from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
+
+
+@dataclass(frozen=True)
+class ClipCovLoss(ClippedPolicyLoss):
+    """:class:`ClippedPolicyLoss` without the gradient of a random few tokens of large covariance.
+
+    Of the tokens whose covariance lies between the bounds and that no clip binds already, ``share`` of all tokens of
+    the mini-batch, but at least one, is drawn at random; their loss is 0, and they still count in the denominator.
+
+    Args:
+        share: of all tokens, in (0, 1].
+        covariance_low: tokens have more, in units of advantage times nats.
+        covariance_high: tokens have less.
+    """
+
+    chooses_tokens: ClassVar[bool] = True
+
+    share: float = 2e-4
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share(self.share)
+        if not self.covariance_low < self.covariance_high:
+            raise ValueError(
+                f"covariance_low must be less than covariance_high, got {self.covariance_low} and "
+                f"{self.covariance_high}"
+            )
+
+    def choose(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        generator: torch.Generator,
+        reduce: SumOverRanks,
+    ) -> Tensor:
+        """See :meth:`PolicyLoss.choose`."""
+        _, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
+        bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
+        large = covariance(logprobs, advantages, mask, reduce)
+        candidates = mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
+        return choose_largest(torch.zeros_like(large), candidates, _count(self.share, mask, reduce), generator, reduce)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`ClippedPolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
+        loss, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
+        chosen = torch.zeros_like(mask) if chosen is None else chosen
+        return loss.masked_fill(chosen, 0), {**diagnostics, "chosen_fraction": chosen.to(loss.dtype)}
+
+
+@dataclass(frozen=True)
+class KLCovLoss(PolicyLoss):
+    """The surrogate without a clip, and the tokens of largest covariance held to the old policy.
+
+    L = -A r, and -A r + kl_coef |logprob - old_logprob| for the ``share`` of all tokens of the mini-batch, but at
+    least one, that has the largest covariance; of tokens that tie for the last places, random ones are taken.
+    |log r| is the authors' estimate of the KL in their formula.
+
+    Args:
+        share: of all tokens, in (0, 1].
+        kl_coef: weight of the penalty, positive.
+    """
+
+    chooses_tokens: ClassVar[bool] = True
+
+    share: float = 2e-4
+    kl_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+        if not self.kl_coef > 0:
+            raise ValueError(f"kl_coef must be positive, got {self.kl_coef}")
+
+    def choose(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        generator: torch.Generator,
+        reduce: SumOverRanks,
+    ) -> Tensor:
+        """See :meth:`PolicyLoss.choose`."""
+        large = covariance(logprobs, advantages, mask, reduce)
+        return choose_largest(large, mask, _count(self.share, mask, reduce), generator, reduce)
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were held."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs)
+        loss = -advantages * torch.exp(log_ratio)
+        chosen = torch.zeros_like(mask) if chosen is None else chosen
+        # Not the clamped log-ratio: what has gone furthest is to be pulled back too.
+        penalty = self.kl_coef * (logprobs - old_logprobs).abs()
+        return torch.where(chosen, loss + penalty, loss), {
+            "chosen_fraction": chosen.to(loss.dtype),
+            "approx_kl": approx_kl(log_ratio),
+        }
+
+
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, reduce: SumOverRanks) -> Tensor:
+    """(B, T) float64, each token's part in the covariance of advantages and log-probabilities; 0 outside the mask."""
+    logprobs, _, advantages = policy_inputs(logprobs, logprobs, advantages, mask)
+    product = masked_centered(advantages.double(), mask, reduce) * masked_centered(logprobs.double(), mask, reduce)
+    return product.masked_fill(~mask, 0)
+
+
+def choose_largest(
+    values: Tensor, candidates: Tensor, count: int, generator: torch.Generator, reduce: SumOverRanks
+) -> Tensor:
+    """The candidates with the largest values over all ranks; random ones of those that tie for the last places.
+
+    Args:
+        values: (...) float64, finite.
+        candidates: (...) bool.
+        count: how many to choose over all ranks; all where there are no more.
+        generator: breaks ties; seeded alike on several ranks, it may break none between them and choose too many.
+        reduce: sums a tensor over ranks.
+
+    Returns:
+        (...) bool.
+    """
+    above, tied, rest = _around_the_last(values, candidates, count, reduce)
+    lots = torch.rand(values.shape, generator=generator, dtype=torch.float64, device=generator.device)
+    drawn, last, _ = _around_the_last(lots.to(values.device), tied, rest, reduce)
+    return above | drawn | last
+
+
+def _around_the_last(
+    values: Tensor, candidates: Tensor, count: int, reduce: SumOverRanks
+) -> tuple[Tensor, Tensor, int]:
+    """The candidates above the count-th largest over all ranks, those equal to it, and how many of these are missing.
+
+    Radix selection, which gathers nothing: read as integers in the order of the numbers, the count-th largest is
+    found byte by byte from histograms that are summed over ranks. Every rank reduces nine times.
+    """
+    bits = (values + 0.0).view(torch.int64)  # + 0.0: the two zeros are one number
+    order = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    above, tied = torch.zeros_like(candidates), candidates
+    count = min(count, int(reduce(candidates.sum().double())))
+    for shift in range(56, -8, -8):
+        byte = ((order >> shift) & 0xFF) ^ (0x80 if shift == 56 else 0)  # the sign bit counts the other way
+        histogram = reduce(torch.bincount(byte[tied], minlength=256).double()).long()
+        from_the_top = histogram.flip(0).cumsum(0)
+        whole = int((from_the_top < count).sum())  # byte values all of whose candidates lie above
+        above = above | (tied & (byte > 255 - whole))
+        tied = tied & (byte == 255 - whole)
+        count -= int(from_the_top[whole - 1]) if whole else 0
+    return above, tied, count
+
+
+def _count(share: float, mask: Tensor, reduce: SumOverRanks) -> int:
+    """The share of all tokens over all ranks, rounded down, and at least one."""
+    return max(1, math.floor(share * int(reduce(mask.sum().double()))))
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ValueError(f"share must lie in (0, 1], got {share}")

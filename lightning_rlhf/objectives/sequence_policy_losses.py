@@ -1,0 +1,152 @@
+"""How the actor learns from advantages where the ratio is that of a whole response.
+
+The aggregation decides what such a loss is: each docstring names the one that gives the paper's. The others are not
+wrong, they weight responses by their length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
+from lightning_rlhf.objectives.policy_losses import policy_inputs
+
+
+def response_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1) mean over each response's policy tokens; 0 for a response without one.
+
+    Args:
+        values: (B, T) finite, 0 where the mask is False.
+        mask: (B, T) bool.
+    """
+    return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class GSPOLoss(PolicyLoss):
+    """The clipped surrogate with one ratio for a whole response: the geometric mean of its tokens' ratios.
+
+    s = exp(mean over tokens of (logprobs - old_logprobs));   s_t = sg[s] exp(logprobs_t - sg[logprobs_t]);
+    L_t = max(-A_t s_t, -A_t clip(s_t, 1 - low, 1 + high)).
+    Every s_t is worth s, and its gradient goes through token t alone. With one advantage for all tokens of a response
+    and ``SequenceMeanTokenMean``, value and gradient are those of the paper's loss; with ``TokenMean`` responses count
+    by their length. See "Group Sequence Policy Optimization", Zheng et al. 2025, eqs. 5 and 7, and 13 and 14 (s_t).
+
+    Args:
+        clip_range_low: how far the response's ratio may fall below 1, in (0, 1].
+        clip_range_high: how far it may rise above 1, positive. A mean over many tokens stays close to 1, so both are
+            a thousand times smaller than for tokens; the defaults are the paper's.
+    """
+
+    clip_range_low: float = 3e-4
+    clip_range_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_range_low <= 1:
+            raise ValueError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
+        if not self.clip_range_high > 0:
+            raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
+        ratio = torch.exp(response_mean(log_ratio, mask) + (logprobs - logprobs.detach()))
+        unclipped = -advantages * ratio
+        clipped = -advantages * ratio.clamp(1 - self.clip_range_low, 1 + self.clip_range_high)
+        clip_fraction = (clipped > unclipped).to(ratio.dtype)
+        return torch.maximum(unclipped, clipped), {"clip_fraction": clip_fraction, "approx_kl": approx_kl(log_ratio)}
+
+
+@dataclass(frozen=True)
+class LUSPOLoss(GSPOLoss):
+    """:class:`GSPOLoss` whose responses count by their length, so that long answers are not drawn short.
+
+    The loss of a response is |y| times that of GSPO: the paper's aggregation is ``SequenceMeanTokenSum``, and with
+    ``SequenceMeanTokenMean`` nothing is left of the difference. See "Length-Unbiased Sequence Policy Optimization",
+    Liu et al. 2026 (arXiv 2602.05261), whose bounds are the defaults.
+    """
+
+    clip_range_low: float = 2e-3
+    clip_range_high: float = 2.5e-3
+
+
+@dataclass(frozen=True)
+class GMPOLoss(PolicyLoss):
+    """The geometric mean of the tokens' clipped ratios, which outliers hardly move.
+
+    rho = exp(mean over tokens of c(logprobs - old_logprobs)), with c(x) = min(x, high) where A > 0 and max(x, -low)
+    elsewhere;   L = -(mean over tokens of A) rho, the same on every token of a response.
+    The paper's aggregation is ``SequenceMeanTokenMean``.
+    See "Geometric-Mean Policy Optimization", Zhao et al. 2025 (arXiv 2507.20673), section 3.
+
+    Args:
+        clip_range_low: how far a token's log-ratio may fall below 0, nats, positive.
+        clip_range_high: how far it may rise above 0, nats, positive. The defaults are the paper's.
+    """
+
+    clip_range_low: float = 0.4
+    clip_range_high: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("clip_range_low", "clip_range_high"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs)
+        upwards = log_ratio.clamp(max=self.clip_range_high)
+        clipped = torch.where(advantages > 0, upwards, log_ratio.clamp(min=-self.clip_range_low))
+        loss = -response_mean(advantages, mask) * torch.exp(response_mean(clipped, mask))
+        return loss.expand_as(logprobs), {
+            "clip_fraction": (clipped != log_ratio).to(loss.dtype),
+            "approx_kl": approx_kl(log_ratio),
+        }
+
+
+@dataclass(frozen=True)
+class VESPOLoss(PolicyLoss):
+    """The policy gradient weighted by a smooth function of the response's whole ratio, 1 where that is 1.
+
+    W = product over tokens of r;   phi(W) = W^k exp(lambda (1 - W));   L_t = -sg[phi(W)] A_t logprob_t,
+    with (k, lambda) one pair where A >= 0 and another elsewhere; log W is clamped to [-20, 20].
+    See "VESPO: Variational Sequence-Level Soft Policy Optimization", Shen et al. 2026 (arXiv 2602.10693v3), eq. 20,
+    whose sum over a response is ``SequenceMeanTokenSum``; the authors' code and TRL take ``TokenMean``.
+
+    Args:
+        k_pos: how fast the weight falls as W falls below 1, positive; where the advantage is at least 0.
+        lambda_pos: how fast it falls as W rises, positive; where the advantage is at least 0.
+        k_neg: ``k_pos`` where the advantage is negative.
+        lambda_neg: ``lambda_pos`` where the advantage is negative.
+    """
+
+    k_pos: float = 2.0
+    lambda_pos: float = 3.0
+    k_neg: float = 3.0
+    lambda_neg: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def __call__(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: phi on each token (``sequence_weight``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
+        log_whole = log_ratio.sum(dim=1, keepdim=True).clamp(-20, 20)
+        fall = 1 - torch.exp(log_whole)
+        # In log space, where 20 k and exp(20) lambda are numbers; only their difference is exponentiated.
+        positive = self.k_pos * log_whole + self.lambda_pos * fall
+        negative = self.k_neg * log_whole + self.lambda_neg * fall
+        weight = torch.exp(torch.where(advantages >= 0, positive, negative))
+        return -weight * advantages * logprobs, {"sequence_weight": weight, "approx_kl": approx_kl(log_ratio)}

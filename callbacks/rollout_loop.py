@@ -132,8 +132,8 @@ class RolloutLoop(Callback):
             )
         if module.advantages.needs_groups and self.group_size < 2:
             raise ValueError(
-                f"{type(module.advantages).__name__} compares the responses to one prompt: group_size must be at least 2, "
-                f"got {self.group_size}"
+                f"{type(module.advantages).__name__} compares the responses to one prompt: "
+                f"group_size must be at least 2, got {self.group_size}"
             )
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module.advantages)
@@ -227,7 +227,7 @@ class RolloutLoop(Callback):
             return
         rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
         with module.trainer.precision_plugin.forward_context():
-            logprobs, _ = module.actor_logprobs("actor", rows)
+            logprobs = module.actor_scores("actor", rows).logprobs
         worst = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max().item()
         single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
         bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0

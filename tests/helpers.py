@@ -40,20 +40,25 @@ def _float64(value: Any) -> Tensor:
 def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:
     """Run every function as one rank in its own thread and return what each returned.
 
-    Each function is given the callback that sums a tensor over the ranks. Ranks that reduce a different number of
+    Each function is given the callback that sums a tensor over the ranks, whose attribute ``maximum`` takes the largest
+    of each element. Ranks that reduce a different number of
     times, which would hang a real job, break the barrier and fail the test.
     """
     barrier = threading.Barrier(len(ranks), timeout=10)
     slots: list[Tensor] = [torch.empty(0)] * len(ranks)
 
     def run(rank: int) -> T:
-        def sum_over_ranks(value: Tensor) -> Tensor:
+        def gathered(value: Tensor) -> Tensor:
             slots[rank] = value
             barrier.wait()
-            total = torch.stack(slots).sum(dim=0)
+            every = torch.stack(slots)
             barrier.wait()
-            return total
+            return every
 
+        def sum_over_ranks(value: Tensor) -> Tensor:
+            return gathered(value).sum(dim=0)
+
+        sum_over_ranks.maximum = lambda value: gathered(value).amax(dim=0)  # type: ignore[attr-defined]
         try:
             result = ranks[rank](sum_over_ranks)
             barrier.wait()

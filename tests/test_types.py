@@ -14,6 +14,7 @@ from lightning_rlhf.types import (
 )
 
 ROWS, PROMPT, TOKENS = 3, 2, 4
+PER_TOKEN = tuple(field.name for field in dataclasses.fields(Experience))[2:]
 
 
 @pytest.fixture
@@ -32,16 +33,17 @@ def rollout():
         group=torch.tensor([0, 1, 1]),
         truncated=torch.tensor([True, False, False]),
         policy_version=torch.tensor([7, 7, 8]),
+        kept=torch.tensor([True, False, True]),
         temperature=0.7,
     )
 
 
 @pytest.fixture
 def experience(rollout):
-    """The rollout with six different (B, T) tensors, so that a mix-up shows."""
+    """The rollout with eight different (B, T) tensors, so that a mix-up shows."""
     token = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS).float()
-    names = ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns")
-    return Experience(rollout, torch.arange(ROWS).float(), **{name: token + 100 * i for i, name in enumerate(names)})
+    tensors = {name: token + 100 * i for i, name in enumerate(PER_TOKEN)}
+    return Experience(rollout, torch.arange(ROWS).float(), **tensors)
 
 
 def _sequences(rows=2, lengths=(3, 2)):
@@ -124,7 +126,7 @@ def test_rows_of_an_experience_come_with_the_rows_of_its_rollout(experience):
     taken = experience[torch.tensor([1])]
     assert len(taken) == 1
     assert taken.rollout.reward.tolist() == [1]
-    for name in ("old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
+    for name in PER_TOKEN:
         assert torch.equal(getattr(taken, name), getattr(experience, name)[1:2]), name
 
 
@@ -137,7 +139,7 @@ def test_no_rows_are_a_batch_too(experience):
 def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
     moved = experience.to("meta")
     tensors = [*moved._rows(), *moved.rollout.rewards.values()]
-    assert len(tensors) == 7 + 10 + 2
+    assert len(tensors) == 1 + len(PER_TOKEN) + 11 + 2
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.rollout.temperature == 0.7
     assert not experience.advantages.is_meta
@@ -146,10 +148,6 @@ def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
 def test_moving_passes_options_on(experience):
     moved = experience.to("cpu", dtype=torch.float64, non_blocking=True)
     assert moved.values.dtype == torch.float64
-
-
-def test_the_mask_of_an_experience_is_that_of_its_rollout(experience):
-    assert experience.mask is experience.rollout.response_mask
 
 
 @pytest.mark.parametrize(

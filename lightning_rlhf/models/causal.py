@@ -65,7 +65,8 @@ class CausalLM(nn.Module):
             squares=squares,
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
-        return TokenScores(*(None if values is None else zeros.masked_scatter(mask, values) for values in scores))
+        placed = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
+        return TokenScores(*placed)  # type: ignore[arg-type]
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load."""

@@ -19,7 +19,7 @@ from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
-from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
+from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
@@ -126,7 +126,12 @@ class RLHFModule(RolloutModule):
             sums.merge(of_minibatch)
             if self.strayed(of_minibatch):
                 break
-        metrics = {**describe(experience, self.roles.sum_over_ranks), **self.reduced(sums), "kl/coef": self.kl_coef}
+        metrics = {
+            **describe(experience, self.roles.sum_over_ranks, self.roles.max_over_ranks),
+            **self.mismatch,
+            **self.reduced(sums),
+            "kl/coef": self.kl_coef,
+        }
         metrics["policy/updates"] = updates  # fewer where target_kl stopped them
         if "ref" not in self.sources:
             del metrics["kl/ref"]  # 0 would read as no drift
@@ -169,7 +174,7 @@ class RLHFModule(RolloutModule):
         """Policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.chosen)
-        policy = policy * self.importance_weights(logprobs, rows)
+        policy = policy * self.importance_weights(logprobs, rows, sums)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
             kl = kl_estimate(logprobs, rows.ref_logprobs, self.kl_loss.estimator)
@@ -181,11 +186,14 @@ class RLHFModule(RolloutModule):
             sums.add("kl/approx" if name == "approx_kl" else f"policy/{name}", values, rows.mask)
         return self.aggregated(loss, rows)
 
-    def importance_weights(self, logprobs: Tensor, rows: Experience) -> Tensor:
+    def importance_weights(self, logprobs: Tensor, rows: Experience, sums: Sums) -> Tensor:
         """(B, T) what multiplies the policy loss: worked out with the experience, or where that asked no actor, now."""
         if not self.correction.bypass:
             return rows.weights
-        weights, kept, _ = self.correction(logprobs.detach(), rows.rollout.rollout_logprobs, rows.mask)
+        engine = rows.rollout.rollout_logprobs
+        weights, kept = self.correction.of_rows(logprobs.detach(), engine, rows.mask)
+        sums.add("rollout_corr/kl_k1", engine - logprobs, rows.rollout.response_mask)
+        sums.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), rows.rollout.response_mask)
         return weights * kept
 
     def strayed(self, of_minibatch: Sums) -> bool:

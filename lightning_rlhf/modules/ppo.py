@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,11 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.base import AdvantageEstimator
+from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
+from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Experience, Rollout
 
 
@@ -29,6 +34,8 @@ class PPOModule(RLHFModule):
         value_loss: from values and returns to a loss per token.
         vf_coef: weight of the value loss, positive.
         critic_warmup_steps: rollouts at the start from which only the critic learns, at least 0.
+        advantages: from rewards and values to advantages.
+        resampling: draws the responses to learn from anew, by their rewards (PF-PPO); None learns from each once.
         **kwargs: see :class:`~lightning_rlhf.modules.base.RLHFModule`.
     """
 
@@ -43,9 +50,16 @@ class PPOModule(RLHFModule):
         value_loss: ClippedValueLoss = ClippedValueLoss(),
         vf_coef: float = 1.0,
         critic_warmup_steps: int = 0,
+        advantages: AdvantageEstimator = GAE(),
+        resampling: ScoreResampling | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(actor, **kwargs)
+        super().__init__(actor, advantages=advantages, **kwargs)
+        if not advantages.needs_critic:
+            raise ValueError(
+                f"{type(self).__name__} trains a critic, which {type(advantages).__name__} has no use for: take the "
+                f"module of that algorithm, or RLHFModule"
+            )
         if vf_coef <= 0:
             raise ValueError(f"vf_coef must be positive, got {vf_coef}")
         if critic_warmup_steps < 0:
@@ -56,6 +70,15 @@ class PPOModule(RLHFModule):
         self.sources["critic"] = self.sources[start] if start in ("actor", "reward_model") else as_source(start)
         self.critic_optimizer, self.critic_lr_scheduler = critic_optimizer, critic_lr_scheduler
         self.value_loss, self.vf_coef, self.critic_warmup_steps = value_loss, vf_coef, critic_warmup_steps
+        self.resampling = resampling
+
+    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+        """Those of the base, of responses drawn anew if asked for."""
+        if self.resampling is not None:
+            seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, self.global_rank)
+            generator = torch.Generator().manual_seed(seed)
+            experience = experience[self.resampling(experience.reward, generator)]
+        return super().minibatches(experience)
 
     def losses(self, sums: Sums) -> dict[str, Any]:
         """Critic, then actor; the critic alone while it warms up."""

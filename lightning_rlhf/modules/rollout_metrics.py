@@ -11,7 +11,9 @@ from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.types import Experience
 
 
-def describe(experience: Experience, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def describe(
+    experience: Experience, reduce: Callable[[Tensor], Tensor], reduce_max: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
     """Metrics of one rollout, over all ranks.
 
     ``kl/ref`` is nats per response, estimated by k1. ``rollout/logprob_diff_mean`` is the mean over tokens of the
@@ -23,8 +25,9 @@ def describe(experience: Experience, reduce: Callable[[Tensor], Tensor]) -> dict
     Args:
         experience: of this step.
         reduce: sums a tensor over ranks.
+        reduce_max: takes the elementwise maximum over ranks.
     """
-    rollout, mask = experience.rollout, experience.mask
+    rollout, mask = experience.rollout, experience.rollout.response_mask
     sums = Sums()
     kl = kl_estimate(experience.old_logprobs, experience.ref_logprobs, "k1").masked_fill(~mask, 0).sum(dim=1)
     sums.add("reward/mean", experience.reward)
@@ -43,5 +46,5 @@ def describe(experience: Experience, reduce: Callable[[Tensor], Tensor]) -> dict
     metrics["reward/std"] = spread.means(reduce)["variance"] ** 0.5
     metrics["value/explained_variance"] = explained_variance(experience.values, experience.returns, mask, reduce).item()
     metrics["rollout/response_tokens"] = reduce(rollout.response_lengths.sum()).item()
-    metrics["rollout/logprob_diff_max"] = torch.where(mask, gap, torch.zeros_like(gap)).max().item()
+    metrics["rollout/logprob_diff_max"] = reduce_max(torch.where(mask, gap, torch.zeros_like(gap)).max()).item()
     return metrics

@@ -55,8 +55,8 @@ class RolloutModule(RoleModule):
         self.frozen_roles = tuple(name for name in ("ref", "reward_model") if name in self.sources)
         if advantages.needs_critic and "critic" not in self.trained_roles:
             raise ValueError(
-                f"{type(advantages).__name__} needs a critic, which {type(self).__name__} does not have: take PPOModule, "
-                f"or an estimator without critic such as GRPO"
+                f"{type(advantages).__name__} needs a critic, which {type(self).__name__} does not have: "
+                f"take PPOModule, or an estimator without critic such as GRPO"
             )
         self.advantages, self.correction = advantages, correction
         self.kl_reward, self.kl_coef = kl_reward, kl_reward.coef
@@ -100,8 +100,9 @@ class RolloutModule(RoleModule):
         """Ask every model about a rollout and work out rewards and advantages."""
         old = self.old_scores(rollout)
         mask = rollout.response_mask & rollout.kept.unsqueeze(1)
-        reduce = self.roles.sum_over_ranks
-        weights, mask, self.mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, mask, reduce)
+        reduce, engine = self.roles.sum_over_ranks, rollout.rollout_logprobs
+        weights, mask, mismatch = self.correction(old.logprobs, engine, mask, reduce, self.roles.max_over_ranks)
+        self.mismatch = {} if self.correction.bypass else mismatch
         ref_logprobs = old.logprobs
         if "ref" in self.sources:
             ref_logprobs = self.by_rows(partial(self.actor_scores, "ref"), rollout)[0]
@@ -127,11 +128,12 @@ class RolloutModule(RoleModule):
         )  # fmt: skip
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
-        """What the actor says of the responses before the first update."""
-        squares = self.advantages.needs_sum_pi_squared
+        """What the actor says of the responses before the first update; or the engine said, if that is taken for it."""
+        squares, engine = self.advantages.needs_sum_pi_squared, rollout.rollout_logprobs
         if self.correction.bypass and not squares:
-            return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
-        return TokenScores(*self.by_rows(partial(self.actor_scores, "actor", squares=squares), rollout))
+            return TokenScores(engine, torch.zeros_like(engine))
+        scores = TokenScores(*self.by_rows(partial(self.actor_scores, "actor", squares=squares), rollout))
+        return scores._replace(logprobs=engine) if self.correction.bypass else scores
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """(B, T) the reward at the policy's last token, less the KL penalty of each of its tokens."""

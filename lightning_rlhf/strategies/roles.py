@@ -36,6 +36,9 @@ class Roles(Protocol):
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all ranks that hold different data."""
 
+    def max_over_ranks(self, value: Tensor) -> Tensor:
+        """The elementwise maximum of a tensor over the same ranks."""
+
     @property
     def gradient_scale(self) -> float:
         """What a local loss is multiplied by so that the strategy's reduction gives the gradient of the sum."""

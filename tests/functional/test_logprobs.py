@@ -100,7 +100,7 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
     expected = every[torch.arange(tokens), targets], -(every.exp() * every).sum(-1)
     actual = chunked_token_scores(
         hidden, weight, offset, targets, scale=scale, softcap=softcap, chunk_tokens=chunk_tokens
-    )
+    )[:2]
 
     outer = normal(2, tokens, seed=seed + 3)  # an arbitrary gradient from above, for both outputs
     for ours, exact in zip(actual, expected, strict=True):
@@ -118,7 +118,7 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
 def test_by_default_logits_are_neither_scaled_nor_capped():
     hidden, weight, bias, targets = _head(5, seed=5)
     expected = token_scores(hidden @ weight.T + bias, targets)
-    for ours, exact in zip(chunked_token_scores(hidden, weight, bias, targets), expected, strict=True):
+    for ours, exact in zip(chunked_token_scores(hidden, weight, bias, targets)[:2], expected[:2], strict=True):
         assert_close(ours, exact, atol=1e-6)
 
 
@@ -143,7 +143,7 @@ def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
     with_graph = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
     with torch.no_grad():
         without = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
-    for first, second in zip(with_graph, without, strict=True):
+    for first, second in zip(with_graph[:2], without[:2], strict=True):
         assert first.requires_grad
         assert not second.requires_grad
         assert torch.equal(first, second)
@@ -190,3 +190,17 @@ def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient
     assert_close(entropy, torch.tensor([math.log(2)]))
     assert_close(logprobs, torch.tensor([-math.log(2)]))
     assert logits.grad.isfinite().all()
+
+
+def test_the_sum_of_squared_probabilities_is_computed_when_asked_for_and_has_no_gradient():
+    logits = torch.tensor([[math.log(1.0), math.log(3.0)], [0.0, 0.0]], requires_grad=True)
+    assert token_scores(logits, torch.tensor([0, 1])).sum_pi_squared is None
+    squares = token_scores(logits, torch.tensor([0, 1]), squares=True).sum_pi_squared
+    assert_close(squares, [1 / 16 + 9 / 16, 1 / 2])
+    assert not squares.requires_grad
+
+
+def test_chunks_give_the_sums_of_squared_probabilities_of_all_logits():
+    hidden, weight, bias, targets = _head(7, seed=9)
+    ours = chunked_token_scores(hidden, weight, bias, targets, squares=True, chunk_tokens=3).sum_pi_squared
+    assert_close(ours, ((hidden @ weight.T + bias).double().softmax(-1) ** 2).sum(-1), atol=1e-6)

@@ -89,8 +89,8 @@ def test_what_an_environment_wrote_is_not_learnt_from():
     assert any(not all(row.mask) for row in rows)
 
     class Disturbed(PPOModule):
-        def evaluate(self, given):
-            experience = super().evaluate(given)
+        def evaluate(self, given, greedy=None):
+            experience = super().evaluate(given, greedy)
             noise = torch.full_like(experience.values, 3.0).masked_fill(experience.mask, 0)
             names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
             return replace(experience, **{name: getattr(experience, name) + noise for name in names})
@@ -253,8 +253,8 @@ def test_two_ranks_take_the_step_of_one_rank_with_all_rows():
         for role in ("actor", "critic"):
             assert distance(weights(module, role), weights(alone, role)) <= 1e-9
         for name, value in logged.items():
-            if not name.startswith(("time/", "rollout/logprob_diff_max")):
-                assert_close(metrics[name], value, atol=1e-6)
+            if not name.startswith("time/"):
+                assert_close(metrics[name], value, atol=1e-6, equal_nan=True)
 
 
 # -- where the critic comes from --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import itertools
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,7 +121,7 @@ def test_a_batch_without_any_marked_token_changes_nothing():
 
 
 def test_a_strategy_that_keeps_the_contract_is_recognised():
-    assert isinstance(OneOfTwoRanks(torch.clone), Roles)
+    assert isinstance(OneOfTwoRanks(SimpleNamespace(maximum=torch.clone)), Roles)
 
 
 @pytest.mark.usefixtures("exact")

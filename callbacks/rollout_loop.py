@@ -104,6 +104,7 @@ class RolloutLoop(Callback):
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
+        self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         directory = Path(trainer.default_root_dir) / "engine"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens

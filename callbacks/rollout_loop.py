@@ -41,8 +41,9 @@ class RolloutLoop(Callback):
         temperature: of training samples, positive. Top-p and top-k are not offered: they cut the distribution, and
             the gradient would be that of another policy.
         val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
-        val_metric: reward that says whether a validation response is correct (at least 1), for pass@k and for how well
-            the reward model orders right and wrong; None takes the first one.
+        val_metric: name of the reward that says whether a validation response is correct (at least 1); from it come
+            ``val/greedy``, ``val/sampled``, ``val/pass@k``, and how well the reward model orders right and wrong. None:
+            no reward says so, and only each one's own means are logged.
         validate_at_ends: whether to validate before the first and after the last step, so that progress can be told.
         check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
             the push; 0 switches the check off.
@@ -108,6 +109,7 @@ class RolloutLoop(Callback):
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
+        self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         directory = Path(trainer.default_root_dir) / "engine"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
@@ -250,7 +252,7 @@ class RolloutLoop(Callback):
         """Begin to gather."""
         self.push_weights(trainer, pl_module)
         self._validated = trainer.global_step
-        self._validation = Validation([reward.label for reward in self.rewards], self.val_metric, self.val_samples)
+        self._validation = Validation(self.val_metric, self.val_samples)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

@@ -20,14 +20,12 @@ class Validation:
     """Responses of one validation: for each prompt one greedy one, then ``val_samples`` sampled ones.
 
     Args:
-        reward_names: what judged them.
-        metric: which of them says that a response is correct (at least 1); None takes the first.
+        metric: reward that says that a response is correct (at least 1); None where none does.
         val_samples: sampled responses per prompt.
     """
 
-    def __init__(self, reward_names: list[str], metric: str | None, val_samples: int) -> None:
-        self._metric = metric or (reward_names[0] if reward_names else None)
-        self._val_samples = val_samples
+    def __init__(self, metric: str | None, val_samples: int) -> None:
+        self._metric, self._val_samples = metric, val_samples
         self._sums = Sums()
         self._correct: list[Tensor] = []
         self._scores: list[Tensor] = []
@@ -68,7 +66,7 @@ class Validation:
             self._sums.add(f"val/score_{kind}", part)
 
     def metrics(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """All metrics; those of pass@k and of the ordering need a metric that says what is correct."""
+        """All metrics; the share of correct ones, pass@k and the ordering need a reward that says what is correct."""
         found = self._sums.means(reduce)
         if self._correct:
             judged = torch.cat(self._correct)

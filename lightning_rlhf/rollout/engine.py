@@ -40,6 +40,16 @@ class RolloutEngine(ABC):
     whatever the engine did before.
     """
 
+    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most can draw anything)
+        """Refuse, before anything is started, what the engine cannot draw.
+
+        Args:
+            sampling: that will be asked for.
+
+        Raises:
+            ValueError: the engine cannot do it.
+        """
+
     @abstractmethod
     def start(self, setup: EngineSetup) -> None:
         """Begin to start; may return before the engine is ready."""
@@ -81,7 +91,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Name of the first parameter that is not what was last pushed; None if all are."""
+        """Name of the first parameter whose value the engine does not have; None if none is known."""
 
     @abstractmethod
     def close(self) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.rollout.engine import EngineDied
+
+log = logging.getLogger(__name__)
 
 # A launcher's variables would make the child join the trainer's process group; the seed would reseed it.
 _NOT_FOR_THE_CHILD = (
@@ -24,6 +29,8 @@ _NOT_FOR_THE_CHILD = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PL_GLOBAL_SEED", "LD_PRELOAD",
 )  # fmt: skip
 _CLOSE_SECONDS = 10
+_GROUP_SECONDS = 1  # what the worker started may end by itself, and clean up, for this long
+_SAY_SECONDS = 60
 _LOG_TAIL = 2000
 
 
@@ -80,6 +87,27 @@ class EngineProcess:
         self._send({"kind": "add", "requests": requests})
         return futures
 
+    def answers(self, futures: Sequence[Future[dict[str, Any]]], waited_for: str) -> list[dict[str, Any]]:
+        """Wait for all futures without a limit, and say so every minute: a silent engine may work, or hang.
+
+        Args:
+            futures: of :attr:`ready`, :meth:`command` or :meth:`generate`.
+            waited_for: what they are, in a few words.
+
+        Returns:
+            Their answers, in order.
+
+        Raises:
+            EngineDied: the engine is gone.
+            RuntimeError: the worker refused.
+        """
+        began = time.monotonic()
+        while missing := wait(futures, _SAY_SECONDS).not_done:
+            count = f"{len(missing)} of {len(futures)} " if len(futures) > 1 else ""
+            seconds = time.monotonic() - began
+            log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, waited_for, seconds, self._log)
+        return [future.result() for future in futures]
+
     def close(self) -> None:
         """Ask the worker to end, then make it; one that is still starting would not hear the question."""
         if self.ready.done():
@@ -95,9 +123,23 @@ class EngineProcess:
 
     def _kill(self) -> int:
         """End the worker and whatever it started: it leads a session of its own."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self._signal_group(signal.SIGKILL)
         return self.process.wait()
+
+    def _signal_group(self, number: int) -> bool:
+        """Whether there was anyone to signal."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _end_group(self) -> None:
+        """End what the worker left behind."""
+        end = time.monotonic() + _GROUP_SECONDS
+        while self._signal_group(0) and time.monotonic() < end:
+            time.sleep(0.02)
+        self._signal_group(signal.SIGKILL)
 
     def _expect(self) -> tuple[str, Future[dict[str, Any]]]:
         with self._expecting:  # or a future could be added behind the back of the thread that buries them all
@@ -129,8 +171,12 @@ class EngineProcess:
                         future.set_result(message)
         except (EOFError, OSError):
             pass
+        except (ValueError, TypeError, KeyError) as error:
+            reason = f"it gave an answer that nobody understands ({type(error).__name__}: {error})"
+            self._kill()
         finally:
             self._bury(reason)
+            self._end_group()
 
     def _bury(self, reason: str | None) -> None:
         try:

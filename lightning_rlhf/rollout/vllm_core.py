@@ -8,6 +8,8 @@ from typing import Any
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
+from lightning_rlhf.rollout.weight_sync import Slot
+
 
 class VLLMCore:
     """One vLLM engine that is stepped by its owner.
@@ -18,7 +20,7 @@ class VLLMCore:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         extension = "lightning_rlhf.rollout.vllm_extension.WeightReceiver"
-        self._llm = LLM(worker_extension_cls=extension, **arguments)
+        self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
         self._engine = self._llm.llm_engine
         self._version = -1
 
@@ -32,6 +34,18 @@ class VLLMCore:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
         self._version = version
+
+    def lost(self, weights: dict[str, Any]) -> str | None:
+        """Take the same weights again and see whether all arrive.
+
+        Returns:
+            Name of the first parameter that does not arrive; None if all do, as far as can be seen.
+        """
+        arrived = self._llm.collective_rpc("trace_weights", kwargs=weights)
+        slots = [Slot(**slot) for slot in weights["layout"]]
+        # Engines that share the parameters take a part each, and copies of some.
+        whole = [sum(ranks) >= slot.numel for slot, *ranks in zip(slots, *arrived, strict=True)]
+        return next((slot.name for slot, complete in zip(slots, whole, strict=True) if not complete), None)
 
     def add(self, requests: list[dict[str, Any]]) -> None:
         """Queue all requests or, if one is refused, none.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,8 +19,11 @@ from lightning_rlhf.rollout.supervisor import EngineProcess
 from lightning_rlhf.rollout.weight_sync import WeightSender
 from lightning_rlhf.types import Completion, SamplingParams
 
+log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1 << 28
+_TEMPERATURES = (0.01, 2.0)  # vLLM 0.32 refuses more, and quietly takes 0.01 for less
 _ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # one process; nothing phones home
+_START = "the engine to be ready"
 
 
 def vllm_installed() -> bool:
@@ -62,6 +66,15 @@ class VLLMEngine(RolloutEngine):
         self._sender = WeightSender()
         self._process: EngineProcess | None = None
 
+    def check(self, sampling: SamplingParams) -> None:
+        """See :meth:`RolloutEngine.check`."""
+        low, high = _TEMPERATURES
+        if sampling.temperature and not low <= sampling.temperature <= high:
+            raise ValueError(
+                f"vLLM samples at temperatures from {low} to {high}, got {sampling.temperature}: "
+                f"take one of these or TransformersEngine"
+            )
+
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""
         environment = {**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
@@ -101,25 +114,36 @@ class VLLMEngine(RolloutEngine):
 
     def wait(self) -> str:
         """See :meth:`RolloutEngine.wait`."""
-        ready = self._running.ready.result()
+        (ready,) = self._running.answers([self._running.ready], _START)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         return f"vLLM {ready['version']} in process {ready['pid']} on {device}"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
-        self._running.ready.result()
-        self._running.command("load", weights=self._sender.write(parameters), version=version).result()
+        self._running.answers([self._running.ready], _START)
+        loading = self._running.command("load", weights=self._sender.write(parameters), version=version)
+        self._running.answers([loading], "the engine to take new weights")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
         futures = self._running.generate(as_requests(prompts, sampling, seeds))
-        return [as_completion(future.result()) for future in futures]
+        return [as_completion(answer) for answer in self._running.answers(futures, "completions")]
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
-        return self._sender.first_difference(parameters)
+        return self._sender.first_difference(parameters) or self._lost()
+
+    def _lost(self) -> str | None:
+        """Name of the first parameter that was pushed and does not arrive in vLLM; None if that cannot be told."""
+        tracing = self._running.command("trace", weights=self._sender.message)
+        try:
+            (answer,) = self._running.answers([tracing], "the engine to trace what it does with the weights")
+        except RuntimeError as error:
+            log.warning("What vLLM does with the weights could not be traced: %s", error)
+            return None
+        return cast("str | None", answer["lost"])
 
     def close(self) -> None:
         """End the process."""
@@ -188,6 +212,10 @@ class InProcessVLLMEngine(VLLMEngine):
             while self._core.busy:
                 finished |= {int(done["id"]): as_completion(done) for done in self._core.step()}
         return [finished[number] for number in range(len(prompts))]
+
+    def _lost(self) -> str | None:
+        with _same_random_state():
+            return cast("str | None", self._core.lost(self._sender.message))
 
     def close(self) -> None:
         """Drop the engine."""

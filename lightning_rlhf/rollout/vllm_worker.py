@@ -1,7 +1,8 @@
 """The engine process: hosts vLLM and answers one trainer over a socket pair. Run by :mod:`.supervisor`.
 
-Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``add``, ``close``. To the trainer:
-``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the process then ends).
+Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``trace``, ``add``, ``close``. To the
+trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the process then
+ends).
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def _obey(core: Any, message: dict[str, Any], say: Any) -> None:
         elif message["kind"] == "load":
             core.load(message["weights"], message["version"])
             say("reply", id=message["id"])
+        elif message["kind"] == "trace":
+            say("reply", id=message["id"], lost=core.lost(message["weights"]))
     except Exception as error:
         for identity in asked:
             say("error", id=identity, message=f"{type(error).__name__}: {error}")

@@ -43,9 +43,14 @@ class Slot:
         return f"{self.name} ({self.dtype}, {self.shape})"
 
     @property
+    def numel(self) -> int:
+        """Elements it has."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
     def nbytes(self) -> int:
         """Bytes it takes."""
-        return getattr(torch, self.dtype).itemsize * int(torch.Size(self.shape).numel())
+        return getattr(torch, self.dtype).itemsize * self.numel
 
     def view(self, memory: Tensor) -> Tensor:
         """The parameter as a view of the memory."""
@@ -79,7 +84,7 @@ class WeightSender:
             parameters: (name, tensor), each needed only until the next; the same ones at every call.
 
         Returns:
-            What :func:`map_memory` and :func:`read_slots` need: ``path``, ``nbytes``, ``layout``.
+            :attr:`message`.
 
         Raises:
             RuntimeError: the parameters are not those of the first call.
@@ -88,6 +93,11 @@ class WeightSender:
             self._replace_all(parameters)
         else:
             self._append_all(parameters)
+        return self.message
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """What :func:`map_memory` and :func:`read_slots` need: ``path``, ``nbytes``, ``layout``."""
         layout = [asdict(slot) for slot in self._slots]
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
 

@@ -25,7 +25,8 @@ class Run:
     def __init__(self, directory, loop=(), model=(), data=(), trainer=(), callbacks=(), texts=("a", "b")):
         self.engine = ScriptedEngine(texts, CharacterTokenizer("abcdefg").load())
         ours = {"rewards": [RewardFunction(exact)], "engine": self.engine, "max_response_tokens": 4, "check_rows": 0}
-        self.loop = RolloutLoop(**{**ours, **dict(loop)})
+        loop = {**({} if "rewards" in dict(loop) else {"val_metric": "exact"}), **dict(loop)}
+        self.loop = RolloutLoop(**{**ours, **loop})
         sgd = partial(torch.optim.SGD, lr=0.1)
         ours = {"actor": TinyModel(), "actor_optimizer": sgd, "critic_optimizer": sgd, "minibatch_size": 2}
         self.module = PPOModule(**{**ours, **dict(model)})

@@ -198,6 +198,21 @@ def test_the_request_carries_temperature_limit_and_end_token(run):
     assert all(len(completion.token_ids) <= 3 for completion in completions)
 
 
+def test_a_response_ends_after_any_of_the_further_stop_tokens(run):
+    stops = {2, 5, 7}
+    (sampling, _, completions), *_ = requests(
+        run, loop={"max_response_tokens": 24, "group_size": 8, "stop_token_ids": [5, 7]}
+    )
+    assert sampling.stop_token_ids == (2, 5, 7)
+    ended = [completion for completion in completions if completion.finish_reason == "stop"]
+    assert {completion.token_ids[-1] for completion in ended} == stops
+    assert not any(stops & set(completion.token_ids[:-1]) for completion in completions)
+
+
+def test_a_temperature_that_only_vllm_refuses_is_fine_with_transformers(run):
+    run(loop={"engine": TransformersEngine(), "temperature": 2.5, "check_rows": 2}).fit()
+
+
 def test_a_trial_run_keeps_responses_short(run):
     made = run(loop={"max_response_tokens": 200, "engine": Listening()}, trainer={"fast_dev_run": 1}).fit()
     assert [sampling.max_tokens for sampling, _, _ in made.loop.engine.asked] == [16]

@@ -34,7 +34,7 @@ REWARDS = [1, 0, 1, 0, 0, 0, 1, 1, 0, 1]  # greedy first: prompt 0 has 1 of 4 sa
 
 @pytest.fixture
 def measured(tokenizer):
-    validation = Validation(["given"], None, 4)
+    validation = Validation("given", 4)
     validation.add(*judged(REWARDS, [9, 1, 2, 3, 4, 9, 1, 1, 1, 3], [True, *[False] * 8, True]), tokenizer)
     return validation
 
@@ -58,7 +58,7 @@ def test_pass_at_k_is_unbiased(measured):
 def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
     """The mean over all ways to draw 2 of 4 samples is the estimate."""
     for outcome in product([0, 1], repeat=4):
-        validation = Validation(["given"], None, 4)
+        validation = Validation("given", 4)
         validation.add(*judged([0, *outcome, 0, *outcome]), tokenizer)
         direct = [max(pair) for pair in combinations(outcome, 2)]
         assert validation.metrics(alone)["val/pass@2"] == pytest.approx(sum(direct) / len(direct))
@@ -76,14 +76,14 @@ def test_scores_of_right_samples_should_be_higher(measured):
 
 @pytest.mark.parametrize("reward", [0, 1])
 def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, reward):
-    validation = Validation(["given"], None, 4)
+    validation = Validation("given", 4)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
     assert math.isnan(validation.metrics(alone)["val/score_orders_right_first"])
 
 
 def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
-    validation = Validation(["given"], None, 4)
+    validation = Validation("given", 4)
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     found = validation.metrics(alone)
     assert found["val/given_sampled"] == 1.0  # of five
@@ -93,12 +93,24 @@ def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
 
 def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
     batch, rollout = judged(REWARDS)
-    validation = Validation([], None, 4)
+    validation = Validation(None, 4)
     validation.add(batch, type(rollout)(**{**vars(rollout), "rewards": {}}), tokenizer)
     validation.add_scores(torch.zeros(10))
     assert set(validation.metrics(alone)) == {
         "val/response_tokens_mean", "val/truncated_fraction", "val/score_greedy", "val/score_sampled",
     }  # fmt: skip
+
+
+def test_where_no_reward_says_what_is_correct_each_one_s_own_means_are_all_that_is_told(tokenizer):
+    validation = Validation(None, 4)
+    validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
+    validation.add_scores(torch.arange(10.0))
+    found = validation.metrics(alone)
+    assert set(found) == {
+        "val/given_greedy", "val/given_sampled", "val/response_tokens_mean", "val/truncated_fraction",
+        "val/score_greedy", "val/score_sampled",
+    }  # fmt: skip
+    assert found["val/given_greedy"] == found["val/given_sampled"] == 1.25
 
 
 def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
@@ -109,7 +121,7 @@ def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
 
 
 def test_no_more_than_64_are_kept(tokenizer):
-    validation = Validation(["given"], None, 4)
+    validation = Validation("given", 4)
     for _ in range(40):
         validation.add(*judged(REWARDS), tokenizer)
     assert len(validation.samples) == 64
@@ -205,6 +217,12 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     wins = [float(a > b) + float(a == b) / 2 for a in right for b in wrong]
     assert found["val/score_orders_right_first"] == pytest.approx(sum(wins) / len(wins))
     assert found["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
+
+
+def test_without_a_metric_a_run_logs_what_the_rewards_gave_and_no_share_of_right_answers(run):
+    made = run(loop={"val_metric": None}, data={"val": InMemory(ROWS)}).fit()
+    assert made.metrics["val/exact_greedy"] > 0
+    assert not {"val/greedy", "val/sampled"} & set(made.metrics)
 
 
 def test_the_metric_can_be_chosen(run):

@@ -117,6 +117,18 @@ def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
     assert result.err.startswith("lightning-rlhf: (VLLMEngine): VLLMEngine needs vLLM: pip install")
 
 
+def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training(fit, config, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+    engine = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
+    config["trainer"]["callbacks"][0]["init_args"] |= {"engine": {"class_path": engine}, "temperature": 2.5}
+    result = fit(config)
+    assert result.code == 2
+    assert result.err == (
+        "lightning-rlhf: vLLM samples at temperatures from 0.01 to 2.0, got 2.5: "
+        "take one of these or TransformersEngine\n"
+    )
+
+
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
     from lightning_rlhf.rollout.engine import EngineDied
     from lightning_rlhf.rollout.transformers_engine import TransformersEngine
@@ -253,6 +265,7 @@ def test_the_quickstart_runs_for_two_steps_each(cli):
         )
         assert (result.code, result.err, result.warned) == (0, "", [])
         assert Path(f"runs/quickstart/{stage}/export/model.safetensors").is_file()
+    assert "right answers, greedy" in result.out
 
 
 @pytest.mark.parametrize(("row", "sentence"), [({"a": "b"}, True), (None, False)])

@@ -1,11 +1,14 @@
 """Whatever happens to the engine process, nobody waits for it in vain and the reason is told; the worker is the real
 one with a stub where vLLM would be."""
 
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,6 +186,97 @@ def test_a_dead_engine_can_be_closed(start):
     engine = start(exit=1)
     engine.process.wait(WAIT)
     engine.close()
+
+
+@pytest.fixture
+def grandchild(start, tmp_path):
+    def grandchild(**arguments):
+        engine = start(child=str(tmp_path / "child"), **arguments)
+        engine.ready.result(WAIT)
+        return engine, psutil.Process(int((tmp_path / "child").read_text()))
+
+    return grandchild
+
+
+def gone(process):
+    return wait_for_end(process.pid, 5)
+
+
+def test_closing_ends_what_the_engine_started(grandchild):
+    engine, child = grandchild()
+    engine.close()
+    assert engine.process.returncode == 0
+    assert gone(child)
+
+
+def test_ending_an_engine_that_does_not_listen_ends_what_it_started(grandchild, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    engine, child = grandchild(deaf=True)
+    engine.close()
+    assert engine.process.returncode == -signal.SIGKILL
+    assert gone(child)
+
+
+def test_the_death_of_the_engine_ends_what_it_started(grandchild):
+    engine, child = grandchild()
+    engine.process.kill()
+    assert gone(child)
+
+
+@pytest.mark.parametrize("babble", [-1, -2, -3])
+def test_an_answer_that_nobody_understands_ends_the_engine_and_everyone_who_waits(start, babble):
+    engine, began = start(), time.monotonic()
+    futures = engine.generate([request(1, 1, 1), request(babble, 1, 1, 1)])
+    for future in futures:
+        with pytest.raises(EngineDied, match="it gave an answer that nobody understands"):
+            future.result(WAIT)
+    assert time.monotonic() - began < 5  # not as long as it would take to close
+    assert engine.process.returncode == -signal.SIGKILL
+
+
+def test_a_fault_of_the_reading_thread_leaves_nobody_waiting(start, monkeypatch):
+    engine, faults = start(), []
+    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(threading, "excepthook", lambda fault: faults.append(fault.exc_value))
+    engine.ready.result(WAIT)
+    futures = engine.generate([request(1), request(1, 1, 1)])
+    next(iter(engine._pending.values())).set_result({})  # answered twice, which a future refuses
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        futures[1].result(WAIT)
+    engine.close()
+    assert [type(fault).__name__ for fault in faults] == ["InvalidStateError"]
+
+
+def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._SAY_SECONDS", 0.3)
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    caplog.set_level("INFO", "lightning_rlhf")
+    engine = start(slow=1.5)
+    assert engine.answers([engine.ready], "the engine to be ready")[0]["kind"] == "ready"
+    said = [record.getMessage() for record in caplog.records]
+    log = tmp_path / "new" / "engine.log"
+    assert len(said) >= 4
+    for line in said:
+        assert re.fullmatch(
+            rf"Waiting for the engine to be ready for \d+ s; the engine's log is {re.escape(str(log))}\.", line
+        )
+    assert " for 0 s;" in said[0]
+    assert " for 2 s;" in " ".join(said)
+    caplog.clear()
+    prompts = [[1], [2] * 80]
+    answers = engine.answers(engine.generate([request(*prompt) for prompt in prompts]), "completions")
+    assert [answer["token_ids"] for answer in answers] == prompts
+    assert "Waiting for 1 of 2 completions for 0 s" in caplog.text
+    caplog.clear()
+    engine.answers([engine.command("load", weights={}, version=1)], "new weights")
+    assert not caplog.records
+
+
+def test_an_engine_that_dies_while_it_is_waited_for_is_an_error(start, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._SAY_SECONDS", 0.1)
+    engine = start(slow=0.5, exit=3)
+    with pytest.raises(EngineDied, match="exit code 3"):
+        engine.answers([engine.ready], "the engine to be ready")
 
 
 def test_the_engine_does_not_outlive_its_trainer(tmp_path):

@@ -88,7 +88,7 @@ def test_each_request_has_a_seed_of_its_own(engines):
     assert len({tuple(c.token_ids) for c in engines.tied.generate([[5, 6]] * 6, SamplingParams(16), seeds)}) == 6
 
 
-@pytest.mark.parametrize("temperature", [0.3, 2.0])
+@pytest.mark.parametrize("temperature", [0.01, 0.3, 2.0])  # the bounds that check() knows, and one between
 def test_log_probabilities_are_those_of_the_temperature(engines, temperature):
     actor, prompts = pushed(engines.tied, source_of()), prompts_of(16)
     completions = engines.tied.generate(prompts, SamplingParams(24, temperature), range(16))
@@ -234,6 +234,7 @@ def test_other_architectures(changes, tmp_path):
             actor, prompts = pushed(engine, source_of(seed=seed, **changes)), [*prompts_of(8), *LONG]
             completions = engine.generate(prompts, SamplingParams(24), range(len(prompts)))
             assert largest_gap(actor, prompts, completions) < 1e-5
+            assert engine.first_difference(parameters_of(actor)) is None
             (completion,) = engine.generate(LONG[:1], SamplingParams(12, temperature=0), [0])
             assert completion.token_ids == greedy(actor, LONG[0], 12)
     finally:
@@ -258,7 +259,7 @@ def test_an_engine_object_starts_again_after_its_process_was_killed(tmp_path):
 @pytest.mark.slow
 def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_back(engines, tmp_path):
     script = f"""
-        import pickle, random
+        import os, pickle, random
         from pathlib import Path
         import numpy, torch
         from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine
@@ -269,7 +270,10 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
             def state():
                 return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
 
-            engine, before = InProcessVLLMEngine(), state()
+            fault = Path(os.environ["FORGETFUL"])
+            fault.write_text("nothing")
+            forgetful = {{"worker_extension_cls": "tests.rollout.forgetful.Forgetful"}}
+            engine, before = InProcessVLLMEngine(arguments=forgetful), state()
             engine.start(setup_of(source_of(), Path({str(tmp_path)!r})))
             assert state() == before, "start"
             for version in range(2):
@@ -282,16 +286,19 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
             except Exception as error:
                 assert "300" in str(error)
             assert engine.generate(prompts_of(8), SamplingParams(16), range(8)) == completions
-            pushed(engine, source_of(), 2)
+            actor = pushed(engine, source_of(), 2)
+            assert engine.first_difference(parameters_of(actor)) is None
+            fault.write_text("skip model.norm.weight")
+            assert engine.first_difference(parameters_of(actor)) == "model.norm.weight"
+            assert state() == before, "first_difference"
             engine.close()
             Path({str(tmp_path)!r}, "answer").write_bytes(pickle.dumps(completions))
     """
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
     root = str(Path(__file__).resolve().parents[2])
-    ran = subprocess.run(
-        [sys.executable, path], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=500
-    )
+    environment = {**os.environ, "PYTHONPATH": root, "FORGETFUL": str(tmp_path / "fault")}
+    ran = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     pushed(engines.tied, source_of(seed=1), 1)
     theirs = pickle.loads((tmp_path / "answer").read_bytes())
@@ -322,6 +329,16 @@ def test_bad_arguments_are_refused(installed, share):
         VLLMEngine(cpu_threads=0)
     with pytest.raises(ValueError, match="cannot span devices"):
         InProcessVLLMEngine(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, InProcessVLLMEngine])
+def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(installed, kind):
+    for fine in (0.0, 0.01, 1.0, 2.0):
+        kind().check(SamplingParams(1, fine))
+    for temperature in (0.009, 2.1, float("inf")):
+        told = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: take one of these or Transf"
+        with pytest.raises(ValueError, match=told):
+            kind().check(SamplingParams(1, temperature))
 
 
 def test_what_vllm_is_given(installed, monkeypatch, tmp_path):

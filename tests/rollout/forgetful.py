@@ -1,0 +1,52 @@
+"""A worker of vLLM that loses weights in the way that a file says, as a fault of vLLM would.
+
+``skip NAME`` a parameter; take ``half NAME``; keep the ``packed NAME`` of a layer, or that of the ``tied`` head;
+``fail``.
+"""
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from lightning_rlhf.rollout import vllm_extension
+from lightning_rlhf.rollout.vllm_extension import WeightReceiver
+
+
+class Forgetful(WeightReceiver):
+    def receive_weights(self, path, nbytes, layout):
+        model = self.model_runner.model
+        with patch.object(*fault(model)):
+            super().receive_weights(path, nbytes, layout)
+
+
+def fault(model):
+    """An attribute of an object and what to put there."""
+    how, _, name = Path(os.environ["FORGETFUL"]).read_text().partition(" ")
+    if how in ("skip", "half"):
+        load = model.load_weights
+        return model, "load_weights", lambda weights: load(damaged(weights, name, skip=how == "skip"))
+    if how == "packed":
+        return model.get_submodule(name).quant_method, "process_weights_after_loading", keep_packed
+    if how == "tied":
+        return vllm_extension, "_repack_tied_head", lambda model: None
+    if how == "fail":
+        raise FloatingPointError("no luck today")
+    assert how == "nothing", how
+    return model, "training", model.training
+
+
+def damaged(weights, damaged_name, skip):
+    for name, weight in weights:
+        if name != damaged_name:
+            yield name, weight
+        elif not skip:
+            half = torch.zeros_like(weight)
+            half[: len(weight) // 2] = weight[: len(weight) // 2]
+            yield name, half
+
+
+def keep_packed(layer):
+    if "LMHead" not in type(layer).__name__:  # vLLM keeps the plain weight of these
+        layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,0 +1,104 @@
+"""A weight that vLLM itself loses is named, by transformers' name, though all that was pushed is what the actor has."""
+
+import logging
+
+import pytest
+import torch
+
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.callbacks.conftest import Run
+from tests.rollout.engines import largest_gap, parameters_of, prompts_of, pushed, source_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+NAMES = [name for name, _ in source_of(model_type="qwen2").causal().lm.named_parameters()]
+QKV = "model.layers.1.self_attn.qkv_proj"
+
+
+@pytest.fixture
+def lose(engines, fault):
+    """Push with a fault; the engine, and what it answers."""
+
+    def lose(what):
+        fault.write_text("nothing")
+        pushed(engines.forgetful, source_of(seed=1, model_type="qwen2"))
+        fault.write_text(what)
+        actor = source_of(seed=2, model_type="qwen2").causal().eval()
+        for parameter in actor.lm.parameters():
+            if parameter.ndim == 1:  # new norms are all ones, new biases zeros
+                torch.nn.init.normal_(parameter)
+        engines.forgetful.update_weights(parameters_of(actor), 1)
+        completions = engines.forgetful.generate(prompts_of(4), SamplingParams(16), range(4))
+        return actor, largest_gap(actor, prompts_of(4), completions)
+
+    yield lose
+    fault.write_text("nothing")
+
+
+def first_difference(engines, actor):
+    return engines.forgetful.first_difference(parameters_of(actor))
+
+
+def test_if_nothing_is_lost_nothing_is_named(engines, lose):
+    actor, gap = lose("nothing")
+    assert gap < 1e-5
+    assert first_difference(engines, actor) is None
+
+
+@pytest.mark.parametrize("how", ["skip", "half"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_that_is_lost_wholly_or_in_part_is_named(engines, lose, name, how):
+    actor, gap = lose(f"{how} {name}")
+    assert gap > 0.01
+    assert first_difference(engines, actor) == name
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (f"packed {QKV}", "model.layers.1.self_attn.q_proj.weight"),
+        ("packed model.layers.0.mlp.down_proj", "model.layers.0.mlp.down_proj.weight"),
+        ("tied", "model.embed_tokens.weight"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on CPUs")
+def test_a_packed_copy_of_old_weights_is_named(engines, lose, what, name):
+    actor, gap = lose(what)
+    assert gap > 0.01
+    assert first_difference(engines, actor) == name
+
+
+def test_what_was_pushed_is_compared_first(engines, lose):
+    actor, _ = lose(f"skip {NAMES[0]}")
+    with torch.no_grad():
+        dict(actor.lm.named_parameters())[NAMES[5]].add_(1)
+    assert first_difference(engines, actor) == NAMES[5]
+
+
+def test_looking_changes_nothing(engines, lose):
+    actor, _ = lose("nothing")
+    first_difference(engines, actor)
+    completions = engines.forgetful.generate(prompts_of(4), SamplingParams(16), range(4))
+    assert largest_gap(actor, prompts_of(4), completions) < 1e-5
+    assert {completion.policy_version for completion in completions} == {1}
+
+
+def test_if_it_cannot_be_told_that_is_said_and_nothing_is_named(engines, lose, fault, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    actor, _ = lose("nothing")
+    fault.write_text("fail")
+    assert first_difference(engines, actor) is None
+    assert "could not be traced: FloatingPointError: no luck today" in caplog.text
+
+
+def test_the_check_of_a_run_names_the_weight_that_vllm_lost(engines, fault, tmp_path, monkeypatch):
+    name = "model.layers.1.self_attn.v_proj.weight"
+    monkeypatch.setenv("FORGETFUL", str(fault))
+    fault.write_text(f"skip {name}")
+    engine = VLLMEngine(arguments={"worker_extension_cls": "tests.rollout.forgetful.Forgetful"})
+    try:
+        with pytest.raises(RuntimeError, match="engine and actor disagree by") as error:
+            Run(tmp_path, loop={"engine": engine, "check_rows": 2, "validate_at_ends": False}).fit()
+    finally:
+        fault.write_text("nothing")
+    assert str(error.value).endswith(f"the first parameter that differs is {name}")

@@ -1,7 +1,7 @@
 """A worker of vLLM that loses weights in the way that a file says, as a fault of vLLM would.
 
-``skip NAME`` a parameter; take ``half NAME``; keep the ``packed NAME`` of a layer, or that of the ``tied`` head;
-``fail``.
+``skip NAME`` a parameter; take ``half NAME``; count but do not load the ``last NAME`` of a layer; keep the
+``packed NAME`` of a layer, or that of the ``tied`` head; ``fail``.
 """
 
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from vllm.model_executor.model_loader.reload import layerwise
 
 from lightning_rlhf.rollout import vllm_extension
 from lightning_rlhf.rollout.vllm_extension import WeightReceiver
@@ -27,6 +28,13 @@ def fault(model):
     if how in ("skip", "half"):
         load = model.load_weights
         return model, "load_weights", lambda weights: load(damaged(weights, name, skip=how == "skip"))
+    if how == "last":
+        process, layer = layerwise._layerwise_process, model.get_submodule(name)
+        return (
+            layerwise,
+            "_layerwise_process",
+            lambda it, info: process(it, without_last(info) if it is layer else info),
+        )
     if how == "packed":
         return model.get_submodule(name).quant_method, "process_weights_after_loading", keep_packed
     if how == "tied":
@@ -45,6 +53,11 @@ def damaged(weights, damaged_name, skip):
             half = torch.zeros_like(weight)
             half[: len(weight) // 2] = weight[: len(weight) // 2]
             yield name, half
+
+
+def without_last(info):
+    info.loaded_weights.pop()
+    return info
 
 
 def keep_packed(layer):

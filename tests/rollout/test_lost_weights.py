@@ -53,6 +53,11 @@ def test_a_parameter_that_is_lost_wholly_or_in_part_is_named(engines, lose, name
     assert first_difference(engines, actor) == name
 
 
+def test_a_parameter_that_vllm_counts_but_does_not_load_is_named(engines, lose):
+    actor, _ = lose("last model.layers.0.mlp.gate_up_proj")
+    assert first_difference(engines, actor) == "model.layers.0.mlp.up_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("what", "name"),
     [

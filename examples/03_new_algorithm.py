@@ -1,36 +1,46 @@
-"""A new algorithm is a subclass: REINFORCE with the batch's mean reward as baseline, without critic and clipping.
+"""A new algorithm is an object in a file of yours: REINFORCE with the batch's mean reward as baseline.
 
-It overrides one method, the one that turns rewards into advantages. From YAML it is reached by its dotted path:
+An estimator turns rewards into advantages, a policy loss turns advantages into losses of tokens, an aggregation turns
+those into one loss. This estimator is new, the loss is one of ours. From YAML both are reached by their dotted path:
 
     model:
-      class_path: my_algorithms.MeanBaselineModule
-      init_args: {actor: ..., minibatch_size: 64}
+      class_path: lightning_rlhf.RLHFModule
+      init_args:
+        advantages: {class_path: my_algorithms.MeanBaseline, init_args: {scale: 2.0}}
+        policy_loss: {class_path: ReinforceLoss}
 
     python examples/03_new_algorithm.py
 """
 
 import sys
+from dataclasses import dataclass
 from functools import partial
 
 import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_rlhf import FromConfig, PromptDataModule, RLHFModule, Rollout
+from lightning_rlhf import FromConfig, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import RolloutLoop, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
+from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 
 
-class MeanBaselineModule(RLHFModule):
-    """The advantage of every token is its response's reward less the batch's mean reward."""
+@dataclass(frozen=True)
+class MeanBaseline(AdvantageEstimator):
+    """The advantage of every token is its response's reward less the mean reward of the batch, over all ranks."""
 
-    def advantages_of(self, rollout: Rollout, token_rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T) advantages, which are also what a critic would have been taught."""
-        reward = token_rewards.sum(dim=1, keepdim=True)
-        advantages = (reward - reward.mean()).expand_as(token_rewards) * rollout.response_mask
+    scale: float = 1.0
+
+    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+        """(B, T) advantages, which are also what a critic would be taught."""
+        total, count = reduce(torch.stack([inputs.reward.sum(), torch.tensor(float(len(inputs.reward)))]))
+        advantages = self.scale * (inputs.reward - total / count).unsqueeze(1) * inputs.mask
         return advantages, advantages
 
 
@@ -49,8 +59,12 @@ def main(run_directory: str = "runs/examples/new_algorithm") -> float:
         "num_hidden_layers": 1,
         "initializer_range": 0.2,
     }
-    module = MeanBaselineModule(
-        actor=FromConfig(architecture), actor_optimizer=partial(torch.optim.AdamW, lr=3e-3), minibatch_size=64
+    module = RLHFModule(
+        actor=FromConfig(architecture),
+        advantages=MeanBaseline(),
+        policy_loss=ReinforceLoss(),
+        actor_optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        minibatch_size=64,
     )
     data = PromptDataModule(
         train=InMemory([{"prompt": "ab"}] * 1280), tokenizer=CharacterTokenizer("abcd"), batch_size=64, max_tokens=8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.rollout_metrics import describe
+from lightning_rlhf.modules.rollout_metrics import MADE_BY, describe
 from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
@@ -133,8 +133,8 @@ class RLHFModule(RolloutModule):
             "kl/coef": self.kl_coef,
         }
         metrics["policy/updates"] = updates  # fewer where target_kl stopped them
-        if "ref" not in self.sources:
-            del metrics["kl/ref"]  # 0 would read as no drift
+        for role in MADE_BY.keys() - self.sources.keys():  # 0 would read as measured
+            metrics = {name: value for name, value in metrics.items() if name not in MADE_BY[role]}
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))

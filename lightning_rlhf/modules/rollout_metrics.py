@@ -10,6 +10,13 @@ from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.types import Experience
 
+# Metrics that say nothing where a role is absent.
+MADE_BY = {
+    "ref": ("kl/ref",),
+    "reward_model": ("reward/from_model",),
+    "critic": ("value/mean", "value/explained_variance"),
+}
+
 
 def describe(
     experience: Experience, reduce: Callable[[Tensor], Tensor], reduce_max: Callable[[Tensor], Tensor]

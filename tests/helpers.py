@@ -71,6 +71,18 @@ def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:
         return list(threads.map(run, range(len(ranks))))
 
 
+def max_over_ranks(sum_over_ranks: Callable[[Tensor], Tensor], rank: int, ranks: int) -> Callable[[Tensor], Tensor]:
+    """The elementwise maximum over ranks, made of their sum: each rank writes into a slot of its own."""
+
+    def maximum(value: Tensor) -> Tensor:
+        slots = value.new_zeros(ranks, *value.shape)
+        slots[rank] = value.clamp(min=-1e300)
+        largest = sum_over_ranks(slots).max(dim=0).values
+        return largest.masked_fill(largest == -1e300, -torch.inf)
+
+    return maximum
+
+
 def golden(name: str) -> Any:
     """Numbers recorded from another library; see golden/README.md."""
     return json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())

@@ -20,9 +20,9 @@ def refuse_truncated_sampling(sampling: SamplingParams) -> None:
 
     They cut the distribution, so the engine draws from, and reports, log-probabilities over the tokens it kept, while
     the trainer's are over all: with equal weights the ratio train / rollout of a token is not 1 but the mass that was
-    kept, 0.9 and more for top-p 0.9, and every correction by it is biased. Renormalising the trainer's would need the kept set
-    of each token, which engines do not return and which for top-p may be most of the vocabulary, and would train
-    another policy than the one that is saved. Temperature is no such case: the trainer divides its logits by it too.
+    kept, 0.9 and more for top-p 0.9, and every correction by it is biased. Renormalising the trainer's would need the
+    kept set of each token, which engines do not return and which for top-p may be most of the vocabulary, and would
+    train another policy than the one that is saved. Temperature is no such case: the trainer divides by it too.
 
     Args:
         sampling: of the rollouts.
@@ -100,6 +100,19 @@ def spread_metrics(
     return metrics | {name: -value if name.endswith("_min") else value for name, value in largest.items()}
 
 
+def effective_share(mean: float, deviation: float) -> float:
+    """Effective sample size as a share of the samples, mean(w)^2 / mean(w^2); 0 where all weights are.
+
+    See "Monte Carlo theory, methods and examples", Owen 2013, eq. 9.13.
+
+    Args:
+        mean: of the weights.
+        deviation: their standard deviation (divisor n).
+    """
+    square = mean**2 + deviation**2
+    return mean**2 / square if square != 0 else 0.0
+
+
 def mismatch_metrics(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -155,8 +168,8 @@ def mismatch_metrics(
         "prob_diff": ((train.exp() - rollout.exp()).abs(), mask),
     }
     metrics = means_over_ranks(means, reduce) | spread_metrics(spreads, reduce, reduce_max)
-    metrics["ess_token"] = metrics["ratio_mean"] ** 2 / (1 + metrics["chi2_token"])
-    metrics["ess_sequence"] = metrics["sequence_ratio_mean"] ** 2 / (1 + metrics["chi2_sequence"])
+    for name, ratio in (("ess_token", "ratio"), ("ess_sequence", "sequence_ratio")):
+        metrics[name] = effective_share(metrics[f"{ratio}_mean"], metrics[f"{ratio}_std"])
     metrics["prob_correlation"] = _correlation(train.exp(), rollout.exp(), mask, reduce)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
@@ -166,5 +179,6 @@ def _correlation(first: Tensor, second: Tensor, mask: Tensor, reduce: SumOverRan
     means = means_over_ranks({"first": (first, mask), "second": (second, mask)}, reduce)
     x, y = first - means["first"], second - means["second"]
     products = means_over_ranks({"xy": (x * y, mask), "xx": (x * x, mask), "yy": (y * y, mask)}, reduce)
-    scale = (products["xx"] * products["yy"]) ** 0.5
-    return products["xy"] / scale if scale > 1e-28 else torch.nan  # below, probabilities differ by rounding alone
+    if not min(products["xx"], products["yy"]) > 1e-24:  # probabilities that differ by rounding alone
+        return torch.nan
+    return float(products["xy"] / (products["xx"] * products["yy"]) ** 0.5)

@@ -10,6 +10,7 @@ from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
 from lightning_rlhf.functional.mismatch import (
     LOG_BOUND,
     MaxOverRanks,
+    effective_share,
     means_over_ranks,
     mismatch_metrics,
     response_mean,
@@ -177,8 +178,7 @@ class RolloutCorrection:
         if spreads:
             metrics |= spread_metrics(spreads, reduce, reduce_max)
         if self.level is not None:
-            mean_square = metrics["weight_mean"] ** 2 + metrics["weight_std"] ** 2
-            metrics["weight_ess"] = metrics["weight_mean"] ** 2 / mean_square if mean_square != 0 else 0.0
+            metrics["weight_ess"] = effective_share(metrics["weight_mean"], metrics["weight_std"])
         return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
     # -- verl's presets -----------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from hypothesis import given
 from lightning_rlhf.functional.kl import kl_estimate
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
-ESTIMATORS = ["k1", "k2", "k3", "abs"]
+ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+STRAIGHT_THROUGH = ["k1+", "k3+", "abs+"]
 
 
 @pytest.mark.parametrize(
@@ -18,17 +19,87 @@ ESTIMATORS = ["k1", "k2", "k3", "abs"]
         ("k2", [0.125, 0.5, 0]),
         ("k3", [0.1065307, 0.7182818, 0]),  # 0.6065307 + 0.5 - 1;  2.7182818 - 1 - 1
         ("abs", [0.5, 1, 0]),
+        ("k1+", [0.5, -1, 0]),
+        ("k3+", [0.1065307, 0.7182818, 0]),
+        ("abs+", [0.5, 1, 0]),
     ],
 )
 def test_estimates_of_a_case_worked_by_hand(estimator, expected):
     assert_close(kl_estimate(float64([-1, -3, -2]), float64([-1.5, -2, -2]), estimator), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # d = 0.5, -1, 0;  of k1: 1, of k2: d, of k3: 1 - exp(-d), of abs: the sign, of all with a plus: d
+        ("k1", [1, 1, 1]),
+        ("k2", [0.5, -1, 0]),
+        ("k3", [0.3934693, -1.7182818, 0]),
+        ("abs", [1, -1, 0]),
+        ("k1+", [0.5, -1, 0]),
+        ("k3+", [0.5, -1, 0]),
+        ("abs+", [0.5, -1, 0]),
+    ],
+)
+def test_gradients_of_a_case_worked_by_hand(estimator, expected):
+    logprobs = float64([-1, -3, -2]).requires_grad_()
+    kl_estimate(logprobs, float64([-1.5, -2, -2]), estimator).sum().backward()
+    assert_close(logprobs.grad, expected, rtol=1e-6)
+
+
+def test_a_clamp_bounds_values_on_both_sides_and_takes_the_gradient_where_it_binds_but_for_the_straight_through():
+    for estimator, values, gradient in (
+        ("k1", [2, -2, 0.5], [0, 0, 1]),  # d = 3, -4, 0.5
+        ("k3", [2, 2, math.exp(-0.5) - 0.5], [0, 0, 1 - math.exp(-0.5)]),  # 2.0498, 49.6, 0.1065
+        ("k3+", [2, 2, math.exp(-0.5) - 0.5], [3, -4, 0.5]),
+    ):
+        logprobs = float64([-1, -6, -1.5]).requires_grad_()
+        estimate = kl_estimate(logprobs, float64([-4, -2, -2]), estimator, clamp=2.0)
+        estimate.sum().backward()
+        assert_close(estimate, values, rtol=1e-12)
+        assert_close(logprobs.grad, gradient, rtol=1e-12)
+
+
+def _by_loop(estimator, logprobs, reference):
+    """Schulman 2020: k1 = -log r, k2 = (log r)^2 / 2, k3 = (r - 1) - log r, with r = reference / policy."""
+    estimates = []
+    for p, q in zip(logprobs, reference, strict=True):
+        r = math.exp(q - p)
+        kinds = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": (r - 1) - math.log(r), "abs": abs(math.log(r))}
+        estimates.append(kinds[estimator.removesuffix("+")])
+    return estimates
+
+
+@properties
+@given(seeds)
+def test_estimates_follow_the_note(seed):
+    logprobs, reference = normal(8, seed=seed), normal(8, seed=seed + 1)
+    for estimator in ESTIMATORS:
+        expected = _by_loop(estimator, logprobs.tolist(), reference.tolist())
+        assert_close(kl_estimate(logprobs, reference, estimator), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_estimates_and_gradients_are_verls_with_its_clamp(estimator):
+    record = golden("corrections")
+    logprobs = float64(record["inputs"]["logprobs"]).requires_grad_()
+    clamp = 10.0 if estimator.startswith("k3") else None  # verl clamps k3 alone
+    estimate = kl_estimate(logprobs, float64(record["inputs"]["ref_logprobs"]), estimator, clamp)
+    estimate.sum().backward()
+    expected = record["outputs"]["kl"][estimator]
+    assert_close(estimate, expected["estimate"], rtol=1e-9, atol=1e-12)
+    assert_close(logprobs.grad, expected["gradient"], rtol=1e-9, atol=1e-12)
+
+
+def test_the_recorded_clamp_binds():
+    assert max(map(max, golden("corrections")["outputs"]["kl"]["k3"]["estimate"])) == 10
+
+
 def test_k1_is_the_default():
     assert_close(kl_estimate(float64([-1]), float64([-3])), [2])
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_estimates_are_verls(estimator):
     recorded = golden("verl")
     logprobs, reference = (float64(recorded["inputs"][name]) for name in ("logprobs", "ref_logprobs"))
@@ -64,14 +135,19 @@ def test_k2_agrees_with_the_divergence_of_close_policies(seed):
 
 @properties
 @given(seeds)
-def test_the_expected_gradient_of_k1_is_0_and_that_of_k2_is_the_divergences(seed):
+def test_expected_gradients_are_0_or_those_of_the_two_divergences(seed):
     logits, reference = _policies(seed)
     logprobs = logits.log_softmax(-1)
-    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
-    for estimator, expected in (("k1", torch.zeros(6)), ("k2", exact)):
+
+    def gradient(expectation):
+        return torch.autograd.grad(expectation, logits, retain_graph=True)[0]
+
+    exact = gradient((logprobs.exp() * (logprobs - reference)).sum())
+    of_the_reverse = gradient((reference.exp() * (reference - logprobs)).sum())
+    expected = {"k1": torch.zeros(6), "k2": exact, "k3": of_the_reverse} | dict.fromkeys(STRAIGHT_THROUGH, exact)
+    for estimator, divergence in expected.items():
         over_samples = (logprobs.exp().detach() * kl_estimate(logprobs, reference, estimator)).sum()
-        (gradient,) = torch.autograd.grad(over_samples, logits, retain_graph=True)
-        assert_close(gradient, expected)
+        assert_close(gradient(over_samples), divergence, rtol=1e-9, atol=1e-12)
 
 
 def test_k3_is_never_negative_in_float32():
@@ -91,7 +167,14 @@ def test_huge_differences_stay_finite(estimator, difference):
     estimate.sum().backward()
     assert estimate.isfinite().all()
     assert logprobs.grad.isfinite().all()
-    assert estimator == "k1" or estimate > 0
+    assert estimator.startswith("k1") or estimate > 0
+
+
+@pytest.mark.parametrize("estimator", STRAIGHT_THROUGH)
+def test_straight_through_values_lose_no_digit_beside_a_huge_k2(estimator):
+    logprobs = torch.tensor([-1e5 - 0.125, 3.0], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(2), estimator)
+    assert (estimate == kl_estimate(logprobs, torch.zeros(2), estimator.removesuffix("+"))).all()
 
 
 def test_k3_is_exact_down_to_minus_20_and_flat_beyond():
@@ -104,7 +187,7 @@ def test_k3_is_exact_down_to_minus_20_and_flat_beyond():
 
 
 def test_equal_policies_are_0_apart_with_gradient_0_except_k1():
-    for estimator, slope in (("k1", 1.0), ("k2", 0.0), ("k3", 0.0), ("abs", 0.0)):
+    for estimator, slope in {name: float(name == "k1") for name in ESTIMATORS}.items():
         logprobs = normal(2, 3, seed=1).requires_grad_()
         estimate = kl_estimate(logprobs, logprobs.detach(), estimator)
         estimate.sum().backward()
@@ -113,5 +196,5 @@ def test_equal_policies_are_0_apart_with_gradient_0_except_k1():
 
 
 def test_an_unknown_estimator_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"^KL estimator must be one of k1, k2, k3, abs, got 'k4'$"):
+    with pytest.raises(ValueError, match=r"^KL estimator must be one of k1, k2, k3, abs, k1\+, k3\+, abs\+, got 'k4'$"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

@@ -1,25 +1,137 @@
+import math
+import re
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
-from tests.helpers import assert_close, golden, properties
+from tests.helpers import assert_close, float64, golden, masks, normal, pad_columns, properties, seeds, with_garbage
+
+ESTIMATORS = ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+terms = st.one_of(
+    st.builds(KLTerm, estimator=st.sampled_from(ESTIMATORS), clamp=st.sampled_from([None, 0.5])),
+    st.builds(KLTerm, estimator=st.sampled_from(["k1", "k3"]), importance=st.just(True)),
+)
 
 
-def test_a_term_is_off_and_k1_by_default():
-    assert KLTerm() == KLTerm(coef=0.0, estimator="k1")
+def test_a_term_is_off_k1_and_as_it_is_by_default():
+    assert KLTerm() == KLTerm(coef=0.0, estimator="k1", clamp=None, importance=False)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_may_be_named(estimator):
     assert KLTerm(0.1, estimator).estimator == estimator
 
 
-def test_a_negative_weight_and_an_unknown_estimator_are_refused():
-    with pytest.raises(ValueError, match=r"^KL coef must be at least 0, got -0.1$"):
-        KLTerm(coef=-0.1)
-    with pytest.raises(ValueError, match=r"^KL estimator must be one of k1, k2, k3, abs, got 'kl'$"):
-        KLTerm(estimator="kl")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"coef": -0.1}, r"^KL coef must be at least 0, got -0.1$"),
+        ({"estimator": "kl"}, r"^KL estimator must be one of k1, k2, k3, abs, k1\+, k3\+, abs\+, got 'kl'$"),
+        ({"clamp": 0.0}, r"^KL clamp must be positive or null, got 0.0$"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        KLTerm(**arguments)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "abs", "k1+", "k3+", "abs+"])
+def test_importance_needs_an_unbiased_estimator(estimator):
+    with pytest.raises(ValueError, match=rf"it needs k1 or k3, got '{re.escape(estimator)}'$"):
+        KLTerm(estimator=estimator, importance=True)
+
+
+def test_importance_without_the_sampling_policy_is_refused():
+    zeros = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"^a KL term with importance needs old_logprobs"):
+        KLTerm(0.1, "k3", importance=True)(zeros, zeros, torch.ones(1, 1, dtype=torch.bool))
+
+
+def test_importance_of_a_case_worked_by_hand():
+    # p = 1/2, reference 1/4, drawn at 1/3: ratio 3/2; k1 = ln 2, k3 = 1/2 + ln 2 - 1
+    logprobs, reference, old = (float64([[p]]).log() for p in (0.5, 0.25, 1 / 3))
+    mask = torch.tensor([[True]])
+    assert_close(KLTerm(1.0, "k1", importance=True)(logprobs, reference, mask, old), [[1.5 * 0.6931471806]], rtol=1e-9)
+    assert_close(KLTerm(1.0, "k3", importance=True)(logprobs, reference, mask, old), [[1.5 * 0.1931471806]], rtol=1e-9)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_losses_and_gradients_with_and_without_importance_are_trls(corrected):
+    record = golden("corrections")
+    mask = float64(record["inputs"]["mask"]).bool()
+    reference, old = (float64(record["inputs"][name]) for name in ("ref_logprobs", "old_logprobs"))
+    logprobs = float64(record["inputs"]["logprobs"]).requires_grad_()
+    loss = KLTerm(1.0, "k3", importance=corrected)(logprobs, reference, mask, old).sum() / mask.sum()
+    loss.backward()
+    expected = record["outputs"]["kl_trl"]["importance" if corrected else "plain"]
+    assert_close(loss, expected["loss"], rtol=1e-9)
+    assert_close(logprobs.grad, expected["gradient"], rtol=1e-9, atol=1e-12)
+
+
+@properties
+@given(seeds, st.sampled_from(["k1", "k3"]))
+def test_with_importance_value_and_gradient_over_samples_of_an_old_policy_are_the_divergences(seed, estimator):
+    # DeepSeek-V3.2, section 3.1, summed over all six tokens instead of sampled
+    logits = normal(6, seed=seed).requires_grad_()
+    old, reference = (normal(6, seed=seed + i).log_softmax(-1) for i in (1, 2))
+    logprobs, mask = logits.log_softmax(-1), torch.ones(6, dtype=torch.bool)
+    exact = sum(p.exp() * (p - q) for p, q in zip(logprobs, reference, strict=True))
+    estimate = (old.exp() * KLTerm(1.0, estimator, importance=True)(logprobs, reference, mask, old)).sum()
+    assert_close(estimate, exact, rtol=1e-9)
+    gradients = (torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact))
+    assert_close(next(gradients), next(gradients), rtol=1e-9, atol=1e-12)
+
+
+@properties
+@given(terms, masks(), seeds)
+def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(term, mask, seed):
+    clean = [normal(*mask.shape, seed=seed + i).masked_fill(~mask, 0) for i in range(3)]
+    values, gradients = [], []
+    for tensors in (clean, [with_garbage(tensor, mask) for tensor in clean]):
+        logprobs = tensors[0].requires_grad_()
+        value = term(logprobs, tensors[1], mask, tensors[2])
+        value.sum().backward()
+        values.append(value)
+        gradients.append(logprobs.grad)
+    assert_close(values[1], values[0])
+    assert_close(gradients[1], gradients[0])
+    assert (values[1][~mask] == 0).all()
+    assert (gradients[1][~mask] == 0).all()
+
+
+@properties
+@given(terms, masks(), seeds)
+def test_a_term_is_its_estimate_inside_the_mask_row_by_row(term, mask, seed):
+    logprobs, reference, old = (normal(*mask.shape, seed=seed + i) for i in range(3))
+    value = term(logprobs, reference, mask, old)
+    ratio = (logprobs - old).exp() if term.importance else 1.0
+    assert_close(value[mask], (kl_estimate(logprobs, reference, term.estimator, term.clamp) * ratio)[mask], rtol=1e-12)
+    inputs = (logprobs, reference, mask, old)
+    rows = zip(*(tensor.split(1) for tensor in inputs), strict=True)
+    assert_close(torch.cat([term(*row) for row in rows]), value)
+    padded = term(*(pad_columns(tensor, 2) for tensor in inputs))
+    assert_close(padded, pad_columns(value, 2))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("difference", [-1e4, -21.0, 21.0, 1e4])
+def test_a_huge_ratio_stays_finite(estimator, difference):
+    logprobs = torch.tensor([[difference]], requires_grad=True)
+    term, mask = KLTerm(1.0, estimator, importance=True), torch.tensor([[True]])
+    value = term(logprobs, torch.zeros(1, 1), mask, torch.zeros(1, 1))
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+    assert abs(value.item()) <= abs(difference) * math.exp(20) * 1.001
+
+
+def test_a_term_does_not_multiply_by_its_weight_which_may_be_steered():
+    logprobs, mask = float64([[-1.0]]), torch.tensor([[True]])
+    assert_close(KLTerm(0.25)(logprobs, logprobs - 2, mask), [[2]])
 
 
 @pytest.mark.parametrize(

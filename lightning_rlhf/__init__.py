@@ -15,8 +15,20 @@ if TYPE_CHECKING:
     from lightning_rlhf.models.loading import FromConfig as FromConfig
     from lightning_rlhf.models.loading import Pretrained as Pretrained
     from lightning_rlhf.modules.base import RLHFModule as RLHFModule
+    from lightning_rlhf.modules.cispo import CISPOModule as CISPOModule
+    from lightning_rlhf.modules.dapo import DAPOModule as DAPOModule
+    from lightning_rlhf.modules.dr_grpo import DrGRPOModule as DrGRPOModule
+    from lightning_rlhf.modules.gmpo import GMPOModule as GMPOModule
+    from lightning_rlhf.modules.gpg import GPGModule as GPGModule
+    from lightning_rlhf.modules.grpo import GRPOModule as GRPOModule
+    from lightning_rlhf.modules.gspo import GSPOModule as GSPOModule
+    from lightning_rlhf.modules.opo import OPOModule as OPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
+    from lightning_rlhf.modules.reinforce_plus_plus import ReinforcePlusPlusModule as ReinforcePlusPlusModule
+    from lightning_rlhf.modules.remax import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
+    from lightning_rlhf.modules.rloo import RLOOModule as RLOOModule
+    from lightning_rlhf.modules.sapo import SAPOModule as SAPOModule
     from lightning_rlhf.modules.sft import SFTModule as SFTModule
     from lightning_rlhf.types import Experience as Experience
     from lightning_rlhf.types import Rollout as Rollout
@@ -28,9 +40,21 @@ _HOME = {
     "PromptDataModule": "lightning_rlhf.data.prompts",
     "FromConfig": "lightning_rlhf.models.loading",
     "Pretrained": "lightning_rlhf.models.loading",
-    "RLHFModule": "lightning_rlhf.modules.base",
+    "CISPOModule": "lightning_rlhf.modules.cispo",
+    "DAPOModule": "lightning_rlhf.modules.dapo",
+    "DrGRPOModule": "lightning_rlhf.modules.dr_grpo",
+    "GMPOModule": "lightning_rlhf.modules.gmpo",
+    "GPGModule": "lightning_rlhf.modules.gpg",
+    "GRPOModule": "lightning_rlhf.modules.grpo",
+    "GSPOModule": "lightning_rlhf.modules.gspo",
+    "OPOModule": "lightning_rlhf.modules.opo",
     "PPOModule": "lightning_rlhf.modules.ppo",
+    "RLHFModule": "lightning_rlhf.modules.base",
+    "RLOOModule": "lightning_rlhf.modules.rloo",
+    "ReMaxModule": "lightning_rlhf.modules.remax",
+    "ReinforcePlusPlusModule": "lightning_rlhf.modules.reinforce_plus_plus",
     "RewardModule": "lightning_rlhf.modules.reward",
+    "SAPOModule": "lightning_rlhf.modules.sapo",
     "SFTModule": "lightning_rlhf.modules.sft",
     "Experience": "lightning_rlhf.types",
     "Rollout": "lightning_rlhf.types",

@@ -40,3 +40,32 @@ class ScoreShaping:
         if self.clip is not None:
             scores = scores.clamp(-self.clip, self.clip)
         return self.weight * scores
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """A reward function that grows negative as a response nears the length limit ("DAPO", Yu et al. 2025, eq. 13).
+
+    0 up to ``max_tokens - buffer_tokens``; from there a straight line to -1 at ``max_tokens``.
+    Give it to RolloutLoop among the rewards, its strength as their weight.
+
+    Args:
+        max_tokens: longest response, tokens.
+        buffer_tokens: length of the slope, in [1, max_tokens].
+    """
+
+    max_tokens: int
+    buffer_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buffer_tokens <= self.max_tokens:
+            raise ValueError(f"buffer_tokens must lie in [1, max_tokens={self.max_tokens}], got {self.buffer_tokens}")
+
+    def __call__(self, completion_ids: list[list[int]]) -> list[float]:
+        """One number in [-1, 0] per completion.
+
+        Args:
+            completion_ids: the responses' tokens.
+        """
+        start = self.max_tokens - self.buffer_tokens
+        return [-min(max((len(ids) - start) / self.buffer_tokens, 0.0), 1.0) for ids in completion_ids]

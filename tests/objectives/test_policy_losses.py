@@ -17,6 +17,11 @@ objectives = st.builds(
 )
 
 
+def _call(objective, logprobs, old_logprobs, advantages, mask=None):
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+    return objective(logprobs, old_logprobs, advantages, mask)
+
+
 def _bounds(objective):
     low = objective.clip_range if objective.clip_range_low is None else objective.clip_range_low
     high = objective.clip_range if objective.clip_range_high is None else objective.clip_range_high
@@ -29,7 +34,8 @@ def test_loss_of_a_case_worked_by_hand():
     # A = -1    0.8    1     2       the loss is capped below: clip(1/2) = 0.8
     ratios = float64([[0.5, 1, 2], [0.5, 1, 2]])
     advantages = float64([[1, 1, 1], [-1, -1, -1]])
-    loss, diagnostics = ClippedPolicyLoss(clip_range=0.2)(ratios.log() - 3, torch.full_like(ratios, -3), advantages)
+    objective = ClippedPolicyLoss(clip_range=0.2)
+    loss, diagnostics = _call(objective, ratios.log() - 3, torch.full_like(ratios, -3), advantages)
     assert_close(loss, [[-0.5, -1, -1.2], [0.8, 1, 2]])
     assert_close(diagnostics["clip_fraction"], [[0, 0, 1], [1, 0, 0]])
     assert_close(diagnostics["dual_clip_fraction"], torch.zeros(2, 3))
@@ -42,7 +48,7 @@ def test_separate_bounds_and_dual_clip_of_a_case_worked_by_hand():
     ratios = float64([0.5, 0.5, 1.3, 1.3, 2, 2])
     advantages = float64([2, -2, 2, -2, 2, -2])
     objective = ClippedPolicyLoss(clip_range=0.2, clip_range_low=0.1, clip_range_high=0.4, dual_clip=1.5)
-    loss, diagnostics = objective(ratios.log(), torch.zeros(6), advantages)
+    loss, diagnostics = _call(objective, ratios.log(), torch.zeros(6), advantages)
     assert_close(loss, [-1, 1.8, -2.6, 2.6, -2.8, 3])
     assert_close(diagnostics["clip_fraction"], [0, 1, 0, 0, 1, 0])
     assert_close(diagnostics["dual_clip_fraction"], [0, 0, 0, 0, 0, 1])
@@ -56,7 +62,7 @@ def test_defaults_are_both_bounds_at_0_2_and_no_dual_clip():
 @given(objectives, seeds)
 def test_loss_and_diagnostics_follow_the_papers(objective, seed):
     old, change, advantages = (normal(3, 4, seed=seed + i) for i in range(3))
-    loss, diagnostics = objective(old + change, old, advantages)
+    loss, diagnostics = _call(objective, old + change, old, advantages)
     low, high = _bounds(objective)
     for cell in range(12):
         a, r = advantages.view(-1)[cell].item(), math.exp(change.view(-1)[cell].item())
@@ -85,8 +91,8 @@ def test_loss_gradient_and_clip_fractions_are_verls(case):
     )
     mask = float64(inputs["mask"]).bool()
     logprobs = float64(inputs["logprobs"]).requires_grad_()
-    loss, diagnostics = objective(logprobs, float64(inputs["old_logprobs"]), float64(inputs["advantages"]))
-    assert_close(loss, expected["token_losses"])
+    loss, diagnostics = objective(logprobs, float64(inputs["old_logprobs"]), float64(inputs["advantages"]), mask)
+    assert_close(loss[mask], float64(expected["token_losses"])[mask])
     loss[mask].mean().backward()
     assert_close(logprobs.grad, expected["gradient_of_mean"])
     for name in ("clip_fraction", "dual_clip_fraction"):
@@ -105,7 +111,7 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient(objective, seed):
     # through a softmax, so that it is grad log pi that is weighted by -A, and not a number
     logits, advantages = normal(3, 5, seed=seed).requires_grad_(), normal(3, seed=seed + 1)
     logprobs = logits.log_softmax(-1)[:, 2]
-    loss, diagnostics = objective(logprobs, logprobs.detach(), advantages)
+    loss, diagnostics = _call(objective, logprobs, logprobs.detach(), advantages)
     (gradient,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
     (policy_gradient,) = torch.autograd.grad((-advantages * logprobs).sum(), logits)
     assert_close(gradient, policy_gradient)
@@ -118,7 +124,7 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient(objective, seed):
 @given(objectives, seeds)
 def test_zero_advantage_gives_zero_loss_and_zero_gradient(objective, seed):
     logprobs = normal(2, 3, seed=seed).requires_grad_()
-    loss, _ = objective(logprobs, normal(2, 3, seed=seed + 1), torch.zeros(2, 3))
+    loss, _ = _call(objective, logprobs, normal(2, 3, seed=seed + 1), torch.zeros(2, 3))
     loss.sum().backward()
     assert_close(loss, torch.zeros(2, 3))
     assert_close(logprobs.grad, torch.zeros(2, 3))
@@ -129,7 +135,7 @@ def test_zero_advantage_gives_zero_loss_and_zero_gradient(objective, seed):
 def test_gradient_is_minus_a_times_the_ratio_unless_a_clip_binds(objective, seed):
     change, advantages = normal(4, 5, seed=seed), normal(4, 5, seed=seed + 1)
     logprobs = change.clone().requires_grad_()
-    loss, diagnostics = objective(logprobs, torch.zeros(4, 5), advantages)
+    loss, diagnostics = _call(objective, logprobs, torch.zeros(4, 5), advantages)
     loss.sum().backward()
     bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]).bool()
     assert_close(logprobs.grad, torch.where(bound, 0.0, -advantages * change.exp()))
@@ -139,19 +145,19 @@ def test_gradient_is_minus_a_times_the_ratio_unless_a_clip_binds(objective, seed
 @given(objectives, seeds)
 def test_no_token_depends_on_another(objective, seed):
     old, new, advantages = (normal(3, 4, seed=seed + i) for i in range(3))
-    whole = objective(new, old, advantages)[0]
+    whole = _call(objective, new, old, advantages)[0]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-    permuted = objective(*(tensor.flatten()[order] for tensor in (new, old, advantages)))[0]
+    permuted = _call(objective, *(tensor.flatten()[order] for tensor in (new, old, advantages)))[0]
     assert_close(permuted, whole.flatten()[order])
     new[0, 0] = torch.nan
-    assert_close(objective(new, old, advantages)[0].flatten()[1:], whole.flatten()[1:])
+    assert_close(_call(objective, new, old, advantages)[0].flatten()[1:], whole.flatten()[1:])
 
 
 def test_a_ratio_exactly_at_a_bound_is_not_counted_as_bound_by_it():
     ratio = float64(1.0).exp().item()
     for advantage in (-1.0, 1.0):
         objective = ClippedPolicyLoss(clip_range_high=ratio - 1, dual_clip=ratio)
-        loss, diagnostics = objective(float64(1.0), float64(0.0), float64(advantage))
+        loss, diagnostics = _call(objective, float64(1.0), float64(0.0), float64(advantage))
         assert_close(loss, -advantage * ratio)
         assert diagnostics["clip_fraction"] == diagnostics["dual_clip_fraction"] == 0
 
@@ -161,7 +167,7 @@ def test_a_ratio_exactly_at_a_bound_is_not_counted_as_bound_by_it():
 def test_approx_kl_estimates_the_divergence_from_old_to_new(seed):
     old, new = (normal(6, seed=seed + i).log_softmax(-1) for i in range(2))
     exact = sum(math.exp(p) * (p - q) for p, q in zip(old.tolist(), new.tolist(), strict=True))
-    _, diagnostics = ClippedPolicyLoss()(new, old, torch.ones(6))
+    _, diagnostics = _call(ClippedPolicyLoss(), new, old, torch.ones(6))
     assert_close((old.exp() * diagnostics["approx_kl"]).sum(), exact)
 
 
@@ -170,7 +176,8 @@ def test_approx_kl_estimates_the_divergence_from_old_to_new(seed):
 @pytest.mark.parametrize("difference", [-1e4, -21.0, 21.0, 1e4, math.inf, -math.inf])
 def test_huge_differences_give_finite_losses_and_gradients(difference, advantage, dual_clip):
     logprobs = torch.tensor([difference], requires_grad=True)
-    loss, diagnostics = ClippedPolicyLoss(dual_clip=dual_clip)(logprobs, torch.zeros(1), torch.tensor([advantage]))
+    objective = ClippedPolicyLoss(dual_clip=dual_clip)
+    loss, diagnostics = _call(objective, logprobs, torch.zeros(1), torch.tensor([advantage]))
     loss.sum().backward()
     for tensor in (loss, logprobs.grad, *diagnostics.values()):
         assert tensor.isfinite().all()
@@ -178,14 +185,15 @@ def test_huge_differences_give_finite_losses_and_gradients(difference, advantage
 
 def test_log_ratios_are_exact_up_to_20():
     objective, ones = ClippedPolicyLoss(), torch.ones(4, dtype=torch.float64)
-    loss, diagnostics = objective(float64([19.5, 20.5, -19.5, -20.5]), 0 * ones, -ones)
+    loss, diagnostics = _call(objective, float64([19.5, 20.5, -19.5, -20.5]), 0 * ones, -ones)
     assert_close(loss, [math.exp(19.5), math.exp(20), 0.8, 0.8])
     expected = [math.exp(19.5) - 20.5, math.exp(20) - 21, math.exp(-19.5) + 18.5, math.exp(-20) + 19]
     assert_close(diagnostics["approx_kl"], expected)
 
 
 def test_diagnostics_carry_no_gradient():
-    _, diagnostics = ClippedPolicyLoss(dual_clip=2.0)(normal(3, seed=0).requires_grad_(), torch.zeros(3), torch.ones(3))
+    logprobs = normal(3, seed=0).requires_grad_()
+    _, diagnostics = _call(ClippedPolicyLoss(dual_clip=2.0), logprobs, torch.zeros(3), torch.ones(3))
     assert set(diagnostics) == {"clip_fraction", "dual_clip_fraction", "approx_kl"}
     assert not any(value.requires_grad for value in diagnostics.values())
 

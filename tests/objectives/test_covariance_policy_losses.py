@@ -1,0 +1,298 @@
+"""Which tokens the covariance losses choose, over a whole mini-batch and all ranks, and what they do with these."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_rlhf.functional.masked import this_rank_only
+from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss, choose_largest, covariance
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, properties, seeds, with_garbage
+
+LN2 = math.log(2)
+RECORDED = golden("policy_losses")
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def everywhere(tensor):
+    return torch.ones_like(tensor, dtype=torch.bool)
+
+
+def batch(mask, seed):
+    old = -normal(*mask.shape, seed=seed).abs()
+    return old + 0.4 * normal(*mask.shape, seed=seed + 1), old, 2 * normal(*mask.shape, seed=seed + 2), mask
+
+
+def covariances(logprobs, advantages, mask):
+    """Cov of each token by Cui et al. 2025, section 4.2: {(row, column): (log pi - mean) (A - mean)}."""
+    cells = [tuple(cell) for cell in mask.nonzero().tolist()]
+    mean_logprob = math.fsum(logprobs[cell].item() for cell in cells) / max(len(cells), 1)
+    mean_advantage = math.fsum(advantages[cell].item() for cell in cells) / max(len(cells), 1)
+    return {cell: (logprobs[cell].item() - mean_logprob) * (advantages[cell].item() - mean_advantage) for cell in cells}
+
+
+# logprobs -1, -2, -3, -6 (mean -3); advantages 4, 2, 1, -3 (mean 1): covariances 2 * 3, 1 * 1, 0, -3 * -4
+HAND = float64([[-1, -2, 9], [-3, -6, 9]]), float64([[4, 2, 9], [1, -3, 9]])
+HAND_MASK = torch.tensor([[True, True, False], [True, True, False]])
+
+
+def test_covariance_of_a_case_worked_by_hand():
+    assert_close(covariance(*HAND, HAND_MASK, this_rank_only), [[6, 1, 0], [0, 12, 0]])
+
+
+def test_clip_cov_chooses_between_its_bounds_and_not_what_a_clip_binds():
+    logprobs, advantages = HAND
+
+    def chosen(objective, old=logprobs):
+        return objective.choose(logprobs, old, advantages, HAND_MASK, seeded(), this_rank_only).int().tolist()
+
+    assert chosen(ClipCovLoss(share=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
+    assert chosen(ClipCovLoss(share=1.0, covariance_low=1.5, covariance_high=20.0)) == [[1, 0, 0], [0, 1, 0]]
+    assert chosen(ClipCovLoss(share=1.0, covariance_low=1.0, covariance_high=12.0)) == [[1, 0, 0], [0, 0, 0]]
+    assert chosen(ClipCovLoss(share=1.0, covariance_low=50.0, covariance_high=60.0)) == [[0, 0, 0], [0, 0, 0]]
+    # The ratio of the first token is 2 with A = 4: clipped. That of the second is 2 too where the bound allows it.
+    # That of the fourth is 2 with A = -3: only the dual clip binds it.
+    old = logprobs - float64([[LN2, 0, 0], [0, LN2, 0]])
+    wide = {"share": 1.0, "covariance_low": 0.5, "covariance_high": 20.0}
+    assert chosen(ClipCovLoss(**wide), old) == [[0, 1, 0], [0, 1, 0]]
+    assert chosen(ClipCovLoss(clip_range_high=1.5, **wide), old) == [[1, 1, 0], [0, 1, 0]]
+    assert chosen(ClipCovLoss(clip_range_high=1.5, dual_clip=1.9, **wide), old) == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_kl_cov_chooses_the_largest():
+    logprobs, advantages = HAND
+    for share, expected in (
+        (0.01, [[0, 0, 0], [0, 1, 0]]),  # at least one
+        (0.49, [[0, 0, 0], [0, 1, 0]]),  # rounded down
+        (0.5, [[1, 0, 0], [0, 1, 0]]),
+        (0.75, [[1, 1, 0], [0, 1, 0]]),
+        (1.0, [[1, 1, 0], [1, 1, 0]]),
+    ):
+        arguments = logprobs, logprobs, advantages, HAND_MASK, seeded(), this_rank_only
+        assert KLCovLoss(share=share).choose(*arguments).int().tolist() == expected
+
+
+def test_losses_of_a_case_worked_by_hand():
+    # ratios 2 and 1/2; A = 1: clipped 1.2, and 1/2; the first of each row is chosen
+    logprobs = float64([[LN2, -LN2], [LN2, -LN2]]).requires_grad_()
+    old, advantages = torch.zeros(2, 2).double(), torch.ones(2, 2).double()
+    chosen = torch.tensor([[True, False], [False, True]])
+    loss, diagnostics = ClipCovLoss()(logprobs, old, advantages, everywhere(chosen), chosen)
+    assert_close(loss, [[0, -0.5], [-1.2, 0]])
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[0, -0.5], [0, 0]])
+    assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
+    assert_close(diagnostics["clip_fraction"], [[1, 0], [1, 0]])
+    # -2 + 3 ln 2 and -1/2 + 3 ln 2; d|x| is the sign
+    loss, diagnostics = KLCovLoss(kl_coef=3.0)(logprobs, old, advantages, everywhere(chosen), chosen)
+    assert_close(loss, [[-2 + 3 * LN2, -0.5], [-2, -0.5 + 3 * LN2]])
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[1, -0.5], [-2, -3.5]])
+    assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
+
+
+def test_kl_cov_pulls_back_what_has_gone_far():
+    logprobs = float64([[-60.0, -1.0]]).requires_grad_()
+    loss, _ = KLCovLoss()(
+        logprobs, float64([[-1, -60]]), float64([[0, 0]]), torch.ones(1, 2).bool(), torch.ones(1, 2).bool()
+    )
+    assert_close(loss, [[59, 59]])
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[-1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        ("clip_cov", ClipCovLoss(0.2, 0.2, 0.3, share=1.0, covariance_low=0.3, covariance_high=1.5)),
+        ("kl_cov", KLCovLoss(share=0.2, kl_coef=0.3)),
+    ],
+)
+def test_choice_loss_and_gradient_are_verls(name, objective):
+    inputs, expected = RECORDED["inputs"], RECORDED["verl"]["outputs"][name]
+    mask = float64(inputs["mask"]).bool()
+    logprobs = float64(inputs["logprobs"]).requires_grad_()
+    arguments = logprobs, float64(inputs["old_logprobs"]), float64(inputs["advantages"]), mask
+    with torch.no_grad():
+        chosen = objective.choose(*arguments, seeded(), this_rank_only)
+    losses, diagnostics = objective(*arguments, chosen)
+    loss = losses[mask].mean()
+    assert_close(loss, expected["loss"], rtol=1e-9, atol=0)
+    assert_close(torch.autograd.grad(loss, logprobs)[0], expected["gradient"], rtol=1e-9, atol=1e-12)
+    assert 0 < chosen.sum() < mask.sum()
+    if name == "clip_cov":
+        share = expected["metrics"]["actor/pg_clipfrac"]
+        assert_close(diagnostics["chosen_fraction"][mask].mean(), share, rtol=1e-8)
+
+
+@properties
+@given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, share):
+    new, old, advantages, _ = batch(mask, seed)
+    chosen = KLCovLoss(share=share).choose(new, old, advantages, mask, seeded(), this_rank_only)
+    scores = covariances(new, advantages, mask)
+    order = sorted(scores, key=scores.__getitem__, reverse=True)
+    expected = order[: max(1, int(share * len(order)))]
+    if len(order) != 2:  # the covariances of two tokens are equal
+        assert {tuple(cell) for cell in chosen.nonzero().tolist()} == set(expected)
+
+
+@properties
+@given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_clip_cov_draws_from_the_papers_candidates(mask, seed, share):
+    new, old, advantages, _ = batch(mask, seed)
+    objective = ClipCovLoss(0.2, 0.1, 0.4, share=share, covariance_low=0.1, covariance_high=1.0)
+    chosen = objective.choose(new, old, advantages, mask, seeded(seed), this_rank_only)
+    candidates = set()
+    for cell, score in covariances(new, advantages, mask).items():
+        ratio, a = math.exp(new[cell].item() - old[cell].item()), advantages[cell].item()
+        bound = (a > 0 and ratio > 1.4) or (a < 0 and ratio < 0.9)
+        if 0.1 < score < 1.0 and not bound:
+            candidates.add(cell)
+    cells = {tuple(cell) for cell in chosen.nonzero().tolist()}
+    assert cells <= candidates
+    assert len(cells) == min(len(candidates), max(1, int(share * int(mask.sum()))))
+
+
+def test_clip_cov_draws_every_candidate_alike():
+    new, old, advantages, mask = batch(torch.ones(4, 5, dtype=torch.bool), 3)
+    arguments = new, old, advantages, mask
+    objective = ClipCovLoss(0.9, None, 9.0, share=0.1, covariance_low=0.0, covariance_high=9.0)
+    candidates = covariance(new, advantages, mask, this_rank_only) > 0
+    generator, draws = seeded(), 500
+    counts = sum(objective.choose(*arguments, generator, this_rank_only).double() for _ in range(draws))
+    expected = 2 / candidates.sum().item()
+    error = math.sqrt(expected * (1 - expected) / draws)
+    assert ((counts / draws)[candidates] - expected).abs().max() < 4 * error
+    assert counts[~candidates].sum() == 0
+    assert counts.sum() == 2 * draws
+
+
+@pytest.mark.parametrize(
+    "objective", [KLCovLoss(share=0.3), ClipCovLoss(0.2, 0.1, 0.4, share=1.0, covariance_low=0.1, covariance_high=1.0)]
+)
+@settings(properties, max_examples=25)
+@given(mask=masks(min_rows=2), seed=seeds, cut=st.integers(1, 4))
+def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
+    arguments = batch(mask, seed)
+    whole = objective.choose(*arguments, seeded(), this_rank_only)
+    cut = min(cut, len(mask) - 1)
+
+    def rank(rows, number):
+        part = [tensor[rows] for tensor in arguments]
+        return lambda reduce: objective.choose(*part, seeded(number), reduce)
+
+    parts = over_ranks(rank(slice(None, cut), 1), rank(slice(cut, None), 2))
+    if mask.sum() != 2:  # the covariances of two tokens are equal, and lots are drawn
+        assert torch.cat(parts).tolist() == whole.tolist()
+
+
+@properties
+@given(seed=seeds, sizes=st.lists(st.integers(0, 6), min_size=1, max_size=3), count=st.integers(1, 12))
+def test_the_largest_over_ranks_are_exactly_as_many_as_asked_for_even_with_ties(seed, sizes, count):
+    everything = torch.randint(-2, 3, (sum(sizes),), generator=seeded(seed)).double() * 0.5
+    candidates = torch.rand(sum(sizes), generator=seeded(seed + 1)) > 0.3
+    values, counts = everything.split(sizes), candidates.split(sizes)
+
+    def rank(number):
+        return lambda reduce: choose_largest(values[number], counts[number], count, seeded(seed + 2 + number), reduce)
+
+    chosen = torch.cat(over_ranks(*(rank(number) for number in range(len(sizes)))))
+    assert chosen.sum() == min(count, candidates.sum())
+    assert not (chosen & ~candidates).any()
+    if chosen.any() and (candidates & ~chosen).any():
+        assert everything[chosen].min() >= everything[candidates & ~chosen].max()
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_order_is_that_of_the_numbers(count):
+    ascending = [-math.inf, -1e308, -2.0, math.nextafter(-1, -2), -1.0, -5e-324, 0.0, 5e-324, 1.0, 2.0, 1e308, math.inf]
+    order = torch.randperm(12, generator=seeded(count))
+    chosen = choose_largest(float64(ascending)[order], everywhere(order), count, seeded(), this_rank_only)
+    assert sorted(order[chosen].tolist()) == list(range(12 - count, 12))
+
+
+def test_both_zeros_are_one_number():
+    draws = [
+        choose_largest(float64([0.0, -0.0]), everywhere(torch.ones(2)), 1, seeded(i), this_rank_only) for i in range(40)
+    ]
+    assert {tuple(draw.tolist()) for draw in draws} == {(True, False), (False, True)}
+
+
+def test_equal_advantages_hold_a_random_share_and_not_every_token():
+    logprobs = -normal(10, 10, seed=0).abs()
+    arguments = logprobs, logprobs, torch.ones(10, 10).double(), everywhere(logprobs)
+    chosen = [KLCovLoss(share=0.05).choose(*arguments, seeded(seed), this_rank_only) for seed in range(2)]
+    assert [tokens.sum().item() for tokens in chosen] == [5, 5]
+    assert chosen[0].tolist() != chosen[1].tolist()
+
+
+@pytest.mark.parametrize("objective", [KLCovLoss(share=0.3), ClipCovLoss(share=0.3, covariance_low=0.0)])
+@properties
+@given(mask=masks(), seed=seeds)
+def test_what_lies_outside_the_mask_is_never_chosen_and_makes_no_difference(objective, mask, seed):
+    *tensors, mask = batch(mask, seed)
+    clean = objective.choose(*tensors, mask, seeded(), this_rank_only)
+    dirty = objective.choose(*(with_garbage(tensor, mask) for tensor in tensors), mask, seeded(), this_rank_only)
+    assert dirty.tolist() == clean.tolist()
+    assert not (clean & ~mask).any()
+
+
+def test_an_impossible_token_has_a_log_probability_of_minus_10000():
+    # mean -2501.5, mean advantage 1
+    logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
+    expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]
+    assert_close(covariance(logprobs, advantages, everywhere(logprobs), this_rank_only), expected)
+    chosen = KLCovLoss(share=0.5).choose(logprobs, logprobs, advantages, everywhere(logprobs), seeded(), this_rank_only)
+    assert chosen.tolist() == [[True, False, False, True]]
+
+
+@pytest.mark.parametrize("objective", [KLCovLoss(), ClipCovLoss()])
+def test_no_token_no_choice(objective):
+    nothing = torch.zeros(2, 3)
+    assert not objective.choose(nothing, nothing, nothing, nothing.bool(), seeded(), this_rank_only).any()
+    empty = torch.zeros(0, 3)
+    assert objective.choose(empty, empty, empty, empty.bool(), seeded(), this_rank_only).shape == (0, 3)
+
+
+@properties
+@given(mask=masks(), seed=seeds)
+def test_clip_cov_takes_tokens_from_the_sum_and_not_from_the_denominator(mask, seed):
+    arguments = batch(mask, seed)
+    chosen = mask & (normal(*mask.shape, seed=seed + 9) > 0)
+    total = {}
+    for name, (losses, _) in (
+        ("ppo", ClippedPolicyLoss()(*arguments)),
+        ("clip_cov", ClipCovLoss()(*arguments, chosen)),
+    ):
+        total[name] = (losses * TokenMean().weights(mask)).sum() / TokenMean().denominator(mask)
+    taken = ClippedPolicyLoss()(*arguments)[0][chosen].sum() / mask.sum().clamp(min=1)
+    assert_close(total["clip_cov"], total["ppo"] - taken, rtol=1e-9, atol=1e-12)
+
+
+def test_defaults():
+    assert ClipCovLoss() == ClipCovLoss(0.2, None, None, None, 2e-4, 1.0, 5.0)
+    assert KLCovLoss() == KLCovLoss(2e-4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "arguments", "message"),
+    [
+        (ClipCovLoss, {"clip_range": 0.0}, r"^clip_range must lie in \(0, 1\), got 0.0$"),
+        (ClipCovLoss, {"share": 0.0}, r"^share must lie in \(0, 1\], got 0.0$"),
+        (
+            ClipCovLoss,
+            {"covariance_low": 2.0, "covariance_high": 2.0},
+            r"^covariance_low must be less than covariance_high, got 2.0 and 2.0$",
+        ),
+        (KLCovLoss, {"share": 1.1}, r"^share must lie in \(0, 1\], got 1.1$"),
+        (KLCovLoss, {"kl_coef": 0.0}, r"^kl_coef must be positive, got 0.0$"),
+    ],
+)
+def test_hyper_parameters_that_make_no_sense_are_refused(objective, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        objective(**arguments)

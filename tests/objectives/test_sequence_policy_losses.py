@@ -1,0 +1,193 @@
+"""Cases worked by hand and figures of verl and TRL, for the losses that look at a whole response."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
+from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, LUSPOLoss, VESPOLoss
+from tests.helpers import assert_close, float64, golden, masks, normal, properties, seeds
+
+LN2, LN3 = math.log(2), math.log(3)
+RECORDED = golden("policy_losses")
+
+
+def call(objective, log_ratios, advantages, mask, aggregation):
+    """Token losses, gradient of the aggregated loss, and diagnostics, where all old log-probabilities are -1."""
+    logprobs = (float64(log_ratios) - 1).requires_grad_()
+    mask = torch.tensor(mask).bool()
+    advantages = float64(advantages).unsqueeze(1).expand(mask.shape)
+    losses, diagnostics = objective(logprobs, torch.full_like(advantages, -1), advantages, mask)
+    loss = (losses * aggregation.weights(mask)).sum() / aggregation.denominator(mask)
+    return losses, torch.autograd.grad(loss, logprobs)[0], diagnostics
+
+
+def test_gspo_of_a_case_worked_by_hand():
+    # Both responses have s = exp((ln 2 + ln 8) / 2) = 4; the third token of the second is no policy token.
+    # A = -3: loss 12, gradient of the mean over responses: 1/2 * 1/2 * 12 = 3 on each of two tokens
+    # A = 1: clipped at 1.5, loss -1.5, no gradient
+    log_ratios = [[LN2, 3 * LN2, 0], [LN2, 3 * LN2, 7]]
+    mask = [[1, 1, 0], [1, 1, 0]]
+    objective = GSPOLoss(clip_range_low=0.2, clip_range_high=0.5)
+    losses, gradient, diagnostics = call(objective, log_ratios, [-3, 1], mask, SequenceMeanTokenMean())
+    assert_close(losses[:, :2], [[12, 12], [-1.5, -1.5]])
+    assert_close(gradient, [[3, 3, 0], [0, 0, 0]])
+    assert_close(diagnostics["clip_fraction"][:, :2], [[0, 0], [1, 1]])
+    # k3 of the tokens, not of the response: 2 - 1 - ln 2 and 8 - 1 - 3 ln 2
+    assert_close(diagnostics["approx_kl"][:, :2], [[1 - LN2, 7 - 3 * LN2]] * 2)
+    # s = 1/4: A = -3 is clipped at 0.8, A = 1 is not
+    log_ratios = [[-LN2, -3 * LN2, 0], [-LN2, -3 * LN2, 7]]
+    losses, gradient, diagnostics = call(objective, log_ratios, [-3, 1], mask, SequenceMeanTokenMean())
+    assert_close(losses[:, :2], [[2.4, 2.4], [-0.25, -0.25]])
+    assert_close(gradient, [[0, 0, 0], [-0.0625, -0.0625, 0]])
+    assert_close(diagnostics["clip_fraction"][:, :2], [[1, 1], [0, 0]])
+
+
+def test_luspo_counts_a_response_by_its_length():
+    # s = 2 for a response of three tokens and of one; |y| s = 6 and 2, the mean over responses (-6 - 2) / 2
+    log_ratios, mask = [[LN2, LN2, LN2], [LN2, 5, 5]], [[1, 1, 1], [1, 0, 0]]
+    objective = LUSPOLoss(clip_range_low=0.5, clip_range_high=2.0)
+    losses, gradient, _ = call(objective, log_ratios, [1, 1], mask, SequenceMeanTokenSum())
+    weights = SequenceMeanTokenSum().weights(torch.tensor(mask).bool())
+    assert_close((losses * weights).sum() / 2, -4.0)
+    assert_close(gradient, [[-1, -1, -1], [-1, 0, 0]])
+
+
+@properties
+@given(mask=masks(), seed=seeds)
+def test_luspo_is_gspo_apart_from_aggregation_and_defaults(mask, seed):
+    new, old, advantages = (normal(*mask.shape, seed=seed + i) for i in range(3))
+    expected, actual = (loss(new, old, advantages, mask) for loss in (GSPOLoss(0.1, 0.2), LUSPOLoss(0.1, 0.2)))
+    assert_close(actual[0], expected[0])
+
+
+def test_gspo_takes_a_different_advantage_for_each_token():
+    # GSPO-token, eq. 13: s = 2, and the loss of each token has its own A: -2 and 6; gradients the same
+    logprobs = float64([[LN2 - 1, LN2 - 1]]).requires_grad_()
+    objective = GSPOLoss(0.5, 2.0)
+    losses, _ = objective(logprobs, float64([[-1, -1]]), float64([[1, -3]]), torch.ones(1, 2).bool())
+    assert_close(losses, [[-2, 6]])
+    assert_close(torch.autograd.grad(losses.sum(), logprobs)[0], [[-2, 6]])
+
+
+def test_gmpo_of_a_case_worked_by_hand():
+    # bounds ln 3 up and ln 2 down
+    # A = 2, log-ratios ln 12 (clipped to ln 3) and -ln 12 (not): rho = exp((ln 3 - ln 12) / 2) = 1/2, loss -1,
+    # gradient of the mean over two responses: the first token none, the second 1/2 * 1/2 * -1
+    # A = -2, the same tokens: ln 12 (not), -ln 12 (clipped to -ln 2): rho = sqrt(6), loss 2 sqrt(6)
+    ln12 = math.log(12)
+    log_ratios, mask = [[ln12, -ln12, 9], [ln12, 9, -ln12]], [[1, 1, 0], [1, 0, 1]]
+    objective = GMPOLoss(clip_range_low=LN2, clip_range_high=LN3)
+    losses, gradient, diagnostics = call(objective, log_ratios, [2, -2], mask, SequenceMeanTokenMean())
+    root = math.sqrt(6)
+    assert_close(losses, [[-1] * 3, [2 * root] * 3])
+    assert_close(gradient, [[0, -0.25, 0], [root / 2, 0, 0]])
+    assert_close(diagnostics["clip_fraction"], [[1, 0, 0], [0, 0, 1]])
+
+
+def test_gmpo_takes_the_mean_of_advantages_that_differ_in_a_response():
+    # mean A = 1 over two tokens, rho = exp((ln 2 + 0) / 2)
+    losses, _ = GMPOLoss(9.0, 9.0)(
+        float64([[LN2 - 1, -1, 0]]), float64([[-1, -1, 0]]), float64([[3, -1, 50]]), torch.tensor([[True, True, False]])
+    )
+    assert_close(losses, [[-math.sqrt(2)] * 3])
+
+
+def test_vespo_of_a_case_worked_by_hand():
+    # W = 2 * 3/2 = 3. A = 2: phi = 3^2 e^(3 (1 - 3)) = 9 e^-6; A = -2: 3^3 e^(2 (1 - 3)) = 27 e^-4;
+    # A = 0 counts as positive. logprobs ln 2 - 1 and ln 1.5 - 1
+    log_ratios, mask = [[LN2, 9, LN3 - LN2]] * 3, [[1, 0, 1]] * 3
+    losses, gradient, diagnostics = call(VESPOLoss(), log_ratios, [2, -2, 0], mask, SequenceMeanTokenSum())
+    phi = float64([9 * math.exp(-6), 27 * math.exp(-4), 9 * math.exp(-6)]).unsqueeze(1)
+    expected = -phi * float64([[2], [-2], [0]])
+    assert_close(losses[:, [0, 2]], expected * float64([[LN2 - 1, LN3 - LN2 - 1]]))
+    assert_close(gradient, expected * float64([[1, 0, 1]]) / 3)
+    assert_close(diagnostics["sequence_weight"][:, [0, 2]], phi.expand(3, 2))
+    objective = VESPOLoss(k_pos=1.0, lambda_pos=2.0, k_neg=4.0, lambda_neg=0.5)
+    weight = call(objective, log_ratios, [1, -1, 0], mask, SequenceMeanTokenSum())[2]["sequence_weight"]
+    assert_close(weight[:2, 0], [3 * math.exp(-4), 81 * math.exp(-1)])
+
+
+def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away():
+    weight = VESPOLoss(k_pos=0.1, lambda_pos=1e-9)(
+        torch.zeros(1, 4), torch.full((1, 4), 10.0), torch.ones(1, 4), torch.ones(1, 4).bool()
+    )[1]["sequence_weight"]
+    assert_close(weight, [[math.exp(-2)] * 4], rtol=1e-6)  # 40 nats would be e^-4
+
+
+@pytest.mark.parametrize("objective", [GSPOLoss(0.1, 0.2), LUSPOLoss(0.1, 0.2), GMPOLoss()])
+@properties
+@given(mask=masks(), seed=seeds)
+def test_every_policy_token_of_a_response_has_the_same_loss(objective, mask, seed):
+    new, old = (normal(*mask.shape, seed=seed + i) for i in range(2))
+    advantages = normal(len(mask), 1, seed=seed + 2).expand(mask.shape)
+    losses, _ = objective(new, old, advantages, mask)
+    for row, counts in zip(losses, mask, strict=True):
+        assert_close(row[counts], row[counts][:1].expand(int(counts.sum())))
+
+
+PEERS = {
+    ("verl", "gspo"): (GSPOLoss(0.05, 0.15), SequenceMeanTokenMean()),
+    ("verl", "gspo_token_mean"): (GSPOLoss(0.3, 0.4), TokenMean()),
+    ("verl", "geo_mean"): (GMPOLoss(0.3, 0.4), SequenceMeanTokenMean()),
+    ("trl", "gspo"): (GSPOLoss(0.05, 0.15), SequenceMeanTokenMean()),
+    ("trl", "luspo"): (LUSPOLoss(0.05, 0.15), SequenceMeanTokenSum()),
+    ("trl", "gmpo"): (GMPOLoss(0.3, 0.4), SequenceMeanTokenMean()),
+    ("trl", "vespo"): (VESPOLoss(2.0, 3.0, 3.0, 2.0), TokenMean()),
+}
+
+
+@pytest.mark.parametrize(("package", "name"), PEERS)
+def test_loss_gradient_and_clip_fractions_are_those_of_peers(package, name):
+    objective, aggregation = PEERS[package, name]
+    inputs, expected = RECORDED["inputs"], RECORDED[package]["outputs"][name]
+    mask = float64(inputs["mask"]).bool()
+    advantages = float64(inputs["response_advantages"]).unsqueeze(1).expand(mask.shape)
+    logprobs = float64(inputs["logprobs"]).requires_grad_()
+    losses, diagnostics = objective(logprobs, float64(inputs["old_logprobs"]), advantages, mask)
+    loss = (losses * aggregation.weights(mask)).sum() / aggregation.denominator(mask)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert_close(loss, expected["loss"], rtol=3e-8, atol=0)  # verl adds 1e-8 to lengths, GMPO twice
+    assert_close(gradient, expected["gradient"], rtol=3e-8, atol=1e-12)
+    theirs = expected["metrics"]
+    if name in ("gspo", "gspo_token_mean") and package == "verl":
+        assert_close(diagnostics["clip_fraction"][mask].mean(), theirs["actor/pg_clipfrac"], rtol=1e-8)
+    if name in ("gspo", "luspo") and package == "trl":  # TRL counts responses
+        assert_close(diagnostics["clip_fraction"][:, 0].mean(), theirs["clip_ratio/region_mean"])
+    if name == "gmpo":
+        assert_close(diagnostics["clip_fraction"][mask].mean(), theirs["clip_ratio/region_mean"], rtol=1e-7)
+    if name == "vespo":
+        assert_close(diagnostics["sequence_weight"][:, 0].mean(), theirs["vespo/phi_seq_mean"])
+
+
+def test_defaults():
+    assert GSPOLoss() == GSPOLoss(3e-4, 4e-4)
+    assert LUSPOLoss() == LUSPOLoss(2e-3, 2.5e-3)
+    assert GMPOLoss() == GMPOLoss(0.4, 0.4)
+    assert VESPOLoss() == VESPOLoss(2.0, 3.0, 3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "arguments", "message"),
+    [
+        (GSPOLoss, {"clip_range_low": 0.0}, r"^clip_range_low must lie in \(0, 1\], got 0.0$"),
+        (GSPOLoss, {"clip_range_low": 1.1}, r"^clip_range_low must lie in \(0, 1\], got 1.1$"),
+        (LUSPOLoss, {"clip_range_high": 0.0}, r"^clip_range_high must be positive, got 0.0$"),
+        (GMPOLoss, {"clip_range_low": 0.0}, r"^clip_range_low must be positive, got 0.0$"),
+        (GMPOLoss, {"clip_range_high": -1.0}, r"^clip_range_high must be positive, got -1.0$"),
+        (VESPOLoss, {"k_pos": 0.0}, r"^k_pos must be positive, got 0.0$"),
+        (VESPOLoss, {"lambda_pos": 0.0}, r"^lambda_pos must be positive, got 0.0$"),
+        (VESPOLoss, {"k_neg": 0.0}, r"^k_neg must be positive, got 0.0$"),
+        (VESPOLoss, {"lambda_neg": 0.0}, r"^lambda_neg must be positive, got 0.0$"),
+    ],
+)
+def test_hyper_parameters_that_make_no_sense_are_refused(objective, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        objective(**arguments)
+
+
+def test_bounds_at_the_edge_of_their_ranges_are_allowed():
+    GSPOLoss(clip_range_low=1.0, clip_range_high=1e-6)
+    GMPOLoss(clip_range_low=5.0, clip_range_high=1e-6)

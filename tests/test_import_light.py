@@ -46,7 +46,7 @@ def test_every_public_name_can_be_had_under_its_name():
     named = {name: getattr(lightning_rlhf, name) for name in lightning_rlhf.__all__}
     assert named.pop("__version__") == __version__
     assert {name: value.__name__ for name, value in named.items()} == {name: name for name in named}
-    assert len(named) <= 15
+    assert len([name for name in named if not name.endswith("Module")]) <= 15  # an algorithm is a module, and is named
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

@@ -217,7 +217,8 @@ def test_wilson_interval_refuses_impossible_counts(successes, trials):
 
 def policy_kl(inputs):
     old_logprobs, logprobs, mask = (float64(inputs[name]) for name in ("old_logprobs", "logprobs", "mask"))
-    _, diagnostics = ClippedPolicyLoss()(logprobs, old_logprobs, torch.ones_like(mask))
+    everywhere = torch.ones_like(mask).bool()
+    _, diagnostics = ClippedPolicyLoss()(logprobs, old_logprobs, torch.ones_like(mask), everywhere)
     return diagnostics["approx_kl"], mask.bool()
 
 

@@ -7,6 +7,7 @@ __path__ = [str(Path(__file__).resolve().parents[2] / "callbacks")]
 from .checkpoint import RunCheckpoint
 from .console import Console
 from .defaults import complete
+from .dynamic_sampling import DynamicSampling
 from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
@@ -20,6 +21,7 @@ from .throughput import Throughput
 
 __all__ = [
     "Console",
+    "DynamicSampling",
     "HFExport",
     "KLControl",
     "MetricsCSV",

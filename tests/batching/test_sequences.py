@@ -1,7 +1,7 @@
 import torch
 from hypothesis import given
 
-from lightning_rlhf.batching.sequences import join, pad_right
+from lightning_rlhf.batching.sequences import concatenate, join, pad_right
 from tests.helpers import properties, seeds
 from tests.stand_ins import Response, responses, rollout_of
 
@@ -39,3 +39,17 @@ def test_each_response_follows_its_prompt_and_each_index_points_before_its_token
         for t, token in enumerate(row.tokens):
             assert ids[i, index[i, t] + 1] == token
     assert index.max() < ids.shape[1]
+
+
+def test_rollouts_below_each_other_keep_their_rows_and_number_their_groups_on():
+    first = rollout_of([Response([1], [2, 3], 0.5), Response([4, 5], [6], 1.0)])
+    second = rollout_of([Response([7, 8, 9], [1, 2, 3], -1.0)])
+    first.group[:] = 0
+    both = concatenate([first, second, first[[1]]])
+    assert both.prompt_ids.shape == both.response_ids.shape == (4, 3)
+    assert both.group.tolist() == [0, 0, 1, 2]
+    assert both.reward.tolist() == both.rewards["given"].tolist() == [0.5, 1.0, -1.0, 1.0]
+    ids, _ = join(both)
+    for i, row in enumerate(([1, 2, 3], [4, 5, 6], [7, 8, 9, 1, 2, 3], [4, 5, 6])):
+        assert ids[i].tolist() == row + [0] * (6 - len(row))
+    assert both.response_mask.sum(1).tolist() == [2, 1, 3, 1]

@@ -1,0 +1,146 @@
+"""Prompts whose responses all earn the same are replaced, up to a bound, and what fills the step teaches nothing."""
+
+import re
+
+import pytest
+import torch
+
+from lightning_rlhf import GRPOModule
+from lightning_rlhf.callbacks import DynamicSampling
+from lightning_rlhf.objectives.group_advantages import GRPO
+from lightning_rlhf.objectives.return_advantages import ReMax
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.types import PromptBatch
+from tests.callbacks.conftest import Run, exact
+from tests.helpers import assert_close
+from tests.stand_ins import Response, TinyModel, rollout_of
+
+
+def prompts(count):
+    return PromptBatch(list(range(count)), [[5]] * count, ["x"] * count, {})
+
+
+def rolling(rewards, asked, size=2):
+    """Responses of growing length whose rewards are given per prompt."""
+
+    def roll(batch):
+        asked.append(batch.indices)
+        rows = [Response([i], [1] * (i + 1), reward) for i in batch.indices for reward in rewards[i]]
+        rollout = rollout_of(rows)
+        rollout.group[:] = torch.arange(len(batch)).repeat_interleave(size)
+        return rollout
+
+    return roll
+
+
+SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rounds", "learnt", "kept"),
+    [
+        ([DIFFERENT, DIFFERENT, SAME, SAME], 1, [0, 1], 2),
+        ([SAME, DIFFERENT, DIFFERENT, DIFFERENT, SAME, SAME], 2, [1, 2], 2),  # the surplus of the last round is dropped
+        ([SAME, SAME, SAME, DIFFERENT, SAME, SAME], 3, [3, 0], 1),  # the bound: another one fills the step
+        ([SAME] * 4, 2, [0, 1], 0),
+    ],
+)
+def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, kept):
+    asked = []
+    rollout, metrics = DynamicSampling(2)(prompts(len(rewards)), rolling(rewards, asked))
+    assert asked == [[2 * i, 2 * i + 1] for i in range(rounds)]
+    assert rollout.prompt_ids[:, 0].tolist() == [i for i in learnt for _ in range(2)]
+    assert rollout.group.tolist() == [0, 0, 1, 1]
+    assert rollout.kept.tolist() == [i < kept for i in (0, 0, 1, 1)]
+    generated = rewards[: 2 * rounds]
+    assert metrics == {
+        "rollout/generated_prompts": 2.0 * rounds,
+        "rollout/contrast_fraction": sum(pair == DIFFERENT for pair in generated) / len(generated),
+        "rollout/filled_fraction": 1 - kept / 2,
+        "reward/generated_mean": pytest.approx(sum(sum(pair) for pair in generated) / (2 * len(generated))),
+    }
+
+
+def test_the_reward_that_must_differ_can_be_named():
+    def roll(batch):
+        rollout = rollout_of([Response([3], [4], 0.5 * i) for i in range(4)])
+        rollout.group[:] = torch.tensor([0, 0, 1, 1])
+        rollout.rewards["right"] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+        return rollout
+
+    rollout, _ = DynamicSampling(2, reward="right")(prompts(2), roll)
+    assert rollout.kept.tolist() == [True, True, False, False]
+    assert_close(rollout.reward, [1.0, 1.5, 0.0, 0.5])
+
+
+def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
+    def roll(batch):
+        rollout = rollout_of([Response([3], [4])] * 4)
+        rollout.group[:] = torch.tensor([0, 0, 1, 1])
+        rollout.rewards["right"] = torch.tensor([torch.nan, torch.nan, torch.nan, 1.0])
+        return rollout
+
+    assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].kept.sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "batch_size", "group_size", "rewards", "advantages", "told"),
+    [
+        (DynamicSampling(3), 4, 2, ["a"], GRPO(), "prompts_per_step=3, which does not divide the data's batch_size 4"),
+        (DynamicSampling(2), 4, 1, ["a"], GRPO(), "compares the responses to one prompt: group_size is 1, not 2"),
+        (
+            DynamicSampling(2),
+            4,
+            2,
+            [],
+            GRPO(),
+            "needs a reward function that tells right from wrong: any is not among []",
+        ),
+        (DynamicSampling(2, "b"), 4, 2, ["a"], GRPO(), "b is not among ['a']"),
+        (DynamicSampling(2), 4, 2, ["a"], ReMax(), "does not go with the greedy responses of ReMax"),
+    ],
+)
+def test_what_cannot_work_is_refused(sampling, batch_size, group_size, rewards, advantages, told):
+    functions = [RewardFunction(exact, name=name) for name in rewards]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        sampling.check(batch_size, group_size, functions, advantages)
+
+
+def test_at_least_one_prompt():
+    with pytest.raises(ValueError, match="^prompts_per_step must be at least 1, got 0$"):
+        DynamicSampling(0)
+
+
+class GroupRun(Run):
+    """A run of GRPO: two responses to each prompt, of which every other one is right for the first prompt alone."""
+
+    def __init__(self, directory, **options):
+        super().__init__(directory, **options)
+        sgd = self.module.actor_optimizer
+        self.module = GRPOModule(TinyModel(), actor_optimizer=sgd, minibatch_size=2, max_grad_norm=None)
+
+
+def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_there(tmp_path):
+    """Answers a b c d; "c" and "b" are said to each: the first prompt has no contrast, the second has."""
+    sampling = DynamicSampling(prompts_per_step=1)
+    loop = {"group_size": 2, "dynamic_sampling": sampling, "validate_at_ends": False}
+    data = {"batch_size": 4, "shuffle": False}
+    run = GroupRun(tmp_path, loop=loop, data=data, trainer={"max_steps": 1}, texts=("c", "b"))
+    run.fit()
+    assert [call for call in run.engine.calls if call.startswith("generate")] == ["generate 2", "generate 2"]
+    assert run.metrics["rollout/generated_prompts"] == 2
+    assert run.metrics["rollout/contrast_fraction"] == 0.5
+    assert run.metrics["reward/mean"] == 0.5
+    assert run.module.experience.mask.any(dim=1).tolist() == [True, True]
+
+
+def test_a_step_of_fillers_only_moves_nothing(tmp_path):
+    loop = {"group_size": 2, "dynamic_sampling": DynamicSampling(prompts_per_step=2), "validate_at_ends": False}
+    run = GroupRun(tmp_path, loop=loop, data={"batch_size": 4}, trainer={"max_steps": 1}, texts=("e",))
+    run.module.configure_model()
+    before = [parameter.clone() for parameter in run.module.actor.parameters()]
+    run.fit()
+    assert run.metrics["rollout/filled_fraction"] == 1.0
+    assert not run.module.experience.mask.any()
+    for one, other in zip(before, run.module.actor.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -53,9 +53,9 @@ def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor
     Returns:
         (N,) float64.
     """
-    outside = weights == 0
-    smallest = -segment_max(-values.double().masked_fill(outside, math.inf), segment)
-    above = (values.double() - smallest).masked_fill(outside, 0)
+    values, outside = values.double(), weights == 0
+    smallest = -segment_max(-values.masked_fill(outside, math.inf), segment)
+    above = (values - smallest).masked_fill(outside, 0)
     mean = segment_sum(weights * above, segment) / segment_sum(weights, segment)
     return (above - mean).masked_fill(outside, 0)
 

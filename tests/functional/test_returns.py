@@ -39,3 +39,10 @@ def test_padding_changes_nothing(mask, columns, seed):
 def test_no_columns_and_no_rows_give_none():
     assert discounted_sums(torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0)
     assert discounted_sums(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3)
+
+
+def test_half_precision_is_summed_in_float64():
+    # 4096 + 1 is 4096 in half precision.
+    sums = discounted_sums(torch.tensor([[1.0, 4096.0]]).half(), torch.ones(1, 2, dtype=torch.bool))
+    assert sums.dtype == torch.float64
+    assert_close(sums, [[4097, 4096]], rtol=0, atol=0)

@@ -49,6 +49,18 @@ def test_weighted_means_worked_by_hand():
     assert_close(segment_centered(VALUES, SEGMENT, weights), [-1.75, 0, -0.75, 0, 3.25], rtol=1e-14)
 
 
+def test_half_precision_and_integers_are_worked_out_in_float64():
+    for values in (VALUES.half(), VALUES.long()):
+        assert_close(segment_std(values, SEGMENT, ALL)[0], 7**0.5, rtol=1e-14)
+        for result in (
+            segment_sum(values, SEGMENT),
+            segment_max(values, SEGMENT),
+            segment_centered(values, SEGMENT, ALL),
+            segment_std(values, SEGMENT, ALL),
+        ):
+            assert result.dtype == torch.float64
+
+
 def test_sums_of_rows_are_taken_column_by_column():
     rows = torch.stack([VALUES, -VALUES], dim=1)
     assert_close(segment_sum(rows, SEGMENT), [[9, -9], [40, -40], [9, -9], [40, -40], [9, -9]], rtol=0, atol=0)

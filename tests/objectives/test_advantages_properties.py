@@ -152,3 +152,11 @@ def test_no_rows_give_no_rows(estimator):
     inputs = random_inputs(torch.zeros(0, 2, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), seed=1)
     for values in estimator(inputs):
         assert values.shape == (0, 2)
+
+
+@every_estimator
+def test_hyper_parameters_cannot_be_changed(estimator):
+    assert dataclasses.is_dataclass(estimator)
+    assert hash(estimator) == hash(dataclasses.replace(estimator))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        estimator.anything = 1

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -110,3 +111,8 @@ def test_unknown_methods_and_negative_powers_are_refused():
 
 def test_defaults_are_the_square_of_the_score():
     assert ScoreResampling() == ScoreResampling(method="pow", power=2.0)
+
+
+def test_hyper_parameters_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ScoreResampling().power = 3.0

@@ -224,8 +224,10 @@ def test_tokens_that_the_policy_was_sure_of_are_finite(estimator):
 
 
 def test_rounding_below_0_is_no_energy():
-    inputs = dataclasses.replace(_energies([[1 - 1e-7] * 3, [1 - 1e-7] * 3]), logprobs=torch.zeros(2, 3).double())
-    assert_close(OptimalTokenBaseline()(inputs)[0][:, 0], [3, 5], rtol=0, atol=0)
+    # Energies of -1e-7 and 2e-7: the first counts as 0, so B is the second's 5; unclamped it would be 7.
+    energy = [[1 - 1e-7] * 3, [1 + 2e-7] * 3]
+    inputs = dataclasses.replace(_energies(energy), logprobs=torch.zeros(2, 3).double())
+    assert_close(OptimalTokenBaseline()(inputs)[0][:, 0], [-2, 0], rtol=0, atol=1e-7)
 
 
 def test_defaults_and_what_each_needs():

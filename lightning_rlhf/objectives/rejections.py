@@ -76,7 +76,7 @@ class Rejection:
         if self.level == "token":
             return values
         if self.level == "sequence_sum":
-            return values.masked_fill(~mask, 0).sum(dim=1)
+            return values.sum(dim=1)
         if self.level == "sequence_mean":
             return response_mean(values, mask)
         # The token that is farthest out: by l where k1 decides, on whichever side that exceeds its bound more.

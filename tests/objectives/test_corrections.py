@@ -131,6 +131,23 @@ def test_rejections_of_a_case_worked_by_hand(statistic, level, upper, lower, exp
     assert_close(weights, MASK.double())
 
 
+def test_bounds_belong_to_what_they_bound():
+    zero, mask = float64([[0.0]]), torch.tensor([[True]])
+    ratio, k3 = float64(1.0).exp().item(), (float64(1.0).expm1() - 1).item()
+    for sign, lower, upper in ((1, 0.5, ratio), (-1, float64(-1.0).exp().item(), 2.0)):
+        weights, _, metrics = RolloutCorrection("token", upper, lower, "mask")(float64([[sign]]), zero, mask)
+        assert_close(weights, [[math.exp(sign)]])
+        assert metrics["rollout_corr/outside_fraction"] == 0
+        assert metrics["rollout_corr/above_fraction"] == metrics["rollout_corr/below_fraction"] == 0
+        assert Rejection("k1", "token", upper, lower).keep(float64([[sign]]), mask).all()
+    for statistic, upper in (("k2", 0.5), ("k3", k3)):
+        for level in LEVELS.values():
+            correction = RolloutCorrection(rejections=(Rejection(statistic, level, upper),))
+            _, kept, metrics = correction(float64([[1.0]]), zero, mask)
+            assert kept.all()
+            assert metrics[f"rollout_corr/{level}_{statistic}_above_fraction"] == 0
+
+
 def test_metrics_of_a_case_worked_by_hand():
     # ratios 4, 1/5 | 3 in bounds [0, 2]: weights 2, 1/5 | 2; k1 rejects out of [1/3.5, 3.5]
     old, rollout = float64([[0.8, 0.1], [0.6, 1]]).log(), float64([[0.2, 0.5], [0.2, 1]]).log()

@@ -63,7 +63,7 @@ class GSPOLoss(PolicyLoss):
 
 @dataclass(frozen=True)
 class LUSPOLoss(GSPOLoss):
-    """:class:`GSPOLoss` whose responses count by their length, so that long answers are not drawn short.
+    """:class:`GSPOLoss` whose responses count by their length, which takes away its pull towards short answers.
 
     The loss of a response is |y| times that of GSPO: the paper's aggregation is ``SequenceMeanTokenSum``, and with
     ``SequenceMeanTokenMean`` nothing is left of the difference. See "Length-Unbiased Sequence Policy Optimization",

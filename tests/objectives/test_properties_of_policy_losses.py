@@ -7,6 +7,7 @@ autograd differentiates what they return.
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from typing import Any, NamedTuple
 
 import pytest
@@ -342,6 +343,12 @@ def test_nothing_chosen_is_the_same_as_no_choice(case):
     assert none[1].keys() == chosen[1].keys()
     for name, value in none[1].items():
         assert_close(value, chosen[1][name])
+
+
+@every_loss
+def test_hyper_parameters_cannot_change(case):
+    with pytest.raises(FrozenInstanceError):
+        case.loss.clip_range_low = 0.5
 
 
 def test_only_the_covariance_losses_choose_tokens():

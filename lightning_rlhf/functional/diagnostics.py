@@ -1,11 +1,14 @@
 """Numbers that tell whether an update is healthy, and how good a set of samples is."""
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.masked import SumOverRanks, masked_centered, masked_mean, this_rank_only
+from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
@@ -40,6 +43,114 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={num_samples}, c={num_correct}, k={k}")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Unbiased estimate of the reward of the best of k samples, from n of them.
+
+    The mean of the maximum over all ways to draw k of the n without replacement: with the rewards in rising order,
+    sum over i of x_(i) C(i - 1, k - 1) / C(n, k). Of rewards 0 and 1 it is :func:`pass_at_k`; it is k times the
+    probability-weighted moment b_{k-1} of Landwehr, Matalas and Wallis 1979.
+
+    Args:
+        rewards: n of them, any real numbers.
+        k: in [1, n].
+
+    Raises:
+        ValueError: k does not fit.
+    """
+    if not 1 <= k <= len(rewards):
+        raise ValueError(f"best@k needs 1 <= k <= n, got n={len(rewards)}, k={k}")
+    ways = math.comb(len(rewards), k)
+    rising = list(enumerate(sorted(rewards)))[k - 1 :]  # the k - 1 smallest are never the largest of k
+    return math.fsum(reward * (math.comb(below, k - 1) / ways) for below, reward in rising)
+
+
+def worst_at_k(rewards: Sequence[float], k: int) -> float:
+    """Unbiased estimate of the reward of the worst of k samples; see :func:`best_at_k`."""
+    return -best_at_k([-reward for reward in rewards], k)
+
+
+def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int) -> float:
+    """Unbiased estimate of the reward of the answer that most of k samples give, from n of them.
+
+    The mean over all ways to draw k of the n without replacement, worked out exactly and without random numbers: the
+    ways are counted answer by answer, by how many were drawn, how often the most frequent answer was, and how many
+    answers were as frequent. Answers equally frequent win with equal chances. An answer is worth the mean reward of
+    the samples that give it. See "Self-Consistency Improves Chain of Thought Reasoning in Language Models", Wang et
+    al. 2023.
+
+    Args:
+        answers: n of them; None does not vote, and only where none of the k does, it wins.
+        rewards: n of them, of the same samples, finite.
+        k: in [1, n].
+
+    Raises:
+        ValueError: the three do not fit together.
+    """
+    if not 1 <= k <= len(rewards) or len(answers) != len(rewards):
+        raise ValueError(f"maj@k needs 1 <= k <= n, got {len(answers)} answers, {len(rewards)} rewards, k={k}")
+    by_answer = defaultdict[Hashable, list[float]](list)
+    for answer, reward in zip(answers, rewards, strict=True):
+        by_answer[answer].append(reward)
+    silent = by_answer.pop(None, [])
+    left = len(rewards) - len(silent)
+    # (drawn, frequency of the most frequent answers, how many they are): ways, and their sum of those answers' worth
+    states: dict[tuple[int, int, int], tuple[int, float]] = {(0, 0, 0): (1, 0.0)}
+    for given in by_answer.values():
+        worth, after = math.fsum(given) / len(given), dict[tuple[int, int, int], tuple[int, float]]()
+        left -= len(given)
+        for (drawn, most, tied), (ways, total) in states.items():
+            fewest = max(0, k - drawn - left - len(silent))  # or what is left could not fill the draw
+            for count in range(fewest, min(len(given), k - drawn) + 1):
+                state, won = (drawn + count, most, tied), total
+                if count > most:
+                    state, won = (drawn + count, count, 1), ways * worth
+                elif count == most > 0:
+                    state, won = (drawn + count, most, tied + 1), total + ways * worth
+                factor = math.comb(len(given), count)
+                known = after.get(state, (0, 0.0))
+                after[state] = known[0] + factor * ways, known[1] + factor * won
+        states = after
+    nobody = math.fsum(silent) / len(silent) if silent else 0.0
+    return math.fsum(
+        math.comb(len(silent), k - drawn) * (total / tied if tied else ways * nobody) / math.comb(len(rewards), k)
+        for (drawn, _, tied), (ways, total) in states.items()
+    )
+
+
+def gradient_power(
+    advantages: Tensor,
+    logprobs: Tensor,
+    sum_pi_squared: Tensor,
+    mask: Tensor,
+    weights: Tensor | None = None,
+    reduce: SumOverRanks = this_rank_only,
+) -> dict[str, float]:
+    """Expected squared size of one response's policy gradient with respect to the logits: signal and noise together.
+
+    With pi the probability of a token, W = sum over tokens of 1 - 2 pi + sum over the vocabulary of pi^2, which is the
+    squared length of the gradient of the log-probability, A the mean advantage of a response and w its mean weight:
+    power = mean of w^2 A^2 W over responses. See "The Optimal Token Baseline", Li et al. 2026, section on variance.
+
+    Args:
+        advantages: (B, T).
+        logprobs: (B, T) the policy's, nats.
+        sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
+        mask: (B, T) bool, the tokens to learn from; responses without any do not count.
+        weights: (B, T) importance weights; None is 1.
+        reduce: sums a tensor over ranks.
+
+    Returns:
+        ``variance/...`` to a number, NaN where no response counts.
+    """
+    norms = (1 - 2 * logprobs.exp() + sum_pi_squared).double().clamp(min=0)
+    rows = mask.any(dim=1)
+    norm, squared = norms.masked_fill(~mask, 0).sum(dim=1), response_mean(advantages, mask).double() ** 2
+    scale = torch.ones_like(norm) if weights is None else response_mean(weights, mask).double() ** 2
+    parts = {"gradient_power": scale * squared * norm, "advantage_squared_mean": squared, "score_norm_mean": norm}
+    means = means_over_ranks({name: (values, rows) for name, values in parts.items()}, reduce)
+    return {f"variance/{name}": value for name, value in means.items()}
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:

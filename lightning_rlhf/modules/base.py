@@ -104,6 +104,11 @@ class RLHFModule(RolloutModule):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if ent_coef < 0:
             raise ValueError(f"ent_coef must be at least 0, got {ent_coef}")
+        if correction.bypass and correction.level is not None and policy_loss.uses_ratio:
+            raise ValueError(
+                f"with bypass, the ratio of {type(policy_loss).__name__} is the importance weight already: "
+                f"take ReinforceLoss, or level null"
+            )
         self.policy_loss, self.aggregation = policy_loss, aggregation
         self.actor_optimizer, self.actor_lr_scheduler = actor_optimizer, actor_lr_scheduler
         self.kl_loss, self.ent_coef = kl_loss, ent_coef

@@ -77,6 +77,7 @@ class AdvantageEstimator(ABC):
 class PolicyLoss(ABC):
     """From log-probabilities and advantages to one loss per token; the module aggregates."""
 
+    uses_ratio: ClassVar[bool] = True  # whether exp(logprobs - old_logprobs) is part of the loss
     chooses_tokens: ClassVar[bool] = False  # whether choose() is to be called for each mini-batch
 
     @abstractmethod

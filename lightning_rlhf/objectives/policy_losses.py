@@ -10,6 +10,7 @@ Log-probabilities are clamped at -1e4, so that an impossible token gives no infi
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -98,6 +99,8 @@ class ReinforceLoss(PolicyLoss):
     Simple and Strong Reinforcement Learning Baseline", Chu et al. 2025), whose novelty lies in its advantages.
     See "Simple Statistical Gradient-Following Algorithms", Williams 1992, eq. 11.
     """
+
+    uses_ratio: ClassVar[bool] = False
 
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf import ConversationDataModule, SFTModule
+from lightning_rlhf import ConversationDataModule, GRPOModule, PromptDataModule, ReMaxModule, SFTModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -304,3 +304,38 @@ def test_the_same_loop_can_run_again_and_pushes_anew(run):
     again.trainer.callbacks[again.trainer.callbacks.index(again.loop)] = made.loop
     again.fit()  # the check would see weights that were not pushed
     assert again.trainer.global_step == 2
+
+
+# -- greedy baselines ---------------------------------------------------------------------------------------------------
+
+
+def test_remax_is_given_one_greedy_response_to_each_prompt_judged_like_the_others(tmp_path):
+    class Recorded(ReMaxModule):
+        def receive(self, rollout, greedy=None):
+            self.given = rollout, greedy
+            super().receive(rollout, greedy)
+
+    engine = Listening()
+    loop = RolloutLoop(
+        [RewardFunction(exact)], engine, group_size=2, max_response_tokens=3, val_metric="exact", validate_at_ends=False
+    )
+    module = Recorded(TinyModel(), minibatch_size=4)
+    data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8, shuffle=False)
+    quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], max_steps=1).fit(module, datamodule=data)
+    rollout, greedy = module.given
+    (sampled, _, _), (likeliest, _, said) = engine.asked
+    assert (sampled.temperature, likeliest.temperature) == (1.0, 0.0)
+    assert (len(rollout), len(greedy)) == (4, 2)
+    assert greedy.prompt_ids.tolist() == rollout.prompt_ids[::2].tolist()
+    assert greedy.response_lengths.tolist() == [len(completion.token_ids) for completion in said]
+    assert greedy.rewards.keys() == {"exact"}
+
+
+def test_an_estimator_that_compares_responses_needs_at_least_two(run):
+    loop = run().loop
+    module = GRPOModule(TinyModel(), minibatch_size=2)
+    data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
+    with pytest.raises(
+        ValueError, match="^GRPO compares the responses to one prompt: group_size must be at least 2, g"
+    ):
+        quiet_trainer(callbacks=[loop]).fit(module, datamodule=data)

@@ -1,0 +1,167 @@
+"""Every estimator with every policy loss and every aggregation takes a real step, the same however rows are cut up."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rlhf import PPOModule, RLHFModule
+from lightning_rlhf.objectives import covariance_policy_losses as covariance
+from lightning_rlhf.objectives import group_advantages as groups
+from lightning_rlhf.objectives import policy_losses as tokens
+from lightning_rlhf.objectives import return_advantages as returns
+from lightning_rlhf.objectives import sequence_policy_losses as sequences
+from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.aggregation import (
+    SequenceMeanTokenMean,
+    SequenceMeanTokenSum,
+    TokenMean,
+    TokenSum,
+)
+from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer, responses, rollout_of
+
+ESTIMATORS = [
+    GAE(bootstrap_truncated=True),
+    groups.GRPO(),
+    groups.GRPO(normalize_std=False),
+    groups.GRPOPassK(),
+    groups.RLOO(),
+    groups.OPO(),
+    groups.GPG(),
+    groups.ReinforcePlusPlusBaseline(),
+    groups.GDPO(("given", "style")),
+    returns.ReinforcePlusPlus(gamma=0.9),
+    returns.ReMax(),
+    returns.OptimalTokenBaseline(),
+    returns.ToolOptimalTokenBaseline(),
+]
+LOSSES = [
+    tokens.ClippedPolicyLoss(0.05, dual_clip=1.1),
+    tokens.ReinforceLoss(),
+    tokens.CISPOLoss(),
+    tokens.SAPOLoss(),
+    tokens.DROLoss(beta=0.5),
+    tokens.DPPOTotalVariationLoss(),
+    tokens.DPPOBernoulliKLLoss(),
+    sequences.GSPOLoss(),
+    sequences.LUSPOLoss(),
+    sequences.GMPOLoss(),
+    sequences.VESPOLoss(),
+    covariance.ClipCovLoss(),
+    covariance.KLCovLoss(),
+]
+AGGREGATIONS = [TokenMean(), TokenSum(), SequenceMeanTokenSum(scale=7.0), SequenceMeanTokenMean()]
+PAIRS = [(loss, aggregation) for loss in LOSSES for aggregation in AGGREGATIONS]
+NAMES = [type(estimator).__name__ for estimator in ESTIMATORS]
+
+
+def rollouts():
+    """Six responses to two prompts, and the two greedy ones."""
+    rollout = rollout_of(responses(6, seed=3, observations=True), dtype=torch.float64)
+    rollout.group[:] = torch.tensor([0, 0, 0, 1, 1, 1])
+    rollout.rewards["style"] = torch.tensor([0.0, 1, 1, 1, 0, 0], dtype=torch.float64)
+    return rollout, rollout_of(responses(2, seed=4), dtype=torch.float64)
+
+
+class EachPair(Callback):
+    """Before each step other objectives and the first weights again; after it, by how much the weights moved."""
+
+    hands_over_rollouts = True
+
+    def __init__(self):
+        self.moves = []
+
+    def on_train_start(self, trainer, module):
+        self.first = copy.deepcopy(module.actor.state_dict())
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        module.actor.load_state_dict(self.first)
+        module.policy_loss, module.aggregation = PAIRS[batch_idx]
+        module.receive(*rollouts())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        now = module.actor.state_dict()
+        self.moves.append(torch.cat([(now[name] - self.first[name]).flatten() for name in now]))
+
+
+SMALL = {**TINY_LLAMA, "num_hidden_layers": 1}
+
+
+def moves(estimator, micro_batch_tokens):
+    """How each pair of loss and aggregation moves the actor's weights."""
+    kind = PPOModule if estimator.needs_critic else RLHFModule
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    options = {"critic_optimizer": partial(torch.optim.SGD, lr=0.0)} if estimator.needs_critic else {}
+    module = kind(
+        TinyModel(SMALL, dtype="float64"),
+        ref=TinyModel(SMALL, seed=1, dtype="float64"),
+        advantages=estimator,
+        correction=RolloutCorrection.decoupled_token_is(),
+        kl_reward=KLTerm(0.1),
+        kl_loss=KLTerm(0.01, "k3"),
+        ent_coef=0.01,
+        actor_optimizer=sgd,
+        update_epochs=1,
+        minibatch_size=3,
+        micro_batch_tokens=micro_batch_tokens,
+        max_grad_norm=None,
+        **options,
+    )
+    pairs = EachPair()
+    trainer = quiet_trainer(callbacks=[pairs], max_steps=len(PAIRS))
+    trainer.fit(module, torch.utils.data.DataLoader([0] * len(PAIRS), batch_size=None))
+    return pairs.moves
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=NAMES)
+def test_every_combination_steps_and_micro_batches_do_not_matter(estimator):
+    for (loss, aggregation), small, large in zip(PAIRS, moves(estimator, 13), moves(estimator, 10**6), strict=True):
+        name = f"{type(loss).__name__} with {type(aggregation).__name__}"
+        assert large.isfinite().all(), name
+        assert large.abs().max() > 1e-6, name
+        assert (small - large).abs().max() <= 1e-8, name
+
+
+def test_the_matrix_holds_every_objective_there_is():
+    def concrete(kind):
+        for child in kind.__subclasses__():
+            yield from concrete(child)
+            if child.__module__.startswith("lightning_rlhf.") and not getattr(child, "__abstractmethods__", None):
+                yield child
+
+    assert set(concrete(AdvantageEstimator)) == {type(estimator) for estimator in ESTIMATORS}
+    assert set(concrete(PolicyLoss)) == {type(loss) for loss in LOSSES}
+
+
+# -- combinations that make no sense --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", [e for e in ESTIMATORS if not e.needs_critic], ids=NAMES[1:])
+def test_a_critic_that_nobody_uses_is_refused(estimator):
+    name = type(estimator).__name__
+    with pytest.raises(
+        ValueError, match=f"^PPOModule trains a critic, which {name} has no use for: take the module of"
+    ):
+        PPOModule(TinyModel(), advantages=estimator)
+
+
+def test_an_estimator_without_its_critic_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^GAE needs a critic, which RLHFModule does not have: take PPOModule, or an est"
+    ):
+        RLHFModule(TinyModel(), advantages=GAE())
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss.uses_ratio], ids=lambda loss: type(loss).__name__)
+def test_importance_weights_on_top_of_a_ratio_that_is_one_are_refused(loss):
+    correction = RolloutCorrection(level="token", bypass=True)
+    with pytest.raises(ValueError, match=f"the ratio of {type(loss).__name__} is the importance weight already"):
+        RLHFModule(TinyModel(), policy_loss=loss, correction=correction)
+    RLHFModule(TinyModel(), policy_loss=loss, correction=RolloutCorrection(bypass=True))
+    RLHFModule(TinyModel(), policy_loss=tokens.ReinforceLoss(), correction=correction)

@@ -1,0 +1,197 @@
+"""From a rollout to experience: what each part of it is made of, against the models asked directly."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule, ReMaxModule, RLHFModule
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.objectives.advantages import GAE
+from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.policy_losses import ReinforceLoss
+from lightning_rlhf.objectives.rejections import Rejection
+from lightning_rlhf.objectives.resampling import ScoreResampling
+from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from tests.helpers import assert_close
+from tests.stand_ins import Response, TinyModel, fit, responses, rollout_of
+
+pytestmark = pytest.mark.usefixtures("exact")
+SGD = partial(torch.optim.SGD, lr=0.0)
+ROWS = responses(6, seed=8, observations=True)
+
+
+def stepped(kind=RLHFModule, rollout=None, **options):
+    """A module after a step in which no weight moved."""
+    options = {"actor_optimizer": SGD, "minibatch_size": 3, "micro_batch_tokens": 15} | options
+    module = kind(TinyModel(dtype="float64"), **options)
+    module.metrics = fit(module, [rollout or rollout_of(ROWS, dtype=torch.float64)]).callback_metrics
+    return module
+
+
+def logits_of(lm, row):
+    ids = torch.tensor(row.prompt + row.tokens)
+    return lm(ids[None]).logits[0, len(row.prompt) - 1 : -1]
+
+
+def test_responses_that_are_not_kept_are_measured_and_not_learnt_from():
+    rollout = rollout_of(ROWS, dtype=torch.float64)
+    rollout.kept[1::2] = False
+    module = stepped(rollout=rollout)
+    experience = module.experience
+    assert torch.equal(experience.mask[::2], rollout.response_mask[::2])
+    assert not experience.mask[1::2].any()
+    assert not experience.advantages[1::2].any()
+    assert_close(module.metrics["reward/mean"], rollout.reward.mean(), atol=1e-6)
+    # the same as a rollout of the kept ones alone
+    alone = stepped(rollout=rollout[[0, 2, 4]]).experience
+    width = alone.advantages.shape[1]
+    assert_close(experience.advantages[::2, :width], alone.advantages)
+
+
+def test_weights_and_rejections_are_those_of_the_correction_before_the_first_update():
+    correction = RolloutCorrection("token", 1.5, rejections=(Rejection("k1", "token", upper=3.0, lower=0.2),))
+    module = stepped(correction=correction)
+    experience, rollout = module.experience, module.experience.rollout
+    weights, kept, metrics = correction(experience.old_logprobs, rollout.rollout_logprobs, rollout.response_mask)
+    assert 0 < kept.sum() < rollout.response_mask.sum()
+    assert torch.equal(experience.weights, weights)
+    assert torch.equal(experience.mask, kept)
+    for name, value in metrics.items():
+        assert_close(module.metrics[name], value, equal_nan=True)
+
+
+def test_without_a_correction_the_mismatch_is_measured_all_the_same():
+    module = stepped()
+    rollout = module.experience.rollout
+    gap = (module.experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
+    assert_close(module.metrics["rollout_corr/kl_k1"], -gap.mean())
+    assert torch.equal(module.experience.weights, rollout.response_mask.double())
+    assert torch.equal(module.experience.mask, rollout.response_mask)
+
+
+def test_weights_multiply_the_policy_loss_and_nothing_else():
+    module = stepped(ent_coef=0.0, policy_loss=ReinforceLoss(), aggregation=TokenMean())
+    experience = module.experience
+    once, twice = (
+        module.actor_loss(replace(experience, weights=torch.full_like(experience.weights, w)), Sums())
+        for w in (1.0, 2.0)
+    )
+    assert once.abs() > 1e-3
+    assert_close(twice, 2 * once)
+    module.ent_coef = 0.3
+    entropy = once - module.actor_loss(replace(experience, weights=torch.ones_like(experience.weights)), Sums())
+    unweighted = twice - module.actor_loss(
+        replace(experience, weights=torch.full_like(experience.weights, 2.0)), Sums()
+    )
+    assert entropy > 0.1
+    assert_close(entropy, unweighted)
+
+
+class Counting(RLHFModule):
+    """Counts how often the actor is asked outside of updates."""
+
+    asked = 0
+
+    def actor_scores(self, role, rollout, squares=False):
+        self.asked += not torch.is_grad_enabled()
+        return super().actor_scores(role, rollout, squares)
+
+
+def test_bypass_takes_the_engines_log_probabilities_and_asks_nobody():
+    bypass = stepped(Counting, correction=RolloutCorrection(bypass=True))
+    assert bypass.asked == 0
+    assert torch.equal(bypass.experience.old_logprobs, bypass.experience.rollout.rollout_logprobs)
+    decoupled = stepped(Counting)
+    assert decoupled.asked > 0
+    # what is measured then is the actor that learns, which has not moved here
+    for name in ("rollout_corr/kl_k1", "rollout_corr/kl_k3"):
+        assert_close(bypass.metrics[name], decoupled.metrics[name], atol=1e-6)
+    assert "rollout_corr/ess_token" in decoupled.metrics
+    assert "rollout_corr/ess_token" not in bypass.metrics
+
+
+def test_bypass_weighs_the_plain_gradient_by_the_actor_as_it_is_now():
+    correction = RolloutCorrection("token", 1.5, bypass=True)
+    module = stepped(correction=correction, policy_loss=ReinforceLoss())
+    rows = module.experience
+    logprobs = module.actor_scores("actor", rows.rollout).logprobs.detach()
+    weights = (logprobs - rows.rollout.rollout_logprobs).exp().clamp(max=1.5)
+    expected = (-rows.advantages * logprobs * weights)[rows.mask].sum()
+    assert_close(module.actor_loss(rows, Sums()), expected)
+
+
+def test_values_behind_the_last_token_of_truncated_responses_are_the_critics():
+    seen = []
+
+    class Watching(GAE):
+        def __call__(self, inputs, reduce):
+            seen.append(inputs.final_values)
+            return super().__call__(inputs, reduce)
+
+    module = stepped(
+        PPOModule,
+        advantages=Watching(bootstrap_truncated=True),
+        critic=TinyModel(seed=5, dtype="float64"),
+        critic_optimizer=SGD,
+    )
+    lm = module.critic.lm
+    for row, value in zip(ROWS, seen[0], strict=True):
+        ids = torch.tensor(row.prompt + row.tokens)
+        behind = lm.score(lm.model(ids[None]).last_hidden_state)[0, -1, 0]
+        assert_close(value, behind if row.truncated else 0.0, atol=1e-6)
+    assert any(row.truncated for row in ROWS)
+
+
+def test_the_sum_of_squared_probabilities_reaches_the_estimator_that_asks_for_it():
+    seen = []
+
+    class Watching(OptimalTokenBaseline):
+        def __call__(self, inputs, reduce):
+            seen.append(inputs)
+            return super().__call__(inputs, reduce)
+
+    rollout = rollout_of(ROWS, dtype=torch.float64)
+    rollout.group[:] = 0
+    module = stepped(rollout=rollout, advantages=Watching())
+    for i, row in enumerate(ROWS):
+        squares = (logits_of(module.actor.lm, row).softmax(-1) ** 2).sum(-1)
+        own = torch.tensor(row.mask)
+        assert_close(seen[0].sum_pi_squared[i, : len(row.tokens)][own], squares[own], atol=1e-6)
+
+
+def test_the_greedy_reward_is_what_functions_and_reward_model_gave_the_greedy_response():
+    rollout = rollout_of(ROWS, dtype=torch.float64)
+    rollout.group[:] = torch.tensor([0, 0, 0, 1, 1, 1])
+    greedy_rows = [Response([1, 2], [3], 0.5), Response([4], [5, 6], -1.0)]
+
+    class GivesBoth(ReMaxModule):
+        def receive(self, given, greedy=None):
+            super().receive(given, rollout_of(greedy_rows, dtype=torch.float64))
+
+    module = stepped(GivesBoth, rollout=rollout, reward_model=TinyModel(seed=6, dtype="float64"))
+    lm = module.reward_model.lm
+    for i in range(len(ROWS)):
+        greedy = greedy_rows[int(rollout.group[i])]
+        score = lm.score(lm.model(torch.tensor([greedy.prompt + greedy.tokens])).last_hidden_state)[0, -1, 0]
+        expected = module.experience.reward[i] - (greedy.reward + score)
+        own = module.experience.mask[i]
+        assert_close(module.experience.advantages[i][own], expected.expand(int(own.sum())), atol=1e-6)
+
+
+def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_resume():
+    rows = [Response([1], [2, 3], reward) for reward in (0.0, 0.0, 3.0, 0.0)]
+
+    class Recorded(PPOModule):
+        def minibatches(self, experience):
+            self.drawn = []
+            for minibatch in super().minibatches(experience):
+                self.drawn += minibatch.rollout.policy_version.tolist()
+                yield minibatch
+
+    options = {"rollout": rollout_of(rows, dtype=torch.float64), "minibatch_size": 2, "critic_optimizer": SGD}
+    first, again = (stepped(Recorded, resampling=ScoreResampling("pow"), **options) for _ in range(2))
+    assert first.drawn == again.drawn == [2, 2, 2, 2]
+    assert sorted(stepped(Recorded, **options).drawn) == [0, 1, 2, 3]

@@ -107,7 +107,7 @@ def test_what_cannot_work_is_refused(sampling, batch_size, group_size, rewards, 
 
 
 def test_at_least_one_prompt():
-    with pytest.raises(ValueError, match="^prompts_per_step must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^prompts_per_step must be at least 1, got 0$"):
         DynamicSampling(0)
 
 

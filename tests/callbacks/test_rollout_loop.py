@@ -65,11 +65,11 @@ def test_the_constructor_refuses(arguments, told):
     [
         (
             {"model": {"minibatch_size": 3}, "loop": {"group_size": 2}},
-            "minibatch_size 3 does not divide the 4 responses of a step (batch_size 2 x group_size 2); 2 would",
+            "minibatch_size 3 does not divide the 4 responses of a step (2 prompts x group_size 2); 2 would",
         ),
         (
             {"model": {"minibatch_size": 64}},
-            "minibatch_size 64 does not divide the 2 responses of a step (batch_size 2 x group_size 1); 2 would",
+            "minibatch_size 64 does not divide the 2 responses of a step (2 prompts x group_size 1); 2 would",
         ),
         (
             {"data": {"tokenizer": CharacterTokenizer("abcdefghi")}},
@@ -306,7 +306,7 @@ def test_the_same_loop_can_run_again_and_pushes_anew(run):
     assert again.trainer.global_step == 2
 
 
-# -- greedy baselines ---------------------------------------------------------------------------------------------------
+# -- greedy baselines -------------------------------------------------------------------------------------------------
 
 
 def test_remax_is_given_one_greedy_response_to_each_prompt_judged_like_the_others(tmp_path):
@@ -336,6 +336,6 @@ def test_an_estimator_that_compares_responses_needs_at_least_two(run):
     module = GRPOModule(TinyModel(), minibatch_size=2)
     data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
     with pytest.raises(
-        ValueError, match="^GRPO compares the responses to one prompt: group_size must be at least 2, g"
+        ValueError, match=r"^GRPO compares the responses to one prompt: group_size must be at least 2, g"
     ):
         quiet_trainer(callbacks=[loop]).fit(module, datamodule=data)

@@ -4,13 +4,16 @@ import copy
 import inspect
 
 import pytest
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
-from lightning_rlhf.compat import settle_progress
-from tests.stand_ins import quiet_trainer
+from lightning_rlhf import SFTModule
+from lightning_rlhf.compat import settle_progress, training_ends
+from lightning_rlhf.types import SequenceBatch
+from tests.stand_ins import TinyModel, fit, quiet_trainer
 
 # From a Trainer, by attribute. Should one be gone: find its successor, change compat.py, and then this list.
 _OF_TRAINER = (
@@ -145,3 +148,26 @@ def test_the_trainer_reads_back_settled_counters():
     state = trainer.fit_loop.state_dict()
     trainer.fit_loop.load_state_dict(settled({"loops": {"fit_loop": state}, "epoch": 0})["loops"]["fit_loop"])
     assert trainer.fit_loop.epoch_progress.current.processed == 0
+
+
+class Ends(Callback):
+    """Stops training after the second step if it is to, and asks after each whether training ends."""
+
+    def __init__(self, stops):
+        self.stops, self.told = stops, []
+
+    def on_train_batch_end(self, trainer, *given):
+        trainer.should_stop = self.stops and trainer.global_step == 2
+        self.told.append(training_ends(trainer))
+
+
+@pytest.mark.parametrize(
+    ("stops", "batches", "options"),
+    [(True, 4, {}), (False, 4, {"max_steps": 2}), (False, 2, {}), (False, 1, {"max_epochs": 2})],
+    ids=["should_stop", "max_steps", "last batch", "last epoch"],
+)
+def test_the_last_step_is_told_at_its_end_whatever_ends_the_training(stops, batches, options):
+    batch = SequenceBatch(torch.tensor([[3, 4]]), torch.tensor([2]), torch.tensor([[False, True]]))
+    ends = Ends(stops)
+    assert fit(SFTModule(TinyModel()), [batch] * batches, callbacks=[ends], **options).global_step == 2
+    assert ends.told == [False, True]

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -86,16 +87,40 @@ class RLHFCLI(LightningCLI):
         """Leave it alone: a run is made of what stands in its configuration; AtomicCheckpointIO reads checkpoints."""
 
     def instantiate_classes(self) -> None:
-        """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence."""
+        """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence.
+
+        What was raised outside of this package and those that it is made with may be a bug: its traceback is shown too.
+        """
+        raised: list[Exception] = []
+
+        def instantiate(made: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return made(*args, **kwargs)
+            except Exception as error:  # jsonargparse hands on its text, and not always the error itself
+                raised.append(error)
+                raise
+
+        self.parser.add_instantiator(instantiate, object)
         try:
             super().instantiate_classes()
         except Exception as error:
-            if not isinstance(error, ValueError) and not is_for_users(error):
+            refused_by_lightning = is_refusal_of_lightning(error)
+            if not isinstance(error, ValueError) and not refused_by_lightning and not is_for_users(error):
                 raise
-            raise Stopped(explain(str(error)), code=2) from error
+            origin: BaseException = error
+            while place(origin).startswith("jsonargparse.") and origin.__cause__ is not None:
+                origin = origin.__cause__
+            if place(origin).startswith("jsonargparse.") and raised:
+                origin = raised[-1]
+            if not place(origin).startswith(("lightning_rlhf.", "lightning.", "jsonargparse.")):
+                traceback.print_exception(origin)
+            raise Stopped(one_line(error) if refused_by_lightning else explain(str(error)), code=2) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run; an error that this package raised itself is a sentence, any other keeps its traceback."""
+        """Run; what this package raises on purpose is a sentence, and what Lightning refuses before it trains.
+
+        Any other error keeps its traceback.
+        """
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
         resumed = self._get(self.config_init, "ckpt_path") is not None
@@ -108,6 +133,8 @@ class RLHFCLI(LightningCLI):
             if earlier is not None and not started and not isinstance(error, EngineDied):  # its log is needed
                 shutil.rmtree(directory, ignore_errors=True)
                 earlier.rename(directory)
+            if not started and is_refusal_of_lightning(error):
+                raise Stopped(one_line(error), code=2) from error
             if not isinstance(error, Exception) or not is_for_users(error):
                 raise
             if error.__cause__ is not None:
@@ -179,7 +206,21 @@ def is_for_users(error: Exception) -> bool:
     """Whether this package raised the error on purpose, so that its message is a sentence for users."""
     if isinstance(error, EngineDied):
         return True
-    if not isinstance(error, _SENTENCES):
-        return False
+    return isinstance(error, _SENTENCES) and place(error).startswith("lightning_rlhf.")
+
+
+def is_refusal_of_lightning(error: BaseException) -> bool:
+    """Whether Lightning raised the error because it cannot do what it was asked for."""
+    kinds = MisconfigurationException | ValueError | RuntimeError | ImportError
+    return isinstance(error, kinds) and place(error).startswith("lightning.")
+
+
+def place(error: BaseException) -> str:
+    """The dotted name of the module whose code raised the error."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_globals.get("__name__", "").startswith("lightning_rlhf.")
+    return str(frames[-1][0].f_globals.get("__name__", ""))
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message without its line breaks."""
+    return " ".join(str(error).split())

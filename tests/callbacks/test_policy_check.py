@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from lightning_rlhf import PreferenceDataModule, RewardModule
+from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import PolicyCheck
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.rewards.adapter import RewardFunction
+from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
 
 PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
@@ -34,12 +36,12 @@ class Watch(PolicyCheck):
 def checked(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
 
-    def checked(**arguments):
+    def checked(precision="32-true", **arguments):
         given = {"policy": TinyModel(seed=1), "prompts": PROMPTS, "rule": RewardFunction(begins_late)}
         check = Watch(**{**given, "max_response_tokens": 6, **arguments})
         data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
         module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
-        trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path)
+        trainer = quiet_trainer(callbacks=[check], default_root_dir=tmp_path, precision=precision)
         trainer.fit(module, datamodule=data)
         return check, module, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
@@ -69,6 +71,22 @@ def test_scores_are_those_of_whole_texts_one_by_one(checked):
         with torch.no_grad():
             raw = model.lm(ids[None], use_cache=False).logits.item()
         assert check.raw[i].item() == pytest.approx(raw, abs=1e-5)
+
+
+def test_scores_are_computed_in_the_precision_that_the_model_was_trained_in(checked):
+    check, module, _ = checked(precision="bf16-mixed")
+    rollout = check.rollout
+    ids, ends = join(rollout)[0], (rollout.total_lengths - 1).unsqueeze(1)
+    model = module.reward_model
+
+    @torch.no_grad()
+    def raw():
+        return (model(ids, ends) * model.score_std + model.score_mean).squeeze(1)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = raw()
+    assert_close(check.raw, mixed)
+    assert (check.raw - raw()).abs().max() > 1e-3
 
 
 def test_afterwards_the_scores_have_mean_0_and_deviation_1(checked):

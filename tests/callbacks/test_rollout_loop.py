@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf import ConversationDataModule, GRPOModule, PromptDataModule, ReMaxModule, SFTModule
+from lightning_rlhf import ConversationDataModule, GRPOModule, PPOModule, PromptDataModule, ReMaxModule, SFTModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -16,6 +16,7 @@ from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
 from tests.callbacks.conftest import ROWS, exact
+from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
 
 
@@ -152,6 +153,27 @@ def test_the_bound_can_be_set_and_the_check_switched_off(run):
 def test_the_check_passes_and_its_metric_is_small_with_a_real_engine(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2, "group_size": 2, "temperature": 0.7}).fit()
     assert made.metrics["rollout/logprob_diff_max"] < 1e-5
+
+
+class Asked(PPOModule):
+    """Keeps the actor's log-probabilities whenever it is asked for them."""
+
+    def actor_logprobs(self, role, rollout):
+        logprobs, entropy = super().actor_logprobs(role, rollout)
+        self.told = [*getattr(self, "told", []), logprobs.detach().masked_fill(~rollout.response_mask, 0)]
+        return logprobs, entropy
+
+
+def test_the_check_compares_what_training_computes_under_mixed_precision(run):
+    checked = {}
+    for precision in ("32-true", "bf16-mixed"):
+        made = run(loop={"check_rows": 2, "max_logprob_diff": 100.0}, trainer={"precision": precision})
+        made.module.__class__ = Asked
+        made.fit()
+        at_check, at_learning = made.module.told[:2]
+        assert_close(at_check, at_learning)
+        checked[precision] = at_check
+    assert (checked["32-true"] - checked["bf16-mixed"]).abs().max() > 1e-3
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

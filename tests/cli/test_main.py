@@ -195,6 +195,16 @@ def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, c
     assert Path("runs/tiny/config.yaml").is_file()
 
 
+def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
+    config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
+    assert fit(config).code == 0
+    kept = [Path("runs/tiny/config.yaml"), Path("runs/tiny/env.json")]
+    for path in kept:
+        path.write_text("the run's own")
+    assert cli("validate", "--config", "config.yaml").code == 0
+    assert [path.read_text() for path in kept] == ["the run's own"] * 2
+
+
 def test_a_trial_run_touches_nothing(fit, config):
     assert fit(config).code == 0
     before = sorted(Path("runs").rglob("*"))

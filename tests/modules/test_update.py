@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rlhf import SFTModule
 from lightning_rlhf.strategies.roles import Roles
@@ -205,6 +206,13 @@ def test_global_step_counts_batches_and_the_schedule_counts_the_same():
     assert fit(module, itertools.repeat(texts(), 3)).global_step == 3
     # what is logged is the rate that the step was taken with; the next one is set by then
     assert rates == [(1, 1.0, 0.5), (2, 0.5, 0.25), (3, 0.25, 0.125)]
+
+
+def test_scaled_gradients_are_refused_before_any_model_is_loaded():
+    module, scaled = SFTModule(TinyModel()), MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(ValueError, match=r"^precision 16-mixed scales gradients, .*: use bf16-mixed$"):
+        fit(module, [texts()], plugins=[scaled])
+    assert not module.built
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [0, -5])

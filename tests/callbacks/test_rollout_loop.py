@@ -158,10 +158,10 @@ def test_the_check_passes_and_its_metric_is_small_with_a_real_engine(run):
 class Asked(PPOModule):
     """Keeps the actor's log-probabilities whenever it is asked for them."""
 
-    def actor_logprobs(self, role, rollout):
-        logprobs, entropy = super().actor_logprobs(role, rollout)
-        self.told = [*getattr(self, "told", []), logprobs.detach().masked_fill(~rollout.response_mask, 0)]
-        return logprobs, entropy
+    def actor_scores(self, role, rollout, squares=False):
+        scores = super().actor_scores(role, rollout, squares)
+        self.told = [*getattr(self, "told", []), scores.logprobs.detach().masked_fill(~rollout.response_mask, 0)]
+        return scores
 
 
 def test_the_check_compares_what_training_computes_under_mixed_precision(run):

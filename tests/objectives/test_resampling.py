@@ -31,6 +31,11 @@ def test_weights_worked_by_hand(resampling, expected):
     assert_close(resampling.weights(float64([2, -4, 1, 0])), expected, rtol=1e-15)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_of_float32_scores_are_float64(method):
+    assert ScoreResampling(method).weights(torch.tensor([2.0, -4.0])).dtype == torch.float64
+
+
 def test_rows_that_share_the_first_or_last_place_all_count():
     scores = float64([3, 1, 3, -1, -1, 0])
     assert_close(ScoreResampling("max_min").weights(scores), [1, 0, 1, 1, 1, 0], rtol=0, atol=0)

@@ -24,7 +24,7 @@ from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
 from .clock import Clock
 from .dynamic_sampling import DynamicSampling
-from .validation import Validation
+from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
 _FAST_DEV_TOKENS = 16
@@ -43,7 +43,9 @@ class RolloutLoop(Callback):
         val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
         val_metric: name of the reward that says whether a validation response is correct (at least 1); from it come
             ``val/greedy``, ``val/sampled``, ``val/pass@k``, and how well the reward model orders right and wrong. None:
-            no reward says so, and only each one's own means are logged.
+            no reward says so, and only each one's own metrics are logged.
+        val_answer: from validation completions to the answers they give, None where one gives none; in YAML by its
+            dotted path. With it, ``val/..._maj@k`` tells what the answer that most of k samples give earns.
         validate_at_ends: whether to validate before the first and after the last step, so that progress can be told.
         check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
             the push; 0 switches the check off.
@@ -63,6 +65,7 @@ class RolloutLoop(Callback):
         temperature: float = 1.0,
         val_samples: int = 1,
         val_metric: str | None = None,
+        val_answer: Answer | None = None,
         validate_at_ends: bool = True,
         check_rows: int = 4,
         max_logprob_diff: float | None = None,
@@ -81,7 +84,7 @@ class RolloutLoop(Callback):
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
         self.validate_at_ends = validate_at_ends
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
-        self.val_samples, self.val_metric = val_samples, val_metric
+        self.val_samples, self.val_metric, self.val_answer = val_samples, val_metric, val_answer
         self.stop_token_ids = list(stop_token_ids or [])
         self.dynamic_sampling = dynamic_sampling
         self.engine: RolloutEngine | None = None
@@ -126,12 +129,6 @@ class RolloutLoop(Callback):
         check_rewards(self.rewards, sorted(columns))
         if self.val_metric is not None and self.val_metric not in [reward.label for reward in self.rewards]:
             raise ValueError(f"val_metric {self.val_metric!r} is none of the rewards {[r.label for r in self.rewards]}")
-        vocabulary = module.sources["actor"].hf_config().get_text_config().vocab_size
-        if len(data.tokenizer) > vocabulary:
-            raise ValueError(
-                f"the tokenizer knows {len(data.tokenizer)} tokens, the actor only {vocabulary}: "
-                f"give the tokenizer that belongs to the actor"
-            )
         if module.advantages.needs_groups and self.group_size < 2:
             raise ValueError(
                 f"{type(module.advantages).__name__} compares the responses to one prompt: "
@@ -252,7 +249,9 @@ class RolloutLoop(Callback):
         """Begin to gather."""
         self.push_weights(trainer, pl_module)
         self._validated = trainer.global_step
-        self._validation = Validation(self.val_metric, self.val_samples)
+        names, scored = [reward.label for reward in self.rewards], "reward_model" in pl_module.sources
+        given = (names, self.val_metric, self.val_answer, sources_in(trainer.datamodule), scored)
+        self._validation = Validation(self.val_samples, *given)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.strategies.roles import Roles, roles_of
 from lightning_rlhf.types import _TensorBatch
@@ -28,6 +30,7 @@ class RoleModule(LightningModule):
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
     """
 
+    sources: dict[str, ModelSource]  # of each role, set by subclasses
     trained_roles: tuple[str, ...] = ()
     frozen_roles: tuple[str, ...] = ()
 
@@ -54,11 +57,16 @@ class RoleModule(LightningModule):
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
-        """Refuse a precision whose scaled gradients would be clipped before they are unscaled."""
+        """Refuse, before any model is loaded, scaled gradients and models that read other token ids than the data has.
+
+        Several optimizers would clip scaled gradients before they are unscaled.
+        """
         if self.trainer.precision == "16-mixed":
             raise ValueError(
                 "precision 16-mixed scales gradients, which several optimizers do not share: use bf16-mixed"
             )
+        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
+        check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
 
     def configure_model(self) -> None:
         """Build every role: trained ones in train mode, frozen ones without gradients."""

@@ -13,7 +13,6 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -184,7 +183,7 @@ class RolloutModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Refuse a run without rollouts, and models that read other token ids, before any of them is loaded."""
+        """Refuse a run without rollouts."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "hands_over_rollouts", False) for callback in callbacks):
@@ -192,8 +191,6 @@ class RolloutModule(RoleModule):
                 f"{type(self).__name__} learns from rollouts, and no callback hands them over: "
                 f"add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
-        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
 
     def build_role(self, name: str) -> nn.Module:
         """The language models of actor and reference, the scalar model of the reward model."""

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightning_rlhf import SFTModule
+from lightning_rlhf import ConversationDataModule, PreferenceDataModule, RewardModule, SFTModule
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import assert_close, over_ranks
-from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
+from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer
+
+LETTERS = CharacterTokenizer("abcdefghi")
 
 
 def texts(lengths, seed):
@@ -85,3 +89,27 @@ def test_a_batch_of_single_tokens_has_nothing_to_predict():
     metrics = fit(sft(), [batch], val=[batch]).callback_metrics
     assert metrics["train/loss"].isnan()
     assert metrics["val/loss"].isnan()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "role"),
+    [
+        (
+            SFTModule(TinyModel()),
+            ConversationDataModule(InMemory([{"prompt": "a", "completion": "b"}]), LETTERS),
+            "actor",
+        ),
+        (
+            RewardModule(TinyModel()),
+            PreferenceDataModule(InMemory([{"prompt": "a", "chosen": "b", "rejected": "c"}]), LETTERS),
+            "reward_model",
+        ),
+    ],
+    ids=["sft", "reward"],
+)
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_it_is_built(module, data, role):
+    with pytest.raises(
+        ValueError, match=f"^the tokenizer knows 13 tokens, the {role} only 11: give the tokenizer that"
+    ):
+        quiet_trainer().fit(module, datamodule=data)
+    assert not module.built

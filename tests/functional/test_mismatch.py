@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_rlhf.functional.mismatch import (
+    effective_share,
     maxima_over_ranks,
     means_over_ranks,
     mismatch_metrics,
@@ -230,10 +231,24 @@ def test_huge_differences_give_finite_divergences(difference):
 
 def test_log_ratios_are_of_train_over_rollout_clamped_at_20_without_gradient_and_0_outside():
     train = float64([[-1, -1, -30, -1, torch.nan]]).requires_grad_()
-    rollout = float64([[-2, -0.5, -1, -30, 1]])
+    rollout = float64([[-2, -0.5, -1, -30, 1]]).requires_grad_()
     log_ratio = train_rollout_log_ratio(train, rollout, torch.tensor([[True, True, True, True, False]]))
     assert_close(log_ratio, [[1, -0.5, -20, 20, 0]])
     assert not log_ratio.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_metrics_of_lower_precision_are_worked_out_in_float64(dtype):
+    mask = torch.ones(40, 50, dtype=torch.bool)
+    train, rollout = (values.to(dtype) for values in logprobs_of(mask, 3))
+    assert mismatch_metrics(train, rollout, mask) == mismatch_metrics(train.double(), rollout.double(), mask)
+
+
+def test_effective_share_of_cases_worked_by_hand():
+    assert_close(effective_share(1.0, 0.0), 1)
+    assert_close(effective_share(2.0, 1.0), 0.8)  # weights 1 and 3: 16 / (2 * 10)
+    assert effective_share(0.0, 0.0) == 0
+    assert math.isnan(effective_share(math.nan, math.nan))
 
 
 def test_means_and_maxima_of_a_case_worked_by_hand():

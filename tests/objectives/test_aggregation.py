@@ -151,6 +151,13 @@ def test_counts_are_exact_beyond_what_single_precision_counts(aggregation, of_ea
     assert aggregation.weights(mask).dtype == torch.float64
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
+def test_a_single_token_is_divided_by_nothing_but_the_scale(aggregation):
+    denominator = aggregation.denominator(torch.tensor([[True, False]]))
+    assert denominator == getattr(aggregation, "scale", 1.0)
+    assert denominator.dtype == torch.float64
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_that_is_no_positive_number_is_refused(scale):
     with pytest.raises(ValueError, match=rf"^scale must be positive and finite, got {scale}$"):

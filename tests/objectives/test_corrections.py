@@ -131,6 +131,16 @@ def test_rejections_of_a_case_worked_by_hand(statistic, level, upper, lower, exp
     assert_close(weights, MASK.double())
 
 
+def test_the_statistic_of_sequence_max_is_that_of_the_policy_token_farthest_out():
+    log_ratio, mask = float64([[0.5, 0, 1.0], [-0.5, 1.2, 0]]), torch.tensor([[True, False, True], [True, True, False]])
+    for statistic, upper, lower, expected in (
+        ("k1", 4.0, 1.0, [1.0, -0.5]),  # bounds 0 and 1.386: the nearest to one, or the one below
+        ("k1", 2.0, 0.1, [1.0, 1.2]),
+        ("k2", 0.1, None, [0.5, 0.72]),
+    ):
+        assert_close(Rejection(statistic, "sequence_max", upper, lower).values(log_ratio, mask), expected, rtol=1e-12)
+
+
 def test_bounds_belong_to_what_they_bound():
     zero, mask = float64([[0.0]]), torch.tensor([[True]])
     ratio, k3 = float64(1.0).exp().item(), (float64(1.0).expm1() - 1).item()
@@ -138,7 +148,8 @@ def test_bounds_belong_to_what_they_bound():
         weights, _, metrics = RolloutCorrection("token", upper, lower, "mask")(float64([[sign]]), zero, mask)
         assert_close(weights, [[math.exp(sign)]])
         assert metrics["rollout_corr/outside_fraction"] == 0
-        assert metrics["rollout_corr/above_fraction"] == metrics["rollout_corr/below_fraction"] == 0
+        for name in ("above_fraction", "below_fraction", "sequence_above_fraction", "sequence_below_fraction"):
+            assert metrics[f"rollout_corr/{name}"] == 0
         assert Rejection("k1", "token", upper, lower).keep(float64([[sign]]), mask).all()
     for statistic, upper in (("k2", 0.5), ("k3", k3)):
         for level in LEVELS.values():
@@ -580,6 +591,14 @@ def test_a_correction_can_be_written_in_yaml_and_a_preset_named(written, expecte
 def test_corrections_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         RolloutCorrection(**options)
+
+
+def test_bounds_at_the_edge_of_their_ranges_are_allowed():
+    RolloutCorrection("token", upper=1e-3, lower=0.0)
+    RolloutCorrection("token", upper=2.0, lower=2.0, mode="mask")
+    Rejection("k1", "token", 1.0)
+    Rejection("k1", "sequence_sum", 1e-3, 1e-3)
+    Rejection("k3", "token", 1e-3)
 
 
 @pytest.mark.parametrize(

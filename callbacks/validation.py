@@ -2,87 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics.utilities.distributed import gather_all_tensors
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.functional.diagnostics import ordered_share, pass_at_k
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.functional.diagnostics import best_at_k, majority_at_k, ordered_share, pass_at_k, worst_at_k
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.types import PromptBatch, Rollout
 
+log = logging.getLogger(__name__)
+Answer = Callable[[list[str]], Sequence[Hashable]]
 _KEPT_SAMPLES = 64
+_SOURCE_COLUMNS = ("source", "data_source")  # ours, then verl's
+_MOST_SOURCES = 32
+_CORRECT = "correct, by the metric"  # no name of a reward function
 
 
 class Validation:
-    """Responses of one validation: for each prompt one greedy one, then ``val_samples`` sampled ones.
+    """Responses of one validation: for each prompt one greedy one, then N = ``val_samples`` sampled ones.
+
+    Of every reward, and of the reward model's score: the mean of greedy and sampled responses, the standard deviation
+    of a prompt's samples, and what the best, the worst and the majority's answer of k samples earn, for k = 2, 4, 8,
+    ... and N. These are exact means over all draws of k of the N, so they are unbiased, and no random number is drawn
+    for them. A truncated response counts as what the reward made of it. A reward that does not apply to a response
+    (NaN) leaves that response out of the means, and its prompt out of all that compares a prompt's samples.
+
+    All prompts weigh the same, whichever rank they are on; the samples of a prompt are on one rank.
 
     Args:
-        metric: reward that says that a response is correct (at least 1); None where none does.
-        val_samples: sampled responses per prompt.
+        val_samples: N, at least 1.
+        rewards: names of all reward functions.
+        metric: the one of them that says that a response is correct (at least 1); None where none does.
+        answer: from completions to the answers they give, None where one gives none; equal answers vote together.
+        sources: names that ``source`` or ``data_source`` take in the data; each has metrics of its own.
+        scored: whether a reward model's scores come too.
     """
 
-    def __init__(self, metric: str | None, val_samples: int) -> None:
-        self._metric, self._val_samples = metric, val_samples
-        self._sums = Sums()
-        self._correct: list[Tensor] = []
-        self._scores: list[Tensor] = []
+    def __init__(
+        self,
+        val_samples: int,
+        rewards: Sequence[str] = (),
+        metric: str | None = None,
+        answer: Answer | None = None,
+        sources: Sequence[str] = (),
+        scored: bool = False,
+    ) -> None:
+        self._val_samples, self._metric, self._answer, self._sources = val_samples, metric, answer, list(sources)
+        judged = ([] if metric is None else [_CORRECT]) + list(rewards) + (["score"] if scored else [])
+        # Every rank knows all names, and so reduces the same, even one that was given no prompt.
+        empty = torch.empty(0, 1 + val_samples, dtype=torch.float64)
+        self._judged = {name: [empty] for name in judged}
+        self._lengths, self._truncated = [empty], [empty]
+        self._answers: list[Sequence[Hashable]] = []
+        self._source_of: list[int] = []
         self.samples: list[dict[str, Any]] = []
 
     def add(self, batch: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
-        """One batch of N prompts and N x (1 + val_samples) responses."""
+        """One batch of B prompts and B x (1 + N) responses."""
         for name, values in rollout.rewards.items():
-            for kind, part in self._parts(values).items():
-                self._sums.add(f"val/{name}_{kind}", part, ~part.isnan())
-        lengths, truncated = self._parts(rollout.response_lengths.float()), self._parts(rollout.truncated.float())
-        self._sums.add("val/response_tokens_mean", lengths["sampled"])
-        self._sums.add("val/truncated_fraction", truncated["sampled"])
+            self._judged[name].append(self._table(values))
+        self._lengths.append(self._table(rollout.response_lengths))
+        self._truncated.append(self._table(rollout.truncated))
         if self._metric is not None:
             judged = rollout.rewards[self._metric]
-            correct = self._parts((judged >= 1).float().masked_fill(judged.isnan(), torch.nan))
-            self._correct.append(correct["sampled"])
-            for kind, part in correct.items():
-                self._sums.add(f"val/{kind}", part, ~part.isnan())
-        size = 1 + self._val_samples
+            self._judged[_CORRECT].append(self._table((judged >= 1).double().masked_fill(judged.isnan(), torch.nan)))
+        columns = [{name: values[i] for name, values in batch.columns.items()} for i in range(len(batch))]
+        places: dict[str | None, int] = {name: place for place, name in enumerate(self._sources)}
+        self._source_of += [places.get(source_of(row), -1) for row in columns]
+        ids = [
+            row[:length] for row, length in zip(rollout.response_ids, rollout.response_lengths.tolist(), strict=True)
+        ]
+        texts, size = tokenizer.batch_decode(ids, skip_special_tokens=True), 1 + self._val_samples
+        if self._answer is not None:
+            self._answers += [self._answers_of(texts[first + 1 : first + size]) for first in range(0, len(texts), size)]
         for i in range(min(len(batch), _KEPT_SAMPLES - len(self.samples))):
-            row = i * size
-            ids = rollout.response_ids[row, : rollout.response_lengths[row]]
             self.samples.append(
                 {
                     "prompt": batch.texts[i],
-                    "response": tokenizer.decode(ids, skip_special_tokens=True),
-                    **{name: values[row].item() for name, values in rollout.rewards.items()},
-                    **{name: column[i] for name, column in batch.columns.items()},
+                    "response": texts[i * size],
+                    **{name: values[i * size].item() for name, values in rollout.rewards.items()},
+                    **columns[i],
                 }
             )
 
     def add_scores(self, scores: Tensor) -> None:
         """The reward model's scores of the responses added last."""
-        parts = self._parts(scores.cpu())
-        self._scores.append(parts["sampled"])
-        for kind, part in parts.items():
-            self._sums.add(f"val/score_{kind}", part)
+        self._judged["score"].append(self._table(scores))
 
-    def metrics(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """All metrics; the share of correct ones, pass@k and the ordering need a reward that says what is correct."""
-        found = self._sums.means(reduce)
-        if self._correct:
-            judged = torch.cat(self._correct)
-            correct = judged[~judged.isnan().any(dim=1)].sum(dim=1).int().tolist()
-            k = 2
-            while k <= self._val_samples:
-                values = torch.tensor([pass_at_k(self._val_samples, c, k) for c in correct])
-                sums = Sums()
-                sums.add(f"val/pass@{k}", values)
-                found |= sums.means(reduce)
-                k *= 2
-            if self._scores:
-                scores = torch.cat(self._scores)  # the share is NaN where all are right or all are wrong
-                found["val/score_orders_right_first"] = ordered_share(scores[judged == 1], scores[judged == 0])
+    def metrics(
+        self, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor] | None = None
+    ) -> dict[str, float]:
+        """All metrics over all ranks, each source's under ``val/<source>/``.
+
+        Args:
+            reduce: sums a tensor over ranks.
+            gather: puts the rows of all ranks one behind the other; by default over all processes, if there are any.
+        """
+        sums, places = Sums(), torch.tensor(self._source_of, dtype=torch.long)
+        tables = {name: torch.cat(parts) for name, parts in self._judged.items()}
+        groups = {"val/": torch.ones_like(places, dtype=torch.bool)}
+        groups |= {f"val/{name}/": places == place for place, name in enumerate(self._sources)}
+        for prefix, rows in groups.items():
+            sums.add(f"{prefix}response_tokens_mean", torch.cat(self._lengths)[rows, 1:])
+            sums.add(f"{prefix}truncated_fraction", torch.cat(self._truncated)[rows, 1:])
+            answers = [given for given, chosen in zip(self._answers, rows.tolist(), strict=False) if chosen]
+            for name, table in tables.items():
+                self._measure(sums, prefix, name, table[rows], answers)
+        found = sums.means(reduce)
+        if {_CORRECT, "score"} <= tables.keys():
+            columns = [tables["score"][:, 1:], tables[_CORRECT][:, 1:], places.unsqueeze(1).double()]
+            columns[2] = columns[2].expand_as(columns[0])
+            table = (gather or rows_of_all_ranks)(torch.stack([column.flatten() for column in columns], dim=1))
+            for place, prefix in enumerate(groups, start=-1):
+                score, correct, _ = (table if place < 0 else table[table[:, 2] == place]).unbind(dim=1)
+                # NaN where all are right or all are wrong
+                share = ordered_share(score[correct == 1], score[correct == 0])
+                found[f"{prefix}score_orders_right_first"] = share
         return found
 
-    def _parts(self, values: Tensor) -> dict[str, Tensor]:
-        table = values.view(-1, 1 + self._val_samples)
-        return {"greedy": table[:, :1], "sampled": table[:, 1:]}
+    def _measure(self, sums: Sums, prefix: str, name: str, table: Tensor, answers: list[Sequence[Hashable]]) -> None:
+        """Add what one reward, the score, or the correctness says of some prompts."""
+        correctness = name == _CORRECT
+        stem = prefix if correctness else f"{prefix}{name}_"
+        greedy, sampled = table[:, :1], table[:, 1:]
+        sums.add(f"{stem}greedy", greedy, ~greedy.isnan())
+        sums.add(f"{stem}sampled", sampled, ~sampled.isnan())
+        whole = ~sampled.isnan().any(dim=1)
+        rows, drawn = sampled[whole].tolist(), self._val_samples
+        voted = [given for given, is_whole in zip(answers, whole.tolist(), strict=False) if is_whole]
+        if drawn > 1 and not correctness:
+            off = sampled[whole] - sampled[whole].mean(dim=1, keepdim=True)
+            sums.add(f"{stem}sampled_std", (off**2).mean(dim=1).sqrt())
+        for k in draws(drawn):
+            if correctness:
+                sums.add(f"{stem}pass@{k}", _column(pass_at_k(drawn, round(sum(row)), k) for row in rows))
+            else:
+                sums.add(f"{stem}best@{k}", _column(best_at_k(row, k) for row in rows))
+                sums.add(f"{stem}worst@{k}", _column(worst_at_k(row, k) for row in rows))
+            if self._answer is not None:
+                pairs = zip(voted, rows, strict=True)
+                sums.add(f"{stem}maj@{k}", _column(majority_at_k(given, row, k) for given, row in pairs))
+
+    def _answers_of(self, completions: list[str]) -> Sequence[Hashable]:
+        assert self._answer is not None
+        answers = list(self._answer(completions))
+        if len(answers) != len(completions) or not all(isinstance(answer, Hashable) for answer in answers):
+            raise RuntimeError(
+                f"val_answer returned {answers!r} for {len(completions)} completions, expected one text or number for "
+                f"each, or None where a completion gives no answer"
+            )
+        return answers
+
+    def _table(self, values: Tensor) -> Tensor:
+        """(prompts, 1 + N) of (responses,)."""
+        return values.detach().cpu().double().view(-1, 1 + self._val_samples)
+
+
+def draws(val_samples: int) -> list[int]:
+    """The k of best, worst, majority and pass@k: 2, 4, 8, ... below the number of samples, and that number."""
+    return [k for k in (2**power for power in range(1, 64)) if k < val_samples] + [val_samples] * (val_samples > 1)
+
+
+def sources_in(data: PromptDataModule) -> list[str]:
+    """Names of the data's sources, by which validation is split; none where there are not two.
+
+    They are the values of the column ``source``, or of verl's ``data_source``. More than 32 are taken for a description
+    of each row and not for sources.
+
+    Args:
+        data: whose validation rows are looked at, all of them, so that every rank finds the same.
+    """
+    found = {source_of(rest) for _, _, rest in data.examples.get("val", [])} - {None}
+    if len(found) > _MOST_SOURCES:
+        log.info("the validation data names %d sources: too many for metrics of their own", len(found))
+        return []
+    return sorted(str(name) for name in found) if len(found) > 1 else []
+
+
+def source_of(columns: Mapping[str, Any]) -> str | None:
+    """The source that a row of the data names, if it does."""
+    return next((str(columns[name]) for name in _SOURCE_COLUMNS if columns.get(name) is not None), None)
+
+
+def rows_of_all_ranks(rows: Tensor) -> Tensor:
+    """The rows of all processes one behind the other, however many each has; the rows themselves in one process."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return rows
+    device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
+    return torch.cat(gather_all_tensors(rows.to(device))).cpu()
+
+
+def _column(values: Any) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)

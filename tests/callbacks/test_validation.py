@@ -1,17 +1,24 @@
 """Validation: the numbers by hand, and when they are taken."""
 
+import logging
 import math
+import random
+from dataclasses import replace
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.validation import Validation
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.validation import Validation, draws, rows_of_all_ranks, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS, exact
+from tests.helpers import assert_close, golden, normal, over_ranks
 from tests.stand_ins import Response, TinyModel, rollout_of
 
 
@@ -29,12 +36,18 @@ def judged(rewards, lengths=None, truncated=None):
     return PromptBatch([0, 1], [[4], [4]], ["a", "a"], {"answer": ["x", "y"]}), rollout_of(rows)
 
 
+def of_one(reward):
+    """What is logged of a reward with four samples."""
+    kinds = ("greedy", "sampled", "sampled_std", "best@2", "best@4", "worst@2", "worst@4")
+    return {f"val/{reward}_{kind}" for kind in kinds}
+
+
 REWARDS = [1, 0, 1, 0, 0, 0, 1, 1, 0, 1]  # greedy first: prompt 0 has 1 of 4 samples right, prompt 1 has 3
 
 
 @pytest.fixture
 def measured(tokenizer):
-    validation = Validation("given", 4)
+    validation = Validation(4, ["given"], "given")
     validation.add(*judged(REWARDS, [9, 1, 2, 3, 4, 9, 1, 1, 1, 3], [True, *[False] * 8, True]), tokenizer)
     return validation
 
@@ -42,6 +55,7 @@ def measured(tokenizer):
 def test_means_of_greedy_and_sampled_responses(measured):
     found = measured.metrics(alone)
     assert found["val/greedy"] == found["val/given_greedy"] == 0.5
+    assert found["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
     assert found["val/sampled"] == found["val/given_sampled"] == 0.5
     assert found["val/response_tokens_mean"] == 2.0  # of the sampled ones
     assert found["val/truncated_fraction"] == 1 / 8
@@ -53,18 +67,25 @@ def test_pass_at_k_is_unbiased(measured):
     assert found["val/pass@2"] == pytest.approx(0.75)
     assert found["val/pass@4"] == 1.0
     assert not {"val/pass@1", "val/pass@3", "val/pass@8"} & set(found)
+    for k in (2, 4):
+        assert found[f"val/given_best@{k}"] == pytest.approx(found[f"val/pass@{k}"])
+    # the worst of two: of 0 1 0 0 never 1, of 1 1 0 1 in C(3,2) of C(4,2) draws
+    assert found["val/given_worst@2"] == pytest.approx(0.25)
+    assert found["val/given_worst@4"] == 0.0
 
 
 def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
     """The mean over all ways to draw 2 of 4 samples is the estimate."""
     for outcome in product([0, 1], repeat=4):
-        validation = Validation("given", 4)
+        validation = Validation(4, ["given"], "given")
         validation.add(*judged([0, *outcome, 0, *outcome]), tokenizer)
         direct = [max(pair) for pair in combinations(outcome, 2)]
         assert validation.metrics(alone)["val/pass@2"] == pytest.approx(sum(direct) / len(direct))
 
 
-def test_scores_of_right_samples_should_be_higher(measured):
+def test_scores_of_right_samples_should_be_higher(tokenizer):
+    measured = Validation(4, ["given"], "given", scored=True)
+    measured.add(*judged(REWARDS), tokenizer)
     #                                 right                        wrong: 0.1 0.9 0.9 0.3 / right: 0.5 | 0.8 0.9 0.2
     measured.add_scores(torch.tensor([9, 0.1, 0.5, 0.9, 0.9, -9, 0.8, 0.9, 0.3, 0.2]))
     found = measured.metrics(alone)
@@ -76,14 +97,14 @@ def test_scores_of_right_samples_should_be_higher(measured):
 
 @pytest.mark.parametrize("reward", [0, 1])
 def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, reward):
-    validation = Validation("given", 4)
+    validation = Validation(4, ["given"], "given", scored=True)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
     assert math.isnan(validation.metrics(alone)["val/score_orders_right_first"])
 
 
 def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
-    validation = Validation("given", 4)
+    validation = Validation(4, ["given"], "given")
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     found = validation.metrics(alone)
     assert found["val/given_sampled"] == 1.0  # of five
@@ -93,24 +114,204 @@ def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
 
 def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
     batch, rollout = judged(REWARDS)
-    validation = Validation(None, 4)
+    validation = Validation(4, scored=True)
     validation.add(batch, type(rollout)(**{**vars(rollout), "rewards": {}}), tokenizer)
     validation.add_scores(torch.zeros(10))
-    assert set(validation.metrics(alone)) == {
-        "val/response_tokens_mean", "val/truncated_fraction", "val/score_greedy", "val/score_sampled",
-    }  # fmt: skip
+    assert set(validation.metrics(alone)) == {"val/response_tokens_mean", "val/truncated_fraction", *of_one("score")}
 
 
 def test_where_no_reward_says_what_is_correct_each_one_s_own_means_are_all_that_is_told(tokenizer):
-    validation = Validation(None, 4)
+    validation = Validation(4, ["given"], scored=True)
     validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
     validation.add_scores(torch.arange(10.0))
     found = validation.metrics(alone)
     assert set(found) == {
-        "val/given_greedy", "val/given_sampled", "val/response_tokens_mean", "val/truncated_fraction",
-        "val/score_greedy", "val/score_sampled",
+        "val/response_tokens_mean", "val/truncated_fraction", *of_one("given"), *of_one("score"),
     }  # fmt: skip
+    assert found["val/given_best@4"] == 2.5
     assert found["val/given_greedy"] == found["val/given_sampled"] == 1.25
+
+
+def test_the_samples_compared_are_powers_of_two_and_all():
+    assert [draws(n) for n in (1, 2, 3, 4, 6, 8, 9)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8], [2, 4, 8, 9]]
+
+
+def test_means_and_deviations_are_those_of_verl(tokenizer):
+    for case in golden("validation")["means"]:
+        rewards = case["rewards"]
+        rows = [Response([4], [5], reward) for reward in (0.0, *rewards)]
+        validation = Validation(len(rewards), ["given"])
+        validation.add(PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows, dtype=torch.float64), tokenizer)
+        found = validation.metrics(alone)
+        assert_close(found["val/given_sampled"], case["mean"], rtol=1e-9)
+        assert_close(found["val/given_sampled_std"], case["std"], rtol=1e-9)
+
+
+def test_a_reward_that_does_not_apply_leaves_its_prompt_out_of_what_compares_samples(tokenizer):
+    validation = Validation(4, ["given"], answer=lambda completions: completions)
+    validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
+    found = validation.metrics(alone)
+    assert found["val/given_sampled"] == pytest.approx((2 + 4 + 6 + 1 + 2 + 3 + 4) / 7)
+    assert found["val/given_best@4"] == 4.0  # of the second prompt alone
+    assert found["val/given_worst@4"] == 1.0
+    assert found["val/given_sampled_std"] == pytest.approx(1.25**0.5)
+    assert found["val/given_maj@4"] == 2.5
+
+
+def test_truncated_responses_count_as_what_the_reward_made_of_them(tokenizer):
+    whole, cut = (Validation(4, ["given"], "given") for _ in range(2))
+    whole.add(*judged(REWARDS), tokenizer)
+    cut.add(*judged(REWARDS, truncated=[True] * 10), tokenizer)
+    differing = {name for name, value in whole.metrics(alone).items() if cut.metrics(alone)[name] != value}
+    assert differing == {"val/truncated_fraction"}
+
+
+# -- votes -------------------------------------------------------------------------------------------------------------
+
+
+def spoken(words, rewards):
+    """One prompt with a greedy response and samples that say these letters."""
+    rows = [Response([4], [4 + "abcdefg".index(word)], reward) for word, reward in zip(words, rewards, strict=True)]
+    return PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows)
+
+
+def test_samples_vote_with_the_answers_they_give(tokenizer):
+    asked = []
+
+    def answer(completions):
+        asked.append(completions)
+        return [None if said == "g" else said for said in completions]
+
+    validation = Validation(5, ["given"], "given", answer)
+    validation.add(*spoken("aabcag", [0, 1, 0, 0, 1, 0]), tokenizer)  # the greedy response has no vote
+    validation.add(*spoken("accbbg", [0, 0, 0, 1, 1, 0.5]), tokenizer)
+    found = validation.metrics(alone)
+    assert asked == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
+    # a b c a -: of all five a wins;  c c b b -: c and b tie
+    assert found["val/given_maj@5"] == found["val/maj@5"] == pytest.approx((1 + 0.5) / 2)
+    # of four: a b c a, a b a -, a c a - for a, and a b c - twice a tie of three;  then b wins as often as c
+    first = (1 + 1 / 3 + 1 / 3 + 1 + 1) / 5
+    assert found["val/maj@4"] == pytest.approx((first + 0.5) / 2)
+    # of two: ab ac aa a- bc ba b- ca c- a- earn 5 of 10;  cc cb cb c- cb cb c- bb b- b- as well
+    assert found["val/given_maj@2"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("answers", [["a"], [["a"]] * 4])
+def test_answers_that_cannot_vote_are_an_error(tokenizer, answers):
+    validation = Validation(4, ["given"], answer=lambda completions: answers)
+    with pytest.raises(RuntimeError, match=r"^val_answer returned .* for 4 completions, expected one text or number"):
+        validation.add(*judged(REWARDS), tokenizer)
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def with_sources(batch, column, sources):
+    return replace(batch, columns={**batch.columns, column: sources})
+
+
+@pytest.mark.parametrize("column", ["source", "data_source"])
+def test_each_source_has_metrics_of_its_own(tokenizer, column):
+    batch, rollout = judged(REWARDS)
+    both, first, second = Validation(4, ["given"], "given", None, ["x", "y"], True), *one_by_one(tokenizer)
+    both.add(with_sources(batch, column, ["x", "y"]), rollout, tokenizer)
+    scores = normal(10, seed=1)
+    both.add_scores(scores)
+    found = both.metrics(alone)
+    for source, rows, one in (("x", slice(0, 5), first), ("y", slice(5, 10), second)):
+        one.add(batch[:1], rollout[list(range(10))[rows]], tokenizer)
+        one.add_scores(scores[rows])
+        expected = one.metrics(alone)
+        assert {name for name in found if name.startswith(f"val/{source}/")} == {
+            name.replace("val/", f"val/{source}/") for name in expected
+        }
+        for name, value in expected.items():
+            assert found[name.replace("val/", f"val/{source}/")] == pytest.approx(value, nan_ok=True)
+    assert found["val/sampled"] == (found["val/x/sampled"] + found["val/y/sampled"]) / 2
+
+
+def one_by_one(tokenizer):
+    return [Validation(4, ["given"], "given", scored=True) for _ in range(2)]
+
+
+def data_with(sources, column="source"):
+    rests = [{} if source is None else {column: source} for source in sources]
+    return SimpleNamespace(examples={"val": [("a", [4], rest) for rest in rests]})
+
+
+def test_sources_are_found_in_all_validation_data():
+    assert sources_in(data_with(["b", "a", "b", None])) == ["a", "b"]
+    assert sources_in(data_with([2, 1], "data_source")) == ["1", "2"]
+    assert sources_in(data_with(["a", "a"])) == []  # the overall metrics are its own
+    assert sources_in(SimpleNamespace(examples={"train": []})) == []
+
+
+def test_a_column_that_describes_each_row_makes_no_sources(caplog):
+    caplog.set_level(logging.INFO, "lightning_rlhf")
+    assert len(sources_in(data_with(range(32)))) == 32
+    assert sources_in(data_with(range(33))) == []
+    assert "the validation data names 33 sources: too many for metrics of their own" in caplog.text
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def validation_of(tokenizer, prompts, seed=7):
+    """A validation of some of six prompts: real-valued rewards, some of which do not apply, votes, sources, scores."""
+    validation = Validation(4, ["given"], "given", lambda said: said, ["x", "y"], scored=True)
+    rewards, scores = normal(6, 5, seed=seed).round().tolist(), normal(6, 5, seed=seed + 1)
+    rewards[2][3] = math.nan
+    for prompt in prompts:
+        rows = [
+            Response([4], [4 + (3 * prompt + i) % 5] * (1 + i % 2), reward, truncated=i == 2)
+            for i, reward in enumerate(rewards[prompt])
+        ]
+        batch = PromptBatch([prompt], [[4]], ["a"], {"source": ["x" if prompt < 4 else "y"]})
+        validation.add(batch, rollout_of(rows), tokenizer)
+        validation.add_scores(scores[prompt])
+    return validation
+
+
+@pytest.mark.parametrize("shares", [((0, 1, 2), (3, 4, 5)), ((5, 0), (1, 2, 3, 4)), ((0, 1, 2, 3, 4, 5), ())])
+def test_prompts_shared_out_over_ranks_give_the_metrics_of_one(tokenizer, shares):
+    """Also where a rank has none of a source, or nothing at all."""
+    expected = validation_of(tokenizer, range(6)).metrics(alone)
+
+    def rank(number):
+        def measure(reduce):
+            def gather(rows):  # each rank writes into a slot of its own of a sum
+                slots = torch.zeros(2, 24, 4, dtype=torch.float64)
+                slots[number, : len(rows)] = torch.cat([torch.ones(len(rows), 1), rows.nan_to_num(nan=-99)], dim=1)
+                filled = reduce(slots)
+                every = filled[filled[..., 0] == 1][:, 1:]
+                return every.masked_fill(every == -99, torch.nan)
+
+            return validation_of(tokenizer, shares[number]).metrics(reduce, gather)
+
+        return measure
+
+    for found in over_ranks(rank(0), rank(1)):
+        assert list(found) == list(expected)
+        assert found == pytest.approx(expected, nan_ok=True, rel=1e-12)
+
+
+def gather_in_a_process(rank, rendezvous):
+    """One of three processes, which have two rows, none and one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
+    mine = torch.tensor([[1.0, 2.0], [3.0, torch.nan], [5.0, 6.0]], dtype=torch.float64)
+    rows = mine[[[0, 1], [], [2]][rank]]
+    assert_close(rows_of_all_ranks(rows), mine, equal_nan=True)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_rows_of_several_processes_are_put_together(tmp_path):
+    torch.multiprocessing.spawn(gather_in_a_process, (tmp_path / "rendezvous",), nprocs=3)
+
+
+def test_rows_of_one_process_are_all_there_are():
+    rows = torch.rand(3, 2)
+    assert rows_of_all_ranks(rows) is rows
 
 
 def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
@@ -121,7 +322,7 @@ def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
 
 
 def test_no_more_than_64_are_kept(tokenizer):
-    validation = Validation("given", 4)
+    validation = Validation(4, ["given"], "given")
     for _ in range(40):
         validation.add(*judged(REWARDS), tokenizer)
     assert len(validation.samples) == 64
@@ -233,3 +434,42 @@ def test_the_metric_can_be_chosen(run):
     made = run(loop={"rewards": rewards, "val_metric": "exact"}, data={"val": InMemory(ROWS)}).fit()
     assert made.metrics["val/greedy"] == made.metrics["val/exact_greedy"] > 0
     assert made.metrics["val/never_greedy"] == 0
+
+
+def first_letters(completions):
+    """The answer of each completion, for YAML by its dotted path."""
+    return [text[:1] or None for text in completions]
+
+
+def test_answers_are_extracted_by_a_function_that_yaml_names():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(RolloutLoop, "loop")
+    parsed = parser.parse_object({"loop": {"val_answer": f"{first_letters.__module__}.first_letters"}})
+    assert parser.instantiate(parsed).loop.val_answer.__name__ == "first_letters"
+
+
+def test_votes_and_sources_under_a_trainer(run):
+    rows = [{**row, "source": "ends" if row["prompt"] in "ad" else "middle"} for row in ROWS]
+    loop = {"val_samples": 3, "val_answer": first_letters}
+    found = run(loop=loop, data={"val": InMemory(rows)}, texts=("a", "b", "b", "d")).fit().metrics
+    assert found["val/exact_greedy"] == (found["val/ends/exact_greedy"] + found["val/middle/exact_greedy"]) / 2
+    for name in ("maj@3", "pass@3", "exact_maj@2", "exact_best@3", "exact_worst@2", "exact_sampled_std"):
+        assert math.isfinite(found[f"val/{name}"])
+        assert found[f"val/{name}"] == pytest.approx((found[f"val/ends/{name}"] + found[f"val/middle/{name}"]) / 2)
+
+
+def test_a_validation_draws_no_global_random_numbers(run):
+    states = []
+
+    class Watch(Callback):
+        def on_validation_epoch_end(self, trainer, pl_module):
+            states.append((random.getstate(), torch.get_rng_state()))
+
+        def on_validation_end(self, trainer, pl_module):
+            states.append((random.getstate(), torch.get_rng_state()))
+
+    run(loop={"val_samples": 4, "val_answer": first_letters}, data={"val": InMemory(ROWS)}, callbacks=[Watch()]).fit()
+    assert len(states) > 2
+    for before, after in zip(states[::2], states[1::2], strict=True):
+        assert before[0] == after[0]
+        assert torch.equal(before[1], after[1])

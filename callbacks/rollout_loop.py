@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.functional.mismatch import refuse_truncated_sampling
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
@@ -112,7 +113,9 @@ class RolloutLoop(Callback):
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
-        self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
+        sampling = SamplingParams(self.max_response_tokens, self.temperature)
+        refuse_truncated_sampling(sampling)
+        self.engine.check(sampling)
         directory = Path(trainer.default_root_dir) / "engine"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens

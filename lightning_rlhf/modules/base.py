@@ -13,9 +13,8 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
-from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.rollout_metrics import MADE_BY, describe
+from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
@@ -45,7 +44,7 @@ class RLHFModule(RolloutModule):
         advantages: from rewards to advantages.
         policy_loss: from log-probabilities and advantages to a loss per token.
         aggregation: from the losses of tokens to one loss.
-        correction: of what the engine's log-probabilities differ from the actor's; the default only measures.
+        correction: of what the engine's log-probabilities differ from the actor's; None only measures.
         actor_optimizer: makes the actor's optimizer from its parameters.
         actor_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
         kl_reward: KL to the reference subtracted from each token's reward. Its weight may be steered by a
@@ -74,7 +73,7 @@ class RLHFModule(RolloutModule):
         advantages: AdvantageEstimator = ReinforcePlusPlus(),
         policy_loss: PolicyLoss = ClippedPolicyLoss(),
         aggregation: Aggregation = TokenMean(),
-        correction: RolloutCorrection = RolloutCorrection(),
+        correction: RolloutCorrection | None = None,
         actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
         actor_lr_scheduler: LRSchedulerCallable | None = None,
         kl_reward: KLTerm = KLTerm(),
@@ -87,6 +86,7 @@ class RLHFModule(RolloutModule):
         max_grad_norm: float | None = 1.0,
         target_kl: float | None = None,
     ) -> None:
+        correction = RolloutCorrection() if correction is None else correction
         needs_ref = kl_reward.coef > 0 or kl_loss.coef > 0
         super().__init__(
             actor,
@@ -132,14 +132,12 @@ class RLHFModule(RolloutModule):
             if self.strayed(of_minibatch):
                 break
         metrics = {
-            **describe(experience, self.roles.sum_over_ranks, self.roles.max_over_ranks),
-            **self.mismatch,
+            **describe(experience, self.sources, self.roles.sum_over_ranks, self.roles.max_over_ranks),
+            **self.measured,
             **self.reduced(sums),
             "kl/coef": self.kl_coef,
         }
         metrics["policy/updates"] = updates  # fewer where target_kl stopped them
-        for role in MADE_BY.keys() - self.sources.keys():  # 0 would read as measured
-            metrics = {name: value for name, value in metrics.items() if name not in MADE_BY[role]}
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
@@ -182,7 +180,7 @@ class RLHFModule(RolloutModule):
         policy = policy * self.importance_weights(logprobs, rows, sums)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
-            kl = kl_estimate(logprobs, rows.ref_logprobs, self.kl_loss.estimator)
+            kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, rows.old_logprobs)
             loss = loss + self.kl_loss.coef * kl
             sums.add("loss/kl", kl, rows.mask)
         sums.add("loss/policy", policy, rows.mask)

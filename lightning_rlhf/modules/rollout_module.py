@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.functional.kl import kl_estimate
+from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.role_module import RoleModule
@@ -101,7 +101,7 @@ class RolloutModule(RoleModule):
         mask = rollout.response_mask & rollout.kept.unsqueeze(1)
         reduce, engine = self.roles.sum_over_ranks, rollout.rollout_logprobs
         weights, mask, mismatch = self.correction(old.logprobs, engine, mask, reduce, self.roles.max_over_ranks)
-        self.mismatch = {} if self.correction.bypass else mismatch
+        self.measured = {} if self.correction.bypass else mismatch
         ref_logprobs = old.logprobs
         if "ref" in self.sources:
             ref_logprobs = self.by_rows(partial(self.actor_scores, "ref"), rollout)[0]
@@ -121,6 +121,8 @@ class RolloutModule(RoleModule):
             weights,
         )
         advantages, returns = self.advantages(inputs, reduce)
+        if old.sum_pi_squared is not None:
+            self.measured |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights, reduce)
         return Experience(
             rollout, reward, old.logprobs, ref_logprobs, values, token_rewards, advantages, returns,
             mask, weights, torch.zeros_like(mask),
@@ -137,7 +139,7 @@ class RolloutModule(RoleModule):
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """(B, T) the reward at the policy's last token, less the KL penalty of each of its tokens."""
         mask = rollout.response_mask
-        kl = kl_estimate(logprobs, ref_logprobs, self.kl_reward.estimator).masked_fill(~mask, 0)
+        kl = self.kl_reward(logprobs, ref_logprobs, mask, logprobs)
         # What an environment wrote behind the policy's last token is passed over, and so would be its reward.
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
         return (-self.kl_coef * kl).scatter_add(1, last, reward.unsqueeze(1))

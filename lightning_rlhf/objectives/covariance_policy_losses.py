@@ -11,10 +11,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from lightning_rlhf.functional.masked import SumOverRanks, masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
+
+_KINK = 1e-3  # nats; within it |log r| is a parabola
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class KLCovLoss(PolicyLoss):
 
     L = -A r, and -A r + kl_coef |logprob - old_logprob| for the ``share`` of all tokens of the mini-batch, but at
     least one, that has the largest covariance; of tokens that tie for the last places, random ones are taken.
-    |log r| is the authors' estimate of the KL in their formula.
+    |log r| is the authors' estimate of the KL in their formula; within 1e-3 of 0 it is a parabola here, so
+    that an actor that has not moved is not pushed by rounding errors.
 
     Args:
         share: of all tokens, in (0, 1].
@@ -114,8 +118,10 @@ class KLCovLoss(PolicyLoss):
         log_ratio = log_ratio_of(logprobs, old_logprobs)
         loss = -advantages * torch.exp(log_ratio)
         chosen = torch.zeros_like(mask) if chosen is None else chosen
-        # Not the clamped log-ratio: what has gone furthest is to be pulled back too.
-        penalty = self.kl_coef * (logprobs - old_logprobs).abs()
+        # Not the clamped log-ratio: what has gone furthest is to be pulled back too. And no kink at 0, where the two are
+        # equal but for rounding, whose sign would be the gradient.
+        size = huber_loss(logprobs, old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
+        penalty = self.kl_coef * size
         return torch.where(chosen, loss + penalty, loss), {
             "chosen_fraction": chosen.to(loss.dtype),
             "approx_kl": approx_kl(log_ratio),

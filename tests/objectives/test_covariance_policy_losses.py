@@ -96,6 +96,15 @@ def test_losses_of_a_case_worked_by_hand():
     assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
 
 
+def test_kl_cov_has_no_kink_where_the_actor_has_not_moved():
+    """|x| is x^2 / 0.002 + 0.0005 within 0.001 of 0: rounding errors of 1e-6 then weigh 1e-3, not 1."""
+    old, here = float64([[-1.0, -1.0, -1.0, -1.0]]), torch.ones(1, 4).bool()
+    logprobs = (old + float64([[0.0, 1e-6, -5e-4, 1e-3]])).requires_grad_()
+    loss, _ = KLCovLoss()(logprobs, old, torch.zeros_like(old), here, here)
+    assert_close(loss, [[0.0005, 0.0005 + 5e-10, 0.000625, 0.001]], rtol=1e-9)
+    assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[0.0, 1e-3, -0.5, 1.0]], rtol=1e-9)
+
+
 def test_kl_cov_pulls_back_what_has_gone_far():
     logprobs = float64([[-60.0, -1.0]]).requires_grad_()
     loss, _ = KLCovLoss()(

@@ -118,7 +118,7 @@ class KLCovLoss(PolicyLoss):
         log_ratio = log_ratio_of(logprobs, old_logprobs)
         loss = -advantages * torch.exp(log_ratio)
         chosen = torch.zeros_like(mask) if chosen is None else chosen
-        # Not the clamped log-ratio: what has gone furthest is to be pulled back too. And no kink at 0, where the two are
+        # Not the clamped log-ratio: what has gone furthest is to be pulled back too. No kink at 0, where the two are
         # equal but for rounding, whose sign would be the gradient.
         size = huber_loss(logprobs, old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
         penalty = self.kl_coef * size

@@ -30,8 +30,8 @@ def test_the_quickstart_recipe_is_the_three_runs_that_are_tested():
 
 
 def test_every_file_that_documents_name_exists():
-    for name in ("README.md", "CONTRIBUTING.md", "configs/README.md"):
-        document = ROOT / name
-        if document.is_file():
-            for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
-                assert (document.parent / target).exists(), f"{name} links to {target}"
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs/README.md", *ROOT.glob("docs/**/*.md")]
+    assert len(documents) > 3
+    for document in documents:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"

@@ -130,7 +130,7 @@ def mismatch_metrics(
         log_ppl_train, log_ppl_rollout                  mean over responses of the mean of -logprobs over tokens
         ppl_train, ppl_rollout, ppl_ratio               mean over responses of the exponentials; ratio train / rollout
         log_ppl_diff                                    of each response: mean of -l; the mean of its size is _abs_mean
-        ratio, sequence_ratio, prob_diff, logprob_diff  r, R, abs(difference of probabilities), abs(l)
+        ratio, sequence_ratio, prob_diff                r, R, abs(difference of the probabilities)
         prob_correlation                                Pearson's, of the two probabilities of each token
 
     Args:
@@ -164,7 +164,6 @@ def mismatch_metrics(
         "ratio": (log_ratio.exp(), mask),
         "sequence_ratio": (of_response.exp(), rows),
         "log_ppl_diff": (difference, rows),
-        "logprob_diff": (log_ratio.abs(), mask),
         "prob_diff": ((train.exp() - rollout.exp()).abs(), mask),
     }
     metrics = means_over_ranks(means, reduce) | spread_metrics(spreads, reduce, reduce_max)

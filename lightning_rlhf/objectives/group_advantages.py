@@ -145,8 +145,8 @@ class GPG(GroupAdvantage):
         """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         varied = member & (segment_max(centered.abs(), inputs.group) > 0)
-        everything, teaching = reduce(torch.stack([member.sum(), varied.sum()]).double())
-        return centered * everything / teaching.clamp(min=1)
+        counts = reduce(torch.stack([member.sum(), varied.sum()]).double())
+        return centered * (counts[0] / counts[1].clamp(min=1))
 
 
 @dataclass(frozen=True)

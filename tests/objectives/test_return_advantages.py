@@ -17,7 +17,7 @@ from lightning_rlhf.objectives.return_advantages import (
     ToolOptimalTokenBaseline,
 )
 from tests.helpers import assert_close, float64, golden, over_ranks, properties, with_garbage
-from tests.objectives.advantage_inputs import batches, inside, recorded, rows_of
+from tests.objectives.advantage_inputs import batches, inside, random_inputs, recorded, rows_of
 
 # Rewards to come, undiscounted: 3, 3, 2 and 5, -, 4.
 REWARDS = float64([[0, 1, 2], [1, 9, 4]])
@@ -195,6 +195,13 @@ def test_reinforce_plus_plus_whitens_over_all_ranks(inputs, gamma):
     halves = slice(0, 1), slice(1, None)
     each = over_ranks(*(lambda reduce, h=half: estimator(rows_of(inputs, h), reduce)[0] for half in halves))
     assert_close(torch.cat(each), estimator(inputs)[0], **CLOSE)
+
+
+def test_policy_tokens_of_long_responses_keep_their_order():
+    mask = torch.arange(400).view(1, -1) % torch.tensor([[2], [3]]) != 0
+    inputs = random_inputs(mask, [0, 0], seed=4)
+    advantages, _ = ToolOptimalTokenBaseline()(inputs)
+    assert_close(advantages, _token_baseline(inputs, compact=True, zero_tail=True), **CLOSE)
 
 
 def test_the_token_baseline_is_the_groups_mean_where_all_tokens_are_alike():

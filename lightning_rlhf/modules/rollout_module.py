@@ -100,7 +100,7 @@ class RolloutModule(RoleModule):
         old = self.old_scores(rollout)
         mask = rollout.response_mask & rollout.kept.unsqueeze(1)
         reduce, engine = self.roles.sum_over_ranks, rollout.rollout_logprobs
-        weights, mask, mismatch = self.correction(old.logprobs, engine, mask, reduce, self.roles.max_over_ranks)
+        weights, kept, mismatch = self.correction(old.logprobs, engine, mask, reduce, self.roles.max_over_ranks)
         self.measured = {} if self.correction.bypass else mismatch
         ref_logprobs = old.logprobs
         if "ref" in self.sources:
@@ -120,12 +120,13 @@ class RolloutModule(RoleModule):
             old.logprobs,
             weights,
         )
-        advantages, returns = self.advantages(inputs, reduce)
+        # What was rejected still says what the response earned, so the estimator is given its tokens too.
+        advantages, returns = (values.masked_fill(~kept, 0) for values in self.advantages(inputs, reduce))
         if old.sum_pi_squared is not None:
-            self.measured |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, mask, weights, reduce)
+            self.measured |= gradient_power(advantages, old.logprobs, old.sum_pi_squared, kept, weights, reduce)
         return Experience(
             rollout, reward, old.logprobs, ref_logprobs, values, token_rewards, advantages, returns,
-            mask, weights, torch.zeros_like(mask),
+            kept, weights, torch.zeros_like(kept),
         )  # fmt: skip
 
     def old_scores(self, rollout: Rollout) -> TokenScores:

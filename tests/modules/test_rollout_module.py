@@ -63,6 +63,20 @@ def test_weights_and_rejections_are_those_of_the_correction_before_the_first_upd
         assert_close(module.metrics[name], value, equal_nan=True)
 
 
+def test_a_rejected_last_token_does_not_take_the_reward_of_its_response_with_it():
+    rollout = rollout_of(ROWS, dtype=torch.float64)
+    plain = stepped(rollout=rollout).experience
+    rollout = replace(rollout, rollout_logprobs=plain.old_logprobs.clone())
+    last = [len(row.tokens) - 1 for row in ROWS]
+    rollout.rollout_logprobs[range(len(ROWS)), last] += 5.0  # train / rollout is exp(-5) there
+    correction = RolloutCorrection(rejections=(Rejection("k1", "token", upper=3.0, lower=0.2),))
+    experience = stepped(rollout=rollout, correction=correction).experience
+    rejected = rollout.response_mask & ~experience.mask
+    assert rejected.sum() == len(ROWS)
+    assert torch.equal(experience.advantages, plain.advantages.masked_fill(rejected, 0))
+    assert experience.advantages.any()
+
+
 def test_without_a_correction_the_mismatch_is_measured_all_the_same():
     module = stepped()
     rollout = module.experience.rollout

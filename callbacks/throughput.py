@@ -1,31 +1,114 @@
-"""Throughput: seconds per step and tokens per second."""
+"""Throughput: seconds per step and per token, tokens per second, memory, and how much of the device was put to use."""
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.role_module import RoleModule
+
+GIB = 2.0**30
+# Dense bfloat16 TFLOP/s that the makers state, by a part of the device's name; the first that fits.
+PEAKS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0}
 
 
 class Throughput(Callback):
-    """Logs ``time/step_s``, from one batch's start to its end, and ``perf/tokens_per_s``, prompts and responses."""
+    """Logs ``time/step_s``, from one batch's start to its end on the slowest rank, and ``perf/...`` over all ranks.
 
-    def __init__(self) -> None:
+    Tokens are those of prompts and responses. Memory is the largest since the run began: of the device that needs most,
+    and resident in the process that needs most, without an engine in a process of its own.
+
+    ``perf/mfu_update`` is the share of the devices' peak that the update's arithmetic takes, after "PaLM", Chowdhery et
+    al. 2022, appendix B: a role of N parameters and L layers of width d does 6 N n + 12 L d n^2 floating-point
+    operations to learn once from a text of n tokens; their sum over roles, texts and passes is divided by
+    ``time/update_s``, devices and peak. It is logged where the peak is known.
+
+    Args:
+        peak_tflops: of one device in the precision that is trained in, without sparsity, 10^12 operations per second.
+            None looks up what a few devices do in bfloat16, and knows nothing of others or of other precisions.
+    """
+
+    def __init__(self, peak_tflops: float | None = None) -> None:
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ValueError(f"peak_tflops must be positive or null, got {peak_tflops}")
+        self.peak_tflops = peak_tflops
         self._started = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
         """Start the clock; this callback stands before RolloutLoop."""
         self._started = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop it."""
-        seconds = time.perf_counter() - self._started
-        learnt_from = pl_module.experience if isinstance(pl_module, RLHFModule) else batch
-        tokens = float(learnt_from.total_lengths.sum())
-        pl_module.log("time/step_s", seconds, batch_size=1)
-        pl_module.log("perf/tokens_per_s", tokens / seconds, prog_bar=True, batch_size=1)
+        largest = {"time/step_s": time.perf_counter() - self._started, **memory(pl_module.device)}
+        module = pl_module if isinstance(pl_module, RLHFModule) else None
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        lengths = (module.experience if module else batch).total_lengths
+        total = {"perf/tokens": float(lengths.sum()), "devices": 1.0}
+        peak = self.peak_tflops or known_peak(pl_module)
+        if module:
+            largest |= {name: metrics[name] for name in ("time/evaluate_s", "time/update_s")}
+            total["generated"] = metrics.get("rollout/tokens_per_s", 0.0)
+            total["operations"] = update_operations(module, metrics["policy/updates"]) if peak else 0.0
+        total = over_ranks(total, pl_module.roles.sum_over_ranks, pl_module.device)
+        largest = over_ranks(largest, pl_module.roles.max_over_ranks, pl_module.device)
+        tokens, devices, seconds = total["perf/tokens"], total["devices"], largest["time/step_s"]
+        found = {name: value for name, value in largest.items() if name not in ("time/evaluate_s", "time/update_s")}
+        found |= {"perf/tokens": tokens, "perf/tokens_per_s": tokens / seconds}
+        found["perf/tokens_per_s_per_device"] = tokens / seconds / devices
+        if module:
+            for name in ("evaluate", "update"):
+                found[f"time/{name}_ms_per_token"] = 1000 * largest[f"time/{name}_s"] / tokens
+            if total["generated"]:
+                found["time/generate_ms_per_token"] = 1000 / total["generated"]
+            if peak:
+                found["perf/mfu_update"] = total["operations"] / (largest["time/update_s"] * devices * peak * 1e12)
+        for name, value in found.items():
+            pl_module.log(name, value, prog_bar=name == "perf/tokens_per_s", batch_size=1)
+
+
+def over_ranks(values: dict[str, float], reduce: Any, device: torch.device) -> dict[str, float]:
+    """Numbers of this rank made those of all, in one reduction."""
+    reduced = reduce(torch.tensor(list(values.values()), dtype=torch.float64, device=device))
+    return dict(zip(values, reduced.tolist(), strict=True))
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Most memory in use since the process began, GiB."""
+    found = {"perf/cpu_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    if device.type == "cuda":
+        found["perf/memory_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        found["perf/memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+    return found
+
+
+def known_peak(module: RoleModule) -> float | None:
+    """TFLOP/s of a device in bfloat16, if it is known and that is what is trained in."""
+    if module.device.type != "cuda" or not str(module.trainer.precision).startswith("bf16"):
+        return None
+    name = torch.cuda.get_device_name(module.device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def update_operations(module: RLHFModule, updates: float) -> float:
+    """Floating-point operations of this rank's last update.
+
+    Args:
+        module: that learnt.
+        updates: of the actor; fewer than planned where ``target_kl`` stopped them.
+    """
+    lengths = module.experience.total_lengths.double()
+    passes = updates * module.minibatch_size / len(lengths) if module.actor_learns else module.update_epochs
+    parameters, operations = module.parameter_counts(), 0.0
+    for role in module.trained_roles if module.actor_learns else module.trained_roles[1:]:
+        config = getattr(module, role).lm.config.get_text_config()
+        squares = 12 * config.num_hidden_layers * config.hidden_size * (lengths**2).sum().item()
+        operations += passes * (6 * parameters[role] * lengths.sum().item() + squares)
+    return operations

@@ -1,0 +1,139 @@
+"""What a step is measured to take and to use: on the CPU, over two ranks, and of a device whose peak is given."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule, SFTModule
+from lightning_rlhf.callbacks import Throughput, throughput
+from lightning_rlhf.callbacks.throughput import known_peak, memory, update_operations
+from lightning_rlhf.types import SequenceBatch
+from tests.helpers import over_ranks
+from tests.stand_ins import OneOfTwoRanks, TinyModel, fit, responses, rollout_of
+
+ROWS = responses(8, seed=5)
+TOKENS = sum(len(row.prompt) + len(row.tokens) for row in ROWS)
+SGD = partial(torch.optim.SGD, lr=0.01)
+
+
+def ppo(**options):
+    ours = {"actor_optimizer": SGD, "critic_optimizer": SGD, "minibatch_size": 4}
+    return PPOModule(TinyModel(), **(ours | options))
+
+
+def measured(module, rows=ROWS, **options):
+    callbacks = [Throughput(options.pop("peak_tflops", None))]
+    return {
+        k: float(v) for k, v in fit(module, [rollout_of(rows)], callbacks=callbacks, **options).callback_metrics.items()
+    }
+
+
+def test_tokens_and_seconds_of_a_step():
+    found = measured(ppo())
+    assert found["perf/tokens"] == TOKENS
+    assert found["perf/tokens_per_s"] == pytest.approx(TOKENS / found["time/step_s"], rel=1e-5)
+    assert found["perf/tokens_per_s_per_device"] == found["perf/tokens_per_s"]
+    for name in ("evaluate", "update"):
+        expected = 1000 * found[f"time/{name}_s"] / TOKENS
+        assert found[f"time/{name}_ms_per_token"] == pytest.approx(expected, rel=1e-5)
+    assert 0.01 < found["perf/cpu_memory_gib"] < 1000
+    absent = {"perf/mfu_update", "perf/memory_allocated_gib", "perf/memory_reserved_gib", "time/generate_ms_per_token"}
+    assert not absent & found.keys()
+
+
+def test_a_batch_without_rollout_is_measured_too():
+    module = SFTModule(TinyModel())
+    ids = torch.tensor([[1, 3, 4, 2], [1, 5, 2, 0]])
+    batch = SequenceBatch(
+        ids, torch.tensor([4, 3]), torch.tensor([[False, True, True, True], [False, True, True, False]])
+    )
+    found = fit(module, [batch], callbacks=[Throughput(1.0)]).callback_metrics
+    assert found["perf/tokens"] == 7
+    assert {"perf/tokens_per_s", "time/step_s", "perf/cpu_memory_gib"} <= found.keys()
+    assert not {"perf/mfu_update", "time/update_ms_per_token"} & found.keys()
+
+
+def test_two_ranks_add_their_tokens_and_wait_for_the_slower_one():
+    class Slow(Throughput):
+        def on_train_batch_end(self, *args):
+            time.sleep(0.3)
+            super().on_train_batch_end(*args)
+
+    def rank(kind, rows, reduce):
+        module = ppo(minibatch_size=2)
+        module.configure_model()
+        trainer = fit(module, [rollout_of(rows)], strategy=OneOfTwoRanks(reduce), callbacks=[kind()])
+        return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+    fast, slow = over_ranks(partial(rank, Throughput, ROWS[:4]), partial(rank, Slow, ROWS[4:]))
+    for name in ("time/step_s", "perf/tokens", "perf/tokens_per_s", "time/update_ms_per_token"):
+        assert fast[name] == slow[name]
+    assert fast["time/step_s"] >= 0.3
+    assert fast["perf/tokens"] == TOKENS
+    assert fast["perf/tokens_per_s_per_device"] == pytest.approx(TOKENS / fast["time/step_s"] / 2, rel=1e-5)
+    assert fast["perf/rank_tokens_max"] + fast["perf/rank_tokens_min"] == TOKENS
+
+
+# The tiny llama: 11 x 32 tokens in, two layers of 4 x 32^2 + 3 x 32 x 48 + 2 x 32, a norm of 32; 11 x 32 tokens or
+# 32 for a value out.
+BODY = 11 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 64) + 32
+ACTOR, CRITIC = BODY + 11 * 32, BODY + 32
+SQUARES = sum((len(row.prompt) + len(row.tokens)) ** 2 for row in ROWS)
+
+
+def once(parameters):
+    """Operations to learn once from all rows."""
+    return 6 * parameters * TOKENS + 12 * 2 * 32 * SQUARES
+
+
+def test_operations_of_an_update_are_those_of_the_formula():
+    module = ppo(update_epochs=3)
+    found = measured(module, peak_tflops=0.25)
+    assert module.parameter_counts() == {"actor": ACTOR, "critic": CRITIC}
+    expected = 3 * (once(ACTOR) + once(CRITIC))
+    assert update_operations(module, updates=6) == expected
+    assert found["perf/mfu_update"] == pytest.approx(expected / found["time/update_s"] / 0.25e12, rel=1e-4)
+
+
+def test_what_was_not_updated_takes_no_operations():
+    stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
+    found = measured(stopped)
+    assert found["policy/updates"] == 2  # the second sees that the first went too far
+    assert update_operations(stopped, found["policy/updates"]) == once(ACTOR) + once(CRITIC)
+    warming = ppo(update_epochs=2, critic_warmup_steps=1)
+    assert measured(warming)["policy/updates"] == 0
+    assert update_operations(warming, 0) == 2 * once(CRITIC)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16-mixed", 989.0),
+        ("NVIDIA H100 PCIe", "bf16-true", 756.0),
+        ("NVIDIA H200", "bf16-mixed", 989.0),
+        ("NVIDIA A100-SXM4-80GB", "bf16-mixed", 312.0),
+        ("NVIDIA A100-SXM4-80GB", "32-true", None),
+        ("NVIDIA GeForce GTX 1080", "bf16-mixed", None),
+    ],
+)
+def test_a_peak_is_known_of_few_devices_and_of_bfloat16_alone(monkeypatch, device, precision, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device)
+    module = type("Module", (), {"device": torch.device("cuda"), "trainer": type("T", (), {"precision": precision})})
+    assert known_peak(module) == peak
+
+
+def test_memory_of_a_gpu_is_in_gib(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 5 * 2**30)
+    found = memory(torch.device("cuda"))
+    assert (found["perf/memory_allocated_gib"], found["perf/memory_reserved_gib"]) == (3.0, 5.0)
+    used = type("Usage", (), {"ru_maxrss": 2**20})  # KiB
+    monkeypatch.setattr(throughput.resource, "getrusage", lambda _: used)
+    assert memory(torch.device("cpu")) == {"perf/cpu_memory_gib": 1.0}
+
+
+def test_a_peak_must_be_positive():
+    with pytest.raises(ValueError, match=r"^peak_tflops must be positive or null, got 0$"):
+        Throughput(0)

@@ -68,7 +68,7 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
         (
             f"{MODEL}.kl_reward",
             {"estimator": "k7"},
-            "model.kl_reward.estimator (PPOModule): expected one of 'k1', 'k2', 'k3', 'abs', got 'k7'",
+            "model.kl_reward.estimator (PPOModule): expected one of 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+', 'abs+', got 'k7'",
         ),
         (f"{DATA}.batch_size", 1.5, "data.batch_size (PromptDataModule): expected int, got '1.5'"),
         ("trainer.max_steps", "x", "trainer.max_steps: expected int, got 'x'"),

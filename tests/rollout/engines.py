@@ -59,7 +59,7 @@ def largest_gap(actor, prompts, completions, temperature=1.0):
     rows = [Response(prompt, answer.token_ids) for prompt, answer in zip(prompts, completions, strict=True)]
     rollout = rollout_of(rows)
     input_ids, index = join(rollout)
-    logprobs, _ = actor(input_ids, index, rollout.response_ids, rollout.response_mask, temperature)
+    logprobs = actor(input_ids, index, rollout.response_ids, rollout.response_mask, temperature).logprobs
     theirs = torch.nn.utils.rnn.pad_sequence([torch.tensor(c.logprobs) for c in completions], batch_first=True)
     return (logprobs - theirs).abs().max().item()
 

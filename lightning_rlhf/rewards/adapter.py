@@ -15,7 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-_TAKEN = ("mean", "std", "from_model", "score")  # of reward/<name> and val/<name>_greedy
+from lightning_rlhf.metric_names import TAKEN
+
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
 
 
@@ -115,7 +116,7 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
     twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
     if twice:
         raise ValueError(f"two reward functions are both called {twice[0]!r}: give one of them another name")
-    taken = [reward.label for reward in rewards if reward.label in _TAKEN]
+    taken = [reward.label for reward in rewards if reward.label in TAKEN]
     if taken:
         raise ValueError(f"a reward cannot be called {taken[0]!r}, which is a metric already: give it another name")
     hidden = [column for column in columns if column in GIVEN]

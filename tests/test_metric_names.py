@@ -1,0 +1,176 @@
+"""Every metric that runs of all kinds log has a row in the table, and every row is logged by one of them."""
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule, PreferenceDataModule, PromptDataModule, RewardModule, RLHFModule, SFTModule
+from lightning_rlhf import metric_names as names
+from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, Throughput, throughput
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives import covariance_policy_losses as covariance
+from lightning_rlhf.objectives import policy_losses as losses
+from lightning_rlhf.objectives import sequence_policy_losses as sequences
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.group_advantages import GRPO
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.rejections import Rejection
+from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.types import SequenceBatch
+from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SGD = partial(torch.optim.SGD, lr=0.01)
+LETTERS = CharacterTokenizer("abcdefg")
+PROMPTS = [{"prompt": letter, "source": "one" if letter < "c" else "two"} for letter in "abcd"]
+PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
+
+
+def style(completions):
+    return [float(len(text)) for text in completions]
+
+
+def right(completions):
+    return [float(text.startswith("a")) for text in completions]
+
+
+def votes(completions):
+    return [text[:1] for text in completions]
+
+
+def run(directory, module, data, callbacks):
+    trainer = quiet_trainer(default_root_dir=directory, callbacks=callbacks, max_steps=1, val_check_interval=1)
+    trainer.fit(module, datamodule=data)
+    return trainer.callback_metrics
+
+
+def a_whole_ppo_run(directory):
+    """With everything that there is: reference, reward model, validation with votes and sources."""
+    engine = ScriptedEngine(["a", "bb", "ab", "c", "abcdefg"], LETTERS.load())
+    rewards = [RewardFunction(style), RewardFunction(right)]
+    loop = RolloutLoop(
+        rewards, engine, group_size=2, max_response_tokens=4, val_samples=3, val_metric="right", val_answer=votes,
+        max_logprob_diff=100.0,
+    )  # fmt: skip
+    module = PPOModule(
+        TinyModel(), ref=TinyModel(seed=1), reward_model=TinyModel(seed=2), kl_reward=KLTerm(0.1),
+        kl_loss=KLTerm(0.1, "k3"), minibatch_size=4,
+    )  # fmt: skip
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
+    return run(directory, module, data, [Throughput(1.0), loop])
+
+
+def dynamic_sampling(directory):
+    loop = RolloutLoop(
+        [RewardFunction(right)], ScriptedEngine("ab", LETTERS.load()), group_size=2, max_response_tokens=4,
+        check_rows=0, dynamic_sampling=DynamicSampling(2),
+    )  # fmt: skip
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4)
+    return run(directory, RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4), data, [loop])
+
+
+def policy_losses(directory):
+    found = {}
+    every = (
+        losses.CISPOLoss(), losses.SAPOLoss(), losses.DROLoss(beta=0.5), losses.DPPOTotalVariationLoss(),
+        sequences.GSPOLoss(), sequences.GMPOLoss(), sequences.VESPOLoss(), covariance.ClipCovLoss(),
+        covariance.KLCovLoss(),
+    )  # fmt: skip
+    for loss in every:
+        found |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
+    return found
+
+
+def corrections(directory):
+    rejections = [Rejection(k, level, 2.0) for level, k in (("token", "k1"), ("sequence_mean", "k3"))]
+    correction = RolloutCorrection("token", batch_normalize=True, rejections=tuple(rejections))
+    found = {}
+    for options in ({"correction": correction}, {"correction": RolloutCorrection(bypass=True)}):
+        module = RLHFModule(TinyModel(), advantages=OptimalTokenBaseline(), minibatch_size=4, **options)
+        found |= fit(module, [rollout()]).callback_metrics
+    return found
+
+
+def supervised(directory):
+    ids = torch.tensor([[1, 3, 4, 2], [1, 5, 2, 0]])
+    mask = torch.tensor([[False, True, True, True], [False, True, True, False]])
+    texts = SequenceBatch(ids, torch.tensor([4, 3]), mask)
+    found = dict(fit(SFTModule(TinyModel(), optimizer=SGD), [texts], val=[texts]).callback_metrics)
+    check = PolicyCheck(TinyModel(seed=1), InMemory(PROMPTS), rule=RewardFunction(right), max_response_tokens=6)
+    data = PreferenceDataModule(PAIRS, LETTERS, val=PAIRS, batch_size=2)
+    return found | run(directory, RewardModule(TinyModel(), optimizer=SGD), data, [check])
+
+
+def rollout():
+    made = rollout_of(responses(8, seed=5))
+    made.group[:] = torch.arange(8) // 2
+    return made
+
+
+RUNS = (a_whole_ppo_run, dynamic_sampling, policy_losses, corrections, supervised)
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """Names that the runs log, by run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            patch.setattr(torch.cuda, name, lambda _: 2**30)
+        found = {"memory of a GPU": set(throughput.memory(torch.device("cuda")))}
+    return found | {kind.__name__: set(kind(tmp_path_factory.mktemp(kind.__name__))) for kind in RUNS}
+
+
+METRICS = [metric for section in names.SECTIONS.values() for metric in section]
+REWARDS = ("style", "right", "given")
+
+
+def rows_of(name):
+    """Rows that a logged name is in; those of single metrics come before those of all rewards."""
+    rows = [own for metric in METRICS for own in metric.covers(name, REWARDS)]
+    return rows or [
+        own for metric in METRICS for own in metric.covers(re.sub("^val/(one|two)/", "val/", name), REWARDS)
+    ]
+
+
+def test_every_metric_that_is_logged_has_exactly_one_row(logged):
+    every = set().union(*logged.values())
+    assert {name: rows for name in every if len(rows := rows_of(name)) != 1} == {}
+    assert any(name.startswith("val/one/") for name in every)
+
+
+def test_every_row_is_logged_by_a_run(logged):
+    seen = {own for found in logged.values() for name in found for own in rows_of(name)}
+    assert {own for metric in METRICS for own in metric.expanded()} - seen == set()
+
+
+def test_no_name_is_in_two_rows_and_none_is_both_here_and_not():
+    every = [own for metric in METRICS for own in metric.expanded()]
+    assert len(every) == len(set(every))
+    assert not set(every) & names.ABSENT.keys()
+
+
+def test_a_row_covers_what_its_placeholders_stand_for():
+    row = names.Metric("val/<reward>_{best,worst}@<k>", "")
+    assert row.covers("val/right_best@16", ("right", "style")) == ["val/<reward>_best@<k>"]
+    assert row.covers("val/right_worst@2", ("right",)) == ["val/<reward>_worst@<k>"]
+    for wrong in ("val/left_best@16", "val/right_best@", "val/right_best@k", "val/right_best@2_std", "right_best@2"):
+        assert row.covers(wrong, ("right",)) == []
+
+
+def test_names_of_metrics_are_not_free_for_rewards():
+    assert {"mean", "std", "max", "min", "from_model", "generated_mean", "after_kl_mean", "score"} <= names.TAKEN
+    assert not [name for name in names.TAKEN if "<" in name]
+
+
+def test_the_document_is_what_the_module_prints():
+    command = [sys.executable, "-m", "lightning_rlhf.metric_names"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert (ROOT / "docs/metrics.md").read_text() == printed == names.table()
+    assert all(line.count(" | ") in (1, 3) for line in printed.splitlines() if line.startswith("| "))

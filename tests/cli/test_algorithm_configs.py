@@ -1,0 +1,127 @@
+"""Every algorithm has a YAML, a page and a bound it must reach; the YAML runs, and the page says what the YAML says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.main import RLHFCLI
+from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.group_advantages import GDPO, GRPO
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.objectives.resampling import ScoreResampling
+from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
+from tests.cli.conftest import LLAMA
+from tests.learning.test_algorithms import BOUNDS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
+PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.name != "README.md")
+OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
+# What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and
+# resampling, replaced prompts, two rewards, no forward pass before the update.
+FAST = ("remax", "optimal_token_baseline", "kl_cov", "pf_ppo", "dapo", "gdpo", "bypass")
+
+
+def tiny(path):
+    """The configuration with a small random actor, its tokenizer, and no engine process."""
+    config = yaml.safe_load(path.read_text())
+    config["model"]["init_args"]["actor"] = {
+        "class_path": "lightning_rlhf.FromConfig",
+        "init_args": {"architecture": LLAMA},
+    }
+    config["data"]["init_args"]["tokenizer"] = {
+        "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+        "init_args": {"characters": "0123456789+=: "},
+    }
+    loop = next(c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c))
+    loop["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+    return config
+
+
+def stands_in(part, whole):
+    """Whether everything that the part says is said by the whole."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(key in whole and stands_in(part[key], whole[key]) for key in part)
+    if isinstance(part, list) and any(isinstance(item, dict) for item in part):
+        return isinstance(whole, list) and all(any(stands_in(item, other) for other in whole) for item in part)
+    return part == whole
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
+    made = []
+    monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
+    result = cli("fit", "--config", str(path))
+    assert (result.code, result.err) == (0, "")
+    (model,) = made
+    given = yaml.safe_load(path.read_text())["model"]["init_args"]
+    for name in ("advantages", "policy_loss", "aggregation"):
+        if "class_path" in given.get(name, {}):
+            assert type(getattr(model, name)).__name__ == given[name]["class_path"].rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "objects"),
+    [
+        ("gspo", {"policy_loss": GSPOLoss(3e-4, 4e-4), "aggregation": SequenceMeanTokenMean()}),
+        ("gdpo", {"advantages": GDPO(("accuracy", "overlong"), (1.0, 0.5))}),
+        ("tis", {"correction": RolloutCorrection.decoupled_token_is(2.0)}),
+        ("bypass", {"correction": RolloutCorrection.bypass_ppo_clip()}),
+        ("dr_grpo", {"advantages": GRPO(normalize_std=False), "aggregation": SequenceMeanTokenSum(40)}),
+        ("dapo", {"policy_loss": ClippedPolicyLoss(clip_range_low=0.2, clip_range_high=0.28)}),
+        ("pf_ppo", {"resampling": ScoreResampling("max_random")}),
+    ],
+)
+def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypatch):
+    made = []
+    monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
+    assert cli("fit", "--config", str(ROOT / f"configs/algorithms/{name}.yaml")).code == 0
+    assert {option: getattr(made[0], option) for option in objects} == objects
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, name):
+    result = fit(tiny(ROOT / f"configs/algorithms/{name}.yaml"), "--trainer.fast_dev_run", "1")
+    assert (result.code, result.err, result.warned) == (0, "", [])
+
+
+def test_every_configuration_has_a_page_and_a_bound():
+    names = {path.stem for path in CONFIGS}
+    assert names == set(BOUNDS)
+    assert names | {"ppo"} == {path.stem for path in PAGES}
+    for path in PAGES:
+        assert f"]({path.name})" in OVERVIEW
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_page_says_what_the_configuration_says(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    (config,) = set(re.findall(r"\]\((?:\.\./)+(configs/\S+\.yaml)\)", text))
+    given = yaml.safe_load((ROOT / config).read_text())
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert stands_in(yaml.safe_load(snippet), given)
+    touched = set(re.findall(r"\]\((?:\.\./)+((?:lightning_rlhf|tests|configs|callbacks)/[^)]+)\)", text))
+    assert config in touched
+    assert any(name.startswith("tests/") for name in touched)
+    assert f"lightning-rlhf fit --config {config}" in text
+
+
+def test_what_the_overview_puts_together_runs(fit):
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", OVERVIEW, re.DOTALL)
+    config, given = tiny(ROOT / "configs/algorithms/grpo.yaml"), yaml.safe_load(snippet)["model"]
+    kept = ("actor", "update_epochs", "minibatch_size")
+    options = {name: config["model"]["init_args"][name] for name in kept}
+    config["model"] = {"class_path": given["class_path"], "init_args": given["init_args"] | options}
+    result = fit(config, "--trainer.fast_dev_run", "1")
+    assert (result.code, result.err, result.warned) == (0, "", [])
+
+
+def test_a_page_that_says_something_else_is_seen():
+    whole = {"a": {"b": 1, "c": [{"d": 2, "e": 3}, 4], "f": [1, 2]}}
+    assert stands_in({"a": {"c": [{"e": 3}]}}, whole)
+    for wrong in ({"a": {"b": 2}}, {"a": {"g": 1}}, {"a": {"c": [{"d": 3}]}}, {"a": {"f": [1]}}, {"b": {"f": [1, 2]}}):
+        assert not stands_in(wrong, whole)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ Answer = Callable[[list[str]], Sequence[Hashable]]
 _KEPT_SAMPLES = 64
 _SOURCE_COLUMNS = ("source", "data_source")  # ours, then verl's
 _MOST_SOURCES = 32
-_CORRECT = "correct, by the metric"  # no name of a reward function
+_CORRECT, _SCORE = "correct, by the metric", "score"  # no names that a reward function may have
 
 
 class Validation:
@@ -54,7 +56,7 @@ class Validation:
         scored: bool = False,
     ) -> None:
         self._val_samples, self._metric, self._answer, self._sources = val_samples, metric, answer, list(sources)
-        judged = ([] if metric is None else [_CORRECT]) + list(rewards) + (["score"] if scored else [])
+        judged = ([] if metric is None else [_CORRECT]) + list(rewards) + ([_SCORE] if scored else [])
         # Every rank knows all names, and so reduces the same, even one that was given no prompt.
         empty = torch.empty(0, 1 + val_samples, dtype=torch.float64)
         self._judged = {name: [empty] for name in judged}
@@ -93,7 +95,7 @@ class Validation:
 
     def add_scores(self, scores: Tensor) -> None:
         """The reward model's scores of the responses added last."""
-        self._judged["score"].append(self._table(scores))
+        self._judged[_SCORE].append(self._table(scores))
 
     def metrics(
         self, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor] | None = None
@@ -108,15 +110,19 @@ class Validation:
         tables = {name: torch.cat(parts) for name, parts in self._judged.items()}
         groups = {"val/": torch.ones_like(places, dtype=torch.bool)}
         groups |= {f"val/{name}/": places == place for place, name in enumerate(self._sources)}
+        told = {"response_tokens_mean": torch.cat(self._lengths)[:, 1:]}
+        told["truncated_fraction"] = torch.cat(self._truncated)[:, 1:]
+        of_score = self._told(_SCORE, tables[_SCORE]) if _SCORE in tables else {}
+        for name, table in tables.items():
+            told |= of_score if name == _SCORE else self._told(name, table)
         for prefix, rows in groups.items():
-            sums.add(f"{prefix}response_tokens_mean", torch.cat(self._lengths)[rows, 1:])
-            sums.add(f"{prefix}truncated_fraction", torch.cat(self._truncated)[rows, 1:])
-            answers = [given for given, chosen in zip(self._answers, rows.tolist(), strict=False) if chosen]
-            for name, table in tables.items():
-                self._measure(sums, prefix, name, table[rows], answers)
+            for name, values in told.items():
+                # A reward may not apply; a score that is no number is a fault, and is to be seen.
+                counts = None if name in of_score else ~values[rows].isnan()
+                sums.add(f"{prefix}{name}", values[rows], counts)
         found = sums.means(reduce)
-        if {_CORRECT, "score"} <= tables.keys():
-            columns = [tables["score"][:, 1:], tables[_CORRECT][:, 1:], places.unsqueeze(1).double()]
+        if {_CORRECT, _SCORE} <= tables.keys():
+            columns = [tables[_SCORE][:, 1:], tables[_CORRECT][:, 1:], places.unsqueeze(1).double()]
             columns[2] = columns[2].expand_as(columns[0])
             table = (gather or rows_of_all_ranks)(torch.stack([column.flatten() for column in columns], dim=1))
             for place, prefix in enumerate(groups, start=-1):
@@ -126,28 +132,25 @@ class Validation:
                 found[f"{prefix}score_orders_right_first"] = share
         return found
 
-    def _measure(self, sums: Sums, prefix: str, name: str, table: Tensor, answers: list[Sequence[Hashable]]) -> None:
-        """Add what one reward, the score, or the correctness says of some prompts."""
+    def _told(self, name: str, table: Tensor) -> dict[str, Tensor]:
+        """What one reward, the score, or the correctness says of each prompt, NaN where it does not apply."""
         correctness = name == _CORRECT
-        stem = prefix if correctness else f"{prefix}{name}_"
-        greedy, sampled = table[:, :1], table[:, 1:]
-        sums.add(f"{stem}greedy", greedy, ~greedy.isnan())
-        sums.add(f"{stem}sampled", sampled, ~sampled.isnan())
-        whole = ~sampled.isnan().any(dim=1)
-        rows, drawn = sampled[whole].tolist(), self._val_samples
-        voted = [given for given, is_whole in zip(answers, whole.tolist(), strict=False) if is_whole]
+        stem, drawn, sampled = "" if correctness else f"{name}_", self._val_samples, table[:, 1:]
+        whole, rows = (~sampled.isnan().any(dim=1)).tolist(), sampled.tolist()
+        found = {f"{stem}greedy": table[:, :1], f"{stem}sampled": sampled}
         if drawn > 1 and not correctness:
-            off = sampled[whole] - sampled[whole].mean(dim=1, keepdim=True)
-            sums.add(f"{stem}sampled_std", (off**2).mean(dim=1).sqrt())
+            off = sampled - sampled.mean(dim=1, keepdim=True)
+            found[f"{stem}sampled_std"] = (off**2).mean(dim=1).sqrt()
         for k in draws(drawn):
             if correctness:
-                sums.add(f"{stem}pass@{k}", _column(pass_at_k(drawn, round(sum(row)), k) for row in rows))
+                counts = [0 if math.isnan(sum(row)) else round(sum(row)) for row in rows]
+                found[f"{stem}pass@{k}"] = _column(partial(pass_at_k, drawn, k=k), whole, counts)
             else:
-                sums.add(f"{stem}best@{k}", _column(best_at_k(row, k) for row in rows))
-                sums.add(f"{stem}worst@{k}", _column(worst_at_k(row, k) for row in rows))
+                found[f"{stem}best@{k}"] = _column(partial(best_at_k, k=k), whole, rows)
+                found[f"{stem}worst@{k}"] = _column(partial(worst_at_k, k=k), whole, rows)
             if self._answer is not None:
-                pairs = zip(voted, rows, strict=True)
-                sums.add(f"{stem}maj@{k}", _column(majority_at_k(given, row, k) for given, row in pairs))
+                found[f"{stem}maj@{k}"] = _column(partial(majority_at_k, k=k), whole, self._answers, rows)
+        return found
 
     def _answers_of(self, completions: list[str]) -> Sequence[Hashable]:
         assert self._answer is not None
@@ -199,5 +202,7 @@ def rows_of_all_ranks(rows: Tensor) -> Tensor:
     return torch.cat(gather_all_tensors(rows.to(device))).cpu()
 
 
-def _column(values: Any) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64)
+def _column(function: Callable[..., float], whole: list[bool], *columns: Sequence[Any]) -> Tensor:
+    """A function of each prompt, NaN for prompts that are not wholly judged."""
+    given = zip(whole, *columns, strict=True)
+    return torch.tensor([function(*row) if is_whole else torch.nan for is_whole, *row in given], dtype=torch.float64)

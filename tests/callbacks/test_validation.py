@@ -158,6 +158,16 @@ def test_a_reward_that_does_not_apply_leaves_its_prompt_out_of_what_compares_sam
     assert found["val/given_maj@4"] == 2.5
 
 
+def test_a_score_that_is_no_number_is_seen(tokenizer):
+    validation = Validation(4, ["given"], scored=True)
+    validation.add(*judged(REWARDS), tokenizer)
+    validation.add_scores(torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, 8, math.nan]))
+    found = validation.metrics(alone)
+    assert found["val/score_greedy"] == 2.5
+    for kind in ("sampled", "sampled_std", "best@2", "worst@4"):
+        assert math.isnan(found[f"val/score_{kind}"])
+
+
 def test_truncated_responses_count_as_what_the_reward_made_of_them(tokenizer):
     whole, cut = (Validation(4, ["given"], "given") for _ in range(2))
     whole.add(*judged(REWARDS), tokenizer)

@@ -97,7 +97,7 @@ def test_a_step_moves_one_role_by_its_own_optimizer():
 
 
 def test_a_strategy_that_knows_roles_is_asked_itself(module):
-    strategy = OneOfTwoRanks(torch.clone)
+    strategy = OneOfTwoRanks(SimpleNamespace(maximum=torch.clone))
     module.trainer = quiet_trainer(strategy=strategy)
     assert roles_of(module) is strategy
 

@@ -137,6 +137,8 @@ class RLHFModule(RolloutModule):
             **self.reduced(sums),
             "kl/coef": self.kl_coef,
         }
+        if self.correction.bypass:  # both are the engine's
+            del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
         metrics["policy/updates"] = updates  # fewer where target_kl stopped them
         metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]

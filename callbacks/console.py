@@ -53,8 +53,9 @@ class Console(Callback):
             prompts = loop.prompts_per_step(data)
             responses = prompts * loop.group_size
             minibatches = responses // module.minibatch_size
+            of_up_to = f" of up to {data.batch_size}" if data.batch_size > prompts else ""
             lines.append(
-                f"one step: {prompts} prompts x {loop.group_size} = {responses} responses, learnt from in "
+                f"one step: {prompts}{of_up_to} prompts x {loop.group_size} = {responses} responses, learnt from in "
                 f"{module.update_epochs} x {minibatches} mini-batches of {module.minibatch_size} "
                 f"= {minibatches * module.update_epochs} updates; {steps} steps"
             )

@@ -45,11 +45,11 @@ class DynamicSampling:
         if batch_size % self.prompts_per_step:
             raise ValueError(
                 f"dynamic sampling generates in rounds of prompts_per_step={self.prompts_per_step}, which does not "
-                f"divide the data's batch_size {batch_size}"
+                f"divide the data's batch_size {batch_size}: give a multiple of it"
             )
         if group_size < 2:
             raise ValueError(
-                f"dynamic sampling compares the responses to one prompt: group_size is {group_size}, not 2"
+                f"dynamic sampling compares responses to one prompt: group_size must be at least 2, got {group_size}"
             )
         names = [reward.label for reward in rewards if self.reward is not None or reward.weight]
         if not names or (self.reward is not None and self.reward not in names):
@@ -58,7 +58,10 @@ class DynamicSampling:
                 f"among {names}; a reward model's score is known only when the module asks it"
             )
         if advantages.needs_greedy:
-            raise ValueError(f"dynamic sampling does not go with the greedy responses of {type(advantages).__name__}")
+            raise ValueError(
+                f"dynamic sampling does not go with the greedy responses of {type(advantages).__name__}: "
+                f"leave dynamic_sampling out"
+            )
 
     def __call__(self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout]) -> tuple[Rollout, dict[str, float]]:
         """The rollout of ``prompts_per_step`` prompts.

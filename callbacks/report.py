@@ -84,15 +84,17 @@ class Report(Callback):
         table = Table(title="Held-out problems", title_justify="left")
         for heading in ("", f"step {first['step']}", f"step {last['step']}"):
             table.add_column(heading, justify="right" if heading else "left")
-        shown = set()
-        for name in ("val/greedy", "val/sampled", *first):
-            row = (first.get(name, ""), last.get(name, ""))
+        for name in _told(first):
+            row = (first[name], last.get(name, ""))
             # A reward that is 0 or 1 is its own share of right answers: once is enough.
-            if name.startswith("val/") and all(row) and row not in shown:
-                shown.add(row)
+            share = f"val/{name.rpartition('_')[2]}"
+            twin = share != name and share in first and row == (first[share], last.get(share))
+            if all(row) and not twin:
                 table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
         table.add_section()
-        for name, label in (("reward/mean", "training reward"), ("kl/ref", "KL to the reference, nats per response")):
+        # Under dynamic sampling the reward of what was learnt from says nothing: only prompts with contrast are.
+        reward = "reward/generated_mean" if training[0].get("reward/generated_mean") else "reward/mean"
+        for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats per response")):
             if training[0].get(name):
                 table.add_row(label, f"{float(training[0][name]):.3f}", f"{float(training[-1][name]):.3f}")
         speed = [float(row["perf/tokens_per_s"]) for row in training if row.get("perf/tokens_per_s")]
@@ -139,3 +141,9 @@ class Report(Callback):
 
     def _loop(self, trainer: Trainer) -> RolloutLoop:
         return next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
+
+
+def _told(row: dict[str, str]) -> list[str]:
+    """Metrics of a validation that its table shows: those with a label, and each reward's own."""
+    own = [name for name in row if name.startswith("val/") and name.endswith(("_greedy", "_sampled"))]
+    return [name for name in dict.fromkeys((*_LABELS, *own)) if name in row and name.count("/") == 1]

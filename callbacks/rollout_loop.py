@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
-from lightning_rlhf.functional.mismatch import refuse_truncated_sampling
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
@@ -39,8 +39,8 @@ class RolloutLoop(Callback):
         engine: what generates; ``auto`` takes vLLM where it runs, else transformers, and says why.
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
-        temperature: of training samples, positive. Top-p and top-k are not offered: they cut the distribution, and
-            the gradient would be that of another policy.
+        temperature: of training samples, positive. Top-p and top-k are not offered: engines then report probabilities
+            over the tokens they kept, the trainer knows them over all, so that no ratio of the two would be right.
         val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
         val_metric: name of the reward that says whether a validation response is correct (at least 1); from it come
             ``val/greedy``, ``val/sampled``, ``val/pass@k``, and how well the reward model orders right and wrong. None:
@@ -114,7 +114,6 @@ class RolloutLoop(Callback):
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
-        refuse_truncated_sampling(sampling)
         self.engine.check(sampling)
         directory = Path(trainer.default_root_dir) / "engine"
         save_architecture(source, directory)
@@ -139,8 +138,10 @@ class RolloutLoop(Callback):
             )
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module.advantages)
-        prompts = self.prompts_per_step(data)
-        responses = prompts * self.group_size
+        responses = (prompts := self.prompts_per_step(data)) * self.group_size
+        updates = responses / module.minibatch_size * module.update_epochs
+        if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
+            log.warning("%s is right for one update per rollout, this run makes %g", module.policy_loss, updates)
         if responses % module.minibatch_size:
             fitting = [size for size in range(1, responses + 1) if responses % size == 0]
             nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
@@ -230,12 +231,15 @@ class RolloutLoop(Callback):
         rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
         with module.trainer.precision_plugin.forward_context():
             logprobs = module.actor_scores("actor", rows).logprobs
-        worst = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max().item()
+        gap = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max()
+        worst = module.roles.max_over_ranks(gap).item()  # or a rank alone would wait for the others below
         single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
         bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0
         if not worst <= bound:
             assert self.engine is not None
-            name = self.engine.first_difference(module.roles.iter_full_params("actor"))
+            parameters = module.roles.iter_full_params("actor")
+            name = self.engine.first_difference(parameters)
+            deque(parameters, maxlen=0)  # every rank goes through all of them
             cause = (
                 f"the first parameter that differs is {name}"
                 if name

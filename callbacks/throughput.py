@@ -14,7 +14,10 @@ from lightning_rlhf.modules.role_module import RoleModule
 
 GIB = 2.0**30
 # Dense bfloat16 TFLOP/s that the makers state, by a part of the device's name; the first that fits.
-PEAKS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0}
+PEAKS = {
+    "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
+    "L40": 181.0, "L4": 121.0,
+}  # fmt: skip
 
 
 class Throughput(Callback):

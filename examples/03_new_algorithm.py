@@ -39,7 +39,8 @@ class MeanBaseline(AdvantageEstimator):
 
     def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
         """(B, T) advantages, which are also what a critic would be taught."""
-        total, count = reduce(torch.stack([inputs.reward.sum(), torch.tensor(float(len(inputs.reward)))]))
+        counts = inputs.mask.any(dim=1)  # responses that only fill the batch do not
+        total, count = reduce(torch.stack([(inputs.reward * counts).sum(), counts.sum()]))
         advantages = self.scale * (inputs.reward - total / count).unsqueeze(1) * inputs.mask
         return advantages, advantages
 

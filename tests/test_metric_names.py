@@ -21,7 +21,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.rejections import Rejection
-from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.types import SequenceBatch
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
@@ -92,8 +92,11 @@ def corrections(directory):
     rejections = [Rejection(k, level, 2.0) for level, k in (("token", "k1"), ("sequence_mean", "k3"))]
     correction = RolloutCorrection("token", batch_normalize=True, rejections=tuple(rejections))
     found = {}
-    for options in ({"correction": correction}, {"correction": RolloutCorrection(bypass=True)}):
-        module = RLHFModule(TinyModel(), advantages=OptimalTokenBaseline(), minibatch_size=4, **options)
+    for advantages, chosen in (
+        (OptimalTokenBaseline(), correction),
+        (ReinforcePlusPlus(), RolloutCorrection(bypass=True)),
+    ):
+        module = RLHFModule(TinyModel(), advantages=advantages, correction=chosen, minibatch_size=4)
         found |= fit(module, [rollout()]).callback_metrics
     return found
 

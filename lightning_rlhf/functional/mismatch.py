@@ -9,32 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.masked import SumOverRanks, masked_sum, this_rank_only
-from lightning_rlhf.types import SamplingParams
 
 MaxOverRanks = Callable[[Tensor], Tensor]
 LOG_BOUND = 20.0  # exp(20) is 5e8: beyond, one token would be all that is seen of a batch
-
-
-def refuse_truncated_sampling(sampling: SamplingParams) -> None:
-    """Refuse top-p and top-k for samples to learn from.
-
-    They cut the distribution, so the engine draws from, and reports, log-probabilities over the tokens it kept, while
-    the trainer's are over all: with equal weights the ratio train / rollout of a token is not 1 but the mass that was
-    kept, 0.9 and more for top-p 0.9, and every correction by it is biased. Renormalising the trainer's would need the
-    kept set of each token, which engines do not return and which for top-p may be most of the vocabulary, and would
-    train another policy than the one that is saved. Temperature is no such case: the trainer divides by it too.
-
-    Args:
-        sampling: of the rollouts.
-
-    Raises:
-        ValueError: the sampling truncates.
-    """
-    if sampling.truncates:
-        raise ValueError(
-            f"samples to learn from need top_p=1 and top_k=0, got top_p={sampling.top_p}, top_k={sampling.top_k}: "
-            f"a truncated distribution is not the one that is trained; set the temperature instead"
-        )
 
 
 def train_rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

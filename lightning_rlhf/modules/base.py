@@ -123,6 +123,8 @@ class RLHFModule(RolloutModule):
         evaluated = time.perf_counter()
         sums, updates = Sums(), 0
         for minibatch in self.minibatches(experience):
+            if not self.roles.sum_over_ranks(minibatch.mask.sum()):
+                continue  # on every rank: nothing to learn, and momentum alone would move the weights
             of_minibatch = Sums()
             for role, loss in self.losses(of_minibatch).items():
                 norm = self.update(role, minibatch, loss, self.denominator(minibatch))
@@ -179,6 +181,7 @@ class RLHFModule(RolloutModule):
         """Policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.chosen)
+        diagnostics = {"approx_kl": approx_kl(log_ratio_of(logprobs, rows.old_logprobs)), **diagnostics}
         policy = policy * self.importance_weights(logprobs, rows, sums)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
@@ -197,6 +200,8 @@ class RLHFModule(RolloutModule):
             return rows.weights
         engine = rows.rollout.rollout_logprobs
         weights, kept = self.correction.of_rows(logprobs.detach(), engine, rows.mask)
+        sums.add("rollout_corr/weight_mean", weights, rows.mask)
+        sums.add("rollout_corr/rejected_fraction", (~kept).float(), rows.mask)
         sums.add("rollout_corr/kl_k1", engine - logprobs, rows.rollout.response_mask)
         sums.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), rows.rollout.response_mask)
         return weights * kept
@@ -212,7 +217,7 @@ class RLHFModule(RolloutModule):
     def setup(self, stage: str) -> None:
         """Say what is legal and useless."""
         super().setup(stage)
-        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1":
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1" and not self.kl_loss.importance:
             log.warning(
                 "kl_loss with estimator k1 does not hold the actor, its gradient is zero on average: take k2 or k3"
             )

@@ -77,7 +77,8 @@ class PPOModule(RLHFModule):
         if self.resampling is not None:
             seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, self.global_rank)
             generator = torch.Generator().manual_seed(seed)
-            experience = experience[self.resampling(experience.reward, generator)]
+            rows = experience.mask.any(dim=1).nonzero().squeeze(1)
+            experience = experience[rows[self.resampling(experience.reward[rows], generator, len(experience))]]
         return super().minibatches(experience)
 
     def losses(self, sums: Sums) -> dict[str, Any]:

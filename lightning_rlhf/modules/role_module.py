@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,11 @@ class RoleModule(LightningModule):
         if self.trainer.precision == "16-mixed":
             raise ValueError(
                 "precision 16-mixed scales gradients, which several optimizers do not share: use bf16-mixed"
+            )
+        if self.trainer.precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(
+                f"precision must be 32-true or bf16-mixed, got {self.trainer.precision}; to keep whole models in "
+                f"bfloat16, give their sources dtype: bfloat16"
             )
         tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
@@ -129,10 +135,11 @@ class RoleModule(LightningModule):
         Raises:
             FloatingPointError: the norm is not finite; this role's weights are as before.
         """
+        scale = self.roles.gradient_scale / float(denominator)
         micro_batches = token_budget_batches(batch.total_lengths, self.micro_batch_tokens)
         for i, rows in enumerate(micro_batches):
             with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
-                self.manual_backward(summed_loss(batch[rows]) * (self.roles.gradient_scale / float(denominator)))
+                self.manual_backward(summed_loss(batch[rows]) * scale)
         norm = self.roles.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -152,8 +159,11 @@ class RoleModule(LightningModule):
         for i, name in enumerate(self.trained_roles):  # the rate of this step, not of the next
             metrics[f"lr/{name}"] = optimizer_at(self, i).param_groups[0]["lr"]
         schedulers: Any = self.lr_schedulers() or []
-        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-            scheduler.step()
+        with warnings.catch_warnings():
+            # A step may have had nothing to learn; the schedule counts it all the same.
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+                scheduler.step()
         count_training_step(self.trainer)
         for name, value in metrics.items():
             self.log(name, float(value), prog_bar=name in bar, batch_size=1)

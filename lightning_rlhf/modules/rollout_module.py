@@ -57,6 +57,16 @@ class RolloutModule(RoleModule):
                 f"{type(advantages).__name__} needs a critic, which {type(self).__name__} does not have: "
                 f"take PPOModule, or an estimator without critic such as GRPO"
             )
+        if advantages.needs_sum_pi_squared and correction.bypass:
+            raise ValueError(
+                f"{type(advantages).__name__} asks the actor about every response, which bypass leaves out: "
+                f"take another correction"
+            )
+        if not advantages.reads_total_reward and (reward_model is not None or kl_reward.coef > 0):
+            raise ValueError(
+                f"{type(advantages).__name__} looks at its own reward keys only, so that neither a reward_model nor "
+                f"kl_reward would teach anything: leave them out; kl_loss works"
+            )
         self.advantages, self.correction = advantages, correction
         self.kl_reward, self.kl_coef = kl_reward, kl_reward.coef
         self.score_shaping = score_shaping
@@ -131,11 +141,10 @@ class RolloutModule(RoleModule):
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
         """What the actor says of the responses before the first update; or the engine said, if that is taken for it."""
-        squares, engine = self.advantages.needs_sum_pi_squared, rollout.rollout_logprobs
-        if self.correction.bypass and not squares:
-            return TokenScores(engine, torch.zeros_like(engine))
-        scores = TokenScores(*self.by_rows(partial(self.actor_scores, "actor", squares=squares), rollout))
-        return scores._replace(logprobs=engine) if self.correction.bypass else scores
+        if self.correction.bypass:
+            return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
+        squares = self.advantages.needs_sum_pi_squared
+        return TokenScores(*self.by_rows(partial(self.actor_scores, "actor", squares=squares), rollout))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """(B, T) the reward at the policy's last token, less the KL penalty of each of its tokens."""

@@ -41,11 +41,6 @@ class GAE(AdvantageEstimator):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
-    @property
-    def needs_final_values(self) -> bool:
-        """See :attr:`AdvantageEstimator.needs_final_values`."""
-        return self.bootstrap_truncated
-
     def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 

@@ -54,11 +54,7 @@ class AdvantageEstimator(ABC):
     needs_groups: ClassVar[bool] = False  # at least two responses to each prompt
     needs_greedy: ClassVar[bool] = False  # a greedy response to each prompt, judged like the others
     needs_sum_pi_squared: ClassVar[bool] = False
-
-    @property
-    def needs_final_values(self) -> bool:
-        """Whether the critic is to be asked behind the last token of responses that the length limit cut."""
-        return False
+    reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
 
     @abstractmethod
     def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:

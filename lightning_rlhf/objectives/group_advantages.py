@@ -184,6 +184,8 @@ class GDPO(GroupAdvantage):
         eps: of the rewards' std, reward units, and of the batch's, no unit; positive.
     """
 
+    reads_total_reward: ClassVar[bool] = False
+
     reward_keys: tuple[str, ...]
     reward_weights: tuple[float, ...] | None = None
     eps: float = 1e-6

@@ -34,15 +34,16 @@ class ScoreResampling:
         if not self.power >= 0:
             raise ValueError(f"power must be at least 0, got {self.power}")
 
-    def __call__(self, scores: Tensor, generator: torch.Generator) -> Tensor:
-        """Numbers of the rows to learn from, as many as there are scores.
+    def __call__(self, scores: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
+        """Numbers of the rows to learn from; none where there is none to draw from.
 
         Args:
             scores: (B,) finite, of all rows that may be drawn.
             generator: on the CPU, so that a seed gives the same rows everywhere.
+            count: of draws, at least 1; None draws as many as there are scores.
 
         Returns:
-            (B,) int64 in [0, B).
+            (count,) int64 in [0, B).
 
         Raises:
             ValueError: a score is not finite.
@@ -52,7 +53,7 @@ class ScoreResampling:
         if not len(scores):
             return torch.zeros(0, dtype=torch.int64, device=scores.device)
         weights = self.weights(scores.detach().double().cpu()) + 1e-8
-        return torch.multinomial(weights, len(scores), replacement=True, generator=generator).to(scores.device)
+        return torch.multinomial(weights, count or len(scores), replacement=True, generator=generator).to(scores.device)
 
     def weights(self, scores: Tensor) -> Tensor:
         """(B,) float64 w of each row.

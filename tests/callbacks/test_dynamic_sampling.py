@@ -1,6 +1,7 @@
 """Prompts whose responses all earn the same are replaced, up to a bound, and what fills the step teaches nothing."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -86,8 +87,22 @@ def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
 @pytest.mark.parametrize(
     ("sampling", "batch_size", "group_size", "rewards", "advantages", "told"),
     [
-        (DynamicSampling(3), 4, 2, ["a"], GRPO(), "prompts_per_step=3, which does not divide the data's batch_size 4"),
-        (DynamicSampling(2), 4, 1, ["a"], GRPO(), "compares the responses to one prompt: group_size is 1, not 2"),
+        (
+            DynamicSampling(3),
+            4,
+            2,
+            ["a"],
+            GRPO(),
+            "does not divide the data's batch_size 4: give a multiple",
+        ),
+        (
+            DynamicSampling(2),
+            4,
+            1,
+            ["a"],
+            GRPO(),
+            "responses to one prompt: group_size must be at least 2, got 1",
+        ),
         (
             DynamicSampling(2),
             4,
@@ -116,8 +131,8 @@ class GroupRun(Run):
 
     def __init__(self, directory, **options):
         super().__init__(directory, **options)
-        sgd = self.module.actor_optimizer
-        self.module = GRPOModule(TinyModel(), actor_optimizer=sgd, minibatch_size=2, max_grad_norm=None)
+        decaying = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        self.module = GRPOModule(TinyModel(), actor_optimizer=decaying, minibatch_size=2, max_grad_norm=None)
 
 
 def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_there(tmp_path):
@@ -142,5 +157,6 @@ def test_a_step_of_fillers_only_moves_nothing(tmp_path):
     run.fit()
     assert run.metrics["rollout/filled_fraction"] == 1.0
     assert not run.module.experience.mask.any()
+    assert run.metrics["policy/updates"] == 0  # decay alone would move the weights
     for one, other in zip(before, run.module.actor.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -8,7 +8,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf import ConversationDataModule, GRPOModule, PPOModule, PromptDataModule, ReMaxModule, SFTModule
+from lightning_rlhf import (
+    ConversationDataModule,
+    GRPOModule,
+    PPOModule,
+    PromptDataModule,
+    ReMaxModule,
+    RLOOModule,
+    SFTModule,
+)
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -361,3 +369,14 @@ def test_an_estimator_that_compares_responses_needs_at_least_two(run):
         ValueError, match=r"^GRPO compares the responses to one prompt: group_size must be at least 2, g"
     ):
         quiet_trainer(callbacks=[loop]).fit(module, datamodule=data)
+
+
+@pytest.mark.parametrize(("minibatch_size", "warned"), [(2, 1), (4, 0)])
+def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, minibatch_size, warned):
+    loop = RolloutLoop([RewardFunction(exact)], TransformersEngine(), group_size=2, max_response_tokens=2)
+    data = PromptDataModule(InMemory(ROWS), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
+    module = RLOOModule(TinyModel(), minibatch_size=minibatch_size)
+    with caplog.at_level(logging.WARNING):
+        quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True).fit(module, datamodule=data)
+    told = [record.message for record in caplog.records if "is right for one update per rollout" in record.message]
+    assert told == ["ReinforceLoss() is right for one update per rollout, this run makes 2"] * warned

@@ -11,12 +11,10 @@ from lightning_rlhf.functional.mismatch import (
     maxima_over_ranks,
     means_over_ranks,
     mismatch_metrics,
-    refuse_truncated_sampling,
     response_mean,
     spread_metrics,
     train_rollout_log_ratio,
 )
-from lightning_rlhf.types import SamplingParams
 from tests.helpers import (
     assert_close,
     float64,
@@ -255,25 +253,3 @@ def test_means_and_maxima_of_a_case_worked_by_hand():
     parts = {"some": (values, mask), "none": (values, none)}
     assert_close(list(means_over_ranks(parts, lambda v: v).values()), [7 / 3, math.nan], equal_nan=True)
     assert_close(list(maxima_over_ranks(parts, lambda v: v).values()), [4, math.nan], equal_nan=True)
-
-
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.9, 0), (1.0, 5), (0.5, 2)])
-def test_truncated_sampling_is_refused(top_p, top_k):
-    with pytest.raises(ValueError, match=rf"^samples to learn from need top_p=1 and top_k=0, got {top_p=}, {top_k=}: "):
-        refuse_truncated_sampling(SamplingParams(8, top_p=top_p, top_k=top_k))
-
-
-def test_whole_distributions_and_greedy_decoding_are_not_truncated():
-    refuse_truncated_sampling(SamplingParams(8, temperature=0.7))
-    refuse_truncated_sampling(SamplingParams(8, temperature=0.0, top_k=5))
-
-
-@properties
-@given(seeds, st.integers(1, 5))
-def test_why_truncated_sampling_is_refused_the_ratio_of_equal_policies_is_the_mass_that_was_kept(seed, top_k):
-    logprobs = normal(6, seed=seed).log_softmax(-1)
-    kept = logprobs.topk(top_k)
-    of_the_engine = kept.values.log_softmax(-1)
-    log_ratio = train_rollout_log_ratio(kept.values, of_the_engine, torch.ones(top_k, dtype=torch.bool))
-    assert_close(log_ratio.exp(), kept.values.exp().sum().expand(top_k), rtol=1e-9)
-    assert (log_ratio < 0).all()

@@ -102,7 +102,7 @@ def moves(estimator, micro_batch_tokens):
         ref=TinyModel(SMALL, seed=1, dtype="float64"),
         advantages=estimator,
         correction=RolloutCorrection.decoupled_token_is(),
-        kl_reward=KLTerm(0.1),
+        kl_reward=KLTerm(0.1 if estimator.reads_total_reward else 0.0),
         kl_loss=KLTerm(0.01, "k3"),
         ent_coef=0.01,
         actor_optimizer=sgd,
@@ -165,3 +165,19 @@ def test_importance_weights_on_top_of_a_ratio_that_is_one_are_refused(loss):
         RLHFModule(TinyModel(), policy_loss=loss, correction=correction)
     RLHFModule(TinyModel(), policy_loss=loss, correction=RolloutCorrection(bypass=True))
     RLHFModule(TinyModel(), policy_loss=tokens.ReinforceLoss(), correction=correction)
+
+
+def test_the_token_baseline_is_refused_where_nobody_asks_the_actor():
+    with pytest.raises(
+        ValueError, match=r"^OptimalTokenBaseline asks the actor about every response, which bypass leaves"
+    ):
+        RLHFModule(TinyModel(), advantages=returns.OptimalTokenBaseline(), correction=RolloutCorrection(bypass=True))
+
+
+@pytest.mark.parametrize("unseen", [{"reward_model": TinyModel()}, {"kl_reward": KLTerm(0.1)}])
+def test_what_gdpo_would_not_look_at_is_refused(unseen):
+    with pytest.raises(
+        ValueError, match=r"^GDPO looks at its own reward keys only, so that neither a reward_model nor"
+    ):
+        RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), **unseen)
+    RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), kl_loss=KLTerm(0.1, "k3"))

@@ -10,6 +10,7 @@ from lightning_rlhf import PPOModule, ReMaxModule, RLHFModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
@@ -210,3 +211,49 @@ def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_re
     first, again = (stepped(Recorded, resampling=ScoreResampling("pow"), **options) for _ in range(2))
     assert first.drawn == again.drawn == [2, 2, 2, 2]
     assert sorted(stepped(Recorded, **options).drawn) == [0, 1, 2, 3]
+
+
+def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
+    class Silent(PolicyLoss):
+        def __call__(self, logprobs, old_logprobs, advantages, mask, chosen=None):
+            return -advantages * (logprobs - old_logprobs).exp(), {}
+
+    options = {"policy_loss": Silent(), "actor_optimizer": partial(torch.optim.SGD, lr=0.5), "update_epochs": 4}
+    assert stepped(**options).metrics["policy/updates"] == 8
+    # before the second mini-batch's update the actor has moved; that update is still made
+    assert stepped(**options, target_kl=1e-9).metrics["policy/updates"] == 2
+
+
+def test_what_bypass_rejects_is_told():
+    rejections = (Rejection("k1", "sequence_mean", upper=1.001, lower=0.999),)
+    decoupled, bypass = (
+        stepped(
+            policy_loss=ReinforceLoss(), correction=RolloutCorrection("token", rejections=rejections, bypass=bypass)
+        )
+        for bypass in (False, True)
+    )
+    for name in ("rollout_corr/rejected_fraction", "rollout_corr/weight_mean"):
+        assert_close(bypass.metrics[name], decoupled.metrics[name], atol=1e-6)
+    assert bypass.metrics["rollout_corr/rejected_fraction"] == 1
+
+
+def test_resampling_draws_nothing_that_is_not_kept():
+    drawn = []
+
+    class Recorded(PPOModule):
+        def minibatches(self, experience):
+            for minibatch in super().minibatches(experience):
+                drawn.extend(minibatch.rollout.policy_version.tolist())
+                yield minibatch
+
+    rollout = rollout_of([Response([1], [2, 3], reward) for reward in (1.0, 1.0, 0.0, 0.1)], dtype=torch.float64)
+    rollout.kept[:2] = False
+    stepped(Recorded, rollout=rollout, minibatch_size=2, critic_optimizer=SGD, resampling=ScoreResampling("max_min"))
+    assert len(drawn) == 4
+    assert set(drawn) <= {2, 3}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_precisions_that_do_not_work_are_refused(precision):
+    with pytest.raises(ValueError, match=f"^precision must be 32-true or bf16-mixed, got {precision}; to keep whole"):
+        fit(RLHFModule(TinyModel(), minibatch_size=3), [rollout_of(ROWS)], precision=precision)

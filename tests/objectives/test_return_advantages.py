@@ -240,7 +240,7 @@ def test_rounding_below_0_is_no_energy():
 def test_defaults_and_what_each_needs():
     assert ReinforcePlusPlus() == ReinforcePlusPlus(gamma=1.0)
     assert OptimalTokenBaseline() == OptimalTokenBaseline(handle_zero_tail=True)
-    marks = ("needs_critic", "needs_groups", "needs_greedy", "needs_sum_pi_squared", "needs_final_values")
+    marks = ("needs_critic", "needs_groups", "needs_greedy", "needs_sum_pi_squared")
     for estimator, expected in (
         (ReinforcePlusPlus(), set()),
         (ReMax(), {"needs_greedy"}),

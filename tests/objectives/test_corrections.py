@@ -496,6 +496,21 @@ def test_huge_differences_give_finite_weights(level, mode, difference):
             assert math.isfinite(metrics["rollout_corr/rejected_fraction"])
 
 
+@pytest.mark.parametrize(("difference", "expected"), [(15.0, 20.0), (-15.0, -20.0), (7.0, 14.0)])
+def test_the_logarithm_of_a_responses_ratio_is_clamped_too(difference, expected):
+    old, mask = torch.full((1, 2), difference, dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    weights, _, _ = RolloutCorrection("sequence", math.inf)(old, torch.zeros_like(old), mask)
+    assert_close(weights.log(), [[expected, expected]], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("mean", "factor"), [(1.5e-8, 1.5e-8), (0.75e-8, 1.0)])
+def test_normalisation_divides_by_means_above_1e_8(mean, factor):
+    old, mask = float64([[mean, mean]]).log(), torch.ones(1, 2, dtype=torch.bool)
+    weights, _, metrics = RolloutCorrection("token", batch_normalize=True)(old, torch.zeros_like(old), mask)
+    assert_close(metrics["rollout_corr/batch_norm_factor"], factor, rtol=1e-9)
+    assert_close(weights, [[mean / factor] * 2], rtol=1e-9)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
 def test_a_batch_without_a_token_gives_weights_0(normalize, shape):

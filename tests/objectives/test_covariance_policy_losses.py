@@ -240,7 +240,14 @@ def test_equal_advantages_hold_a_random_share_and_not_every_token():
     assert chosen[0].tolist() != chosen[1].tolist()
 
 
-@pytest.mark.parametrize("objective", [KLCovLoss(share=0.3), ClipCovLoss(share=0.3, covariance_low=0.0)])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        KLCovLoss(share=0.3),
+        ClipCovLoss(share=0.3, covariance_low=0.0),
+        ClipCovLoss(share=1.0, covariance_low=-1.0),  # 0, which the covariance is outside, lies between the bounds
+    ],
+)
 @properties
 @given(mask=masks(), seed=seeds)
 def test_what_lies_outside_the_mask_is_never_chosen_and_makes_no_difference(objective, mask, seed):

@@ -292,6 +292,14 @@ def test_gdpo_keeps_a_reward_that_did_not_apply_from_the_others():
     assert_close(_of_rows(GDPO(("a", "b", "c"), eps=1e-12), inputs), [-half, 0, half, 0], rtol=1e-9)
 
 
+def test_gdpo_gives_exactly_0_where_nothing_could_be_compared():
+    # The batch's mean is 0 but for rounding, and that error is nothing to learn.
+    values = [0.1, 0.7, 0.25, 0.9, 0.3, 0.6, 5.0]
+    plain = outcomes([0] * 7, [0, 0, 0, 1, 1, 1, 2])
+    inputs = AdvantageInputs(plain.token_rewards, plain.mask, plain.group, rewards={"only": float64(values)})
+    assert _of_rows(GDPO(("only",)), inputs)[-1] == 0
+
+
 def test_gdpo_by_default_weighs_all_rewards_by_1():
     inputs = recorded()
     for ours, expected in zip(GDPO(("0", "2"))(inputs), GDPO(("0", "2"), (1.0, 1.0))(inputs), strict=True):

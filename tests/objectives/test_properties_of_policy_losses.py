@@ -353,3 +353,7 @@ def test_hyper_parameters_cannot_change(case):
 
 def test_only_the_covariance_losses_choose_tokens():
     assert [name for name, case in CASES.items() if case.loss.chooses_tokens] == ["clip_cov", "kl_cov"]
+
+
+def test_only_the_plain_policy_gradient_has_no_ratio():
+    assert [name for name, case in CASES.items() if not case.loss.uses_ratio] == ["reinforce"]

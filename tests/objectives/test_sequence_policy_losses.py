@@ -110,11 +110,12 @@ def test_vespo_of_a_case_worked_by_hand():
     assert_close(weight[:2, 0], [3 * math.exp(-4), 81 * math.exp(-1)])
 
 
-def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away():
+@pytest.mark.parametrize(("old", "expected"), [(10.0, -2 + 1e-9), (-10.0, 2 + 1e-9 * (1 - math.exp(20)))])
+def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away(old, expected):
     weight = VESPOLoss(k_pos=0.1, lambda_pos=1e-9)(
-        torch.zeros(1, 4), torch.full((1, 4), 10.0), torch.ones(1, 4), torch.ones(1, 4).bool()
+        torch.zeros(1, 4), torch.full((1, 4), old), torch.ones(1, 4), torch.ones(1, 4).bool()
     )[1]["sequence_weight"]
-    assert_close(weight, [[math.exp(-2)] * 4], rtol=1e-6)  # 40 nats would be e^-4
+    assert_close(weight, [[math.exp(expected)] * 4], rtol=1e-6)  # 40 nats would be e^-4, and 0
 
 
 @pytest.mark.parametrize("objective", [GSPOLoss(0.1, 0.2), LUSPOLoss(0.1, 0.2), GMPOLoss()])

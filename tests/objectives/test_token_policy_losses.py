@@ -98,6 +98,16 @@ def test_dppo_by_total_variation_of_a_case_worked_by_hand():
     assert_close(diagnostics["capped_fraction"], [[0, 0, 0, 0], [0, 1, 0, 0]])
 
 
+def test_dppo_keeps_a_token_at_its_bound():
+    class Fixed(DPPOTotalVariationLoss):
+        def divergence(self, logprobs, old_logprobs):
+            return torch.full_like(logprobs, 0.25)
+
+    for at, (low, high) in enumerate([(0.25, 0.1), (0.1, 0.25)]):
+        dropped = call(Fixed(low, high), [-3, -1], [-2, -2], [-1, 1])[2]["dropped_fraction"]
+        assert dropped.tolist() == [at, 1 - at]
+
+
 def test_dppo_by_bernoulli_kl_of_a_case_worked_by_hand():
     # from 1/2 to 3/4: (ln(2/3) + ln 2) / 2 = ln(4/3) / 2 = 0.1438410; to 1/4 the same by symmetry
     half, quarter = math.log(0.5), math.log(0.25)

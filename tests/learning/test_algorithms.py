@@ -11,34 +11,34 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# Least share of right answers on 512 held-out problems, sampled and greedy, after the last step. The figures that the
-# bounds keep their distance from are in configs/README.md.
+# Least share of right answers on 512 held-out problems, sampled and greedy, after the last step: 0.04 and 0.03 below the
+# worse of two seeds, which are in configs/README.md. Another processor rounds otherwise, so its samples are others.
 BOUNDS = {
-    "bypass": (0.85, 0.90),
-    "cispo": (0.85, 0.90),
-    "clip_cov": (0.85, 0.90),
-    "dapo": (0.85, 0.90),
-    "dppo": (0.85, 0.90),
-    "dr_grpo": (0.85, 0.90),
-    "dro": (0.85, 0.90),
-    "gdpo": (0.85, 0.90),
-    "gmpo": (0.85, 0.90),
-    "gpg": (0.85, 0.90),
-    "grpo": (0.85, 0.90),
-    "grpo_passk": (0.85, 0.90),
-    "gspo": (0.85, 0.90),
-    "kl_cov": (0.85, 0.90),
-    "luspo": (0.85, 0.90),
-    "opo": (0.85, 0.90),
-    "optimal_token_baseline": (0.85, 0.90),
-    "pf_ppo": (0.85, 0.90),
-    "reinforce_plus_plus": (0.85, 0.90),
-    "reinforce_plus_plus_baseline": (0.85, 0.90),
-    "remax": (0.85, 0.90),
-    "rloo": (0.85, 0.90),
-    "sapo": (0.85, 0.90),
-    "tis": (0.85, 0.90),
-    "vespo": (0.85, 0.90),
+    "bypass": (0.91, 0.95),
+    "cispo": (0.92, 0.96),
+    "clip_cov": (0.91, 0.95),
+    "dapo": (0.93, 0.96),
+    "dppo": (0.91, 0.95),
+    "dr_grpo": (0.91, 0.95),
+    "dro": (0.90, 0.94),
+    "gdpo": (0.91, 0.95),
+    "gmpo": (0.91, 0.94),
+    "gpg": (0.89, 0.94),
+    "grpo": (0.90, 0.95),
+    "grpo_passk": (0.92, 0.95),
+    "gspo": (0.90, 0.95),
+    "kl_cov": (0.91, 0.94),
+    "luspo": (0.90, 0.94),
+    "opo": (0.89, 0.95),
+    "optimal_token_baseline": (0.89, 0.92),
+    "pf_ppo": (0.91, 0.95),
+    "reinforce_plus_plus": (0.90, 0.95),
+    "reinforce_plus_plus_baseline": (0.91, 0.95),
+    "remax": (0.91, 0.95),
+    "rloo": (0.90, 0.95),
+    "sapo": (0.92, 0.96),
+    "tis": (0.91, 0.95),
+    "vespo": (0.91, 0.95),
 }
 
 

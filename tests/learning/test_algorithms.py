@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.mark.timeout(900)]
 
-# Least share of right answers on 512 held-out problems, sampled and greedy, after the last step: 0.04 and 0.03 below the
-# worse of two seeds, which are in configs/README.md. Another processor rounds otherwise, so its samples are others.
+# Least share of right answers on 512 held-out problems, sampled and greedy, after the last step: 0.04 and 0.03 below
+# the worse of two seeds, which are in configs/README.md. Another processor rounds otherwise, so its samples are others.
 BOUNDS = {
     "bypass": (0.91, 0.95),
     "cispo": (0.92, 0.96),

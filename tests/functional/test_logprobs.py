@@ -115,9 +115,10 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
         assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_by_default_logits_are_neither_scaled_nor_capped():
+def test_by_default_logits_are_neither_scaled_nor_capped_and_probabilities_not_squared():
     hidden, weight, bias, targets = _head(5, seed=5)
     expected = token_scores(hidden @ weight.T + bias, targets)
+    assert expected.sum_pi_squared is chunked_token_scores(hidden, weight, bias, targets).sum_pi_squared is None
     for ours, exact in zip(chunked_token_scores(hidden, weight, bias, targets)[:2], expected[:2], strict=True):
         assert_close(ours, exact, atol=1e-6)
 

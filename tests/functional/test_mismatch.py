@@ -205,6 +205,21 @@ def test_probabilities_that_do_not_vary_have_no_correlation():
     assert math.isnan(mismatch_metrics(train, normal(3, 7, seed=1), mask)["rollout_corr/prob_correlation"])
 
 
+@pytest.mark.parametrize(("reach", "expected"), [(1.2e-12, 1.0), (0.8e-12, math.nan)])
+def test_probabilities_must_vary_by_more_than_rounding_to_have_a_correlation(reach, expected):
+    logprobs, mask = float64([[0.1 - reach, 0.1 + reach]]).log(), torch.ones(1, 2, dtype=torch.bool)
+    ours = mismatch_metrics(logprobs, logprobs, mask)["rollout_corr/prob_correlation"]
+    assert_close(ours, expected, rtol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize(("difference", "expected"), [(15.0, 20.0), (-15.0, -20.0), (7.0, 14.0)])
+def test_the_logarithm_of_a_responses_ratio_is_clamped_too(difference, expected):
+    train, mask = torch.full((1, 2), difference - 15), torch.ones(1, 2, dtype=torch.bool)
+    metrics = mismatch_metrics(train, torch.full((1, 2), -15.0), mask)
+    assert_close(math.log(metrics["rollout_corr/sequence_ratio_mean"]), expected, rtol=1e-12)
+    assert_close(metrics["rollout_corr/chi2_sequence"], math.expm1(2 * expected), rtol=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
 def test_metrics_of_no_token_are_nan_and_no_error(shape):
     mask = torch.zeros(shape, dtype=torch.bool)

@@ -141,6 +141,12 @@ def test_the_statistic_of_sequence_max_is_that_of_the_policy_token_farthest_out(
         assert_close(Rejection(statistic, "sequence_max", upper, lower).values(log_ratio, mask), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("level", LEVELS.values())
+def test_a_rejection_keeps_tokens_of_the_mask_alone(level):
+    mask = torch.tensor([[True, False, True], [False, False, False]])
+    assert Rejection("k1", level, 2.0).keep(torch.zeros(2, 3), mask).tolist() == mask.tolist()
+
+
 def test_bounds_belong_to_what_they_bound():
     zero, mask = float64([[0.0]]), torch.tensor([[True]])
     ratio, k3 = float64(1.0).exp().item(), (float64(1.0).expm1() - 1).item()

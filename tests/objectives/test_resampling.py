@@ -74,6 +74,13 @@ def test_rows_are_drawn_as_often_as_their_weights_say(method):
     assert (share - weights / weights.sum()).abs().max() < 0.021
 
 
+def test_rows_of_weight_0_are_drawn_with_a_chance_of_1e_8():
+    scores = torch.cat([torch.ones(1), torch.zeros(1_000_000)])
+    rows = ScoreResampling()(scores, _seeded())
+    # 1e6 rows of 1e-8 against one of 1; the share's standard deviation is 1e-4.
+    assert_close((rows > 0).double().mean(), 0.01 / 1.01, rtol=0, atol=6e-4)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scores", [[0.0, 0.0, 0.0], [5.0], [1e200, -1e200, 1.0], [1e-300, 2e-300], [-2.0, -2.0]])
 def test_extreme_scores_give_rows_of_the_batch(method, scores):

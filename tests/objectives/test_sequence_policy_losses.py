@@ -87,6 +87,17 @@ def test_gmpo_of_a_case_worked_by_hand():
     assert_close(diagnostics["clip_fraction"], [[1, 0, 0], [0, 0, 1]])
 
 
+def test_gmpo_bounds_a_token_of_advantage_0_from_below_alone():
+    # 3 ln 2 stays and -3 ln 2 becomes -ln 2: rho = exp((3 - 1 + 1) ln 2 / 3) = 2, mean A = 1/3
+    losses, _ = GMPOLoss(LN2, LN2)(
+        float64([[3 * LN2, -3 * LN2, 3 * LN2]]) - 1,
+        torch.full((1, 3), -1.0),
+        float64([[0, 0, 1]]),
+        torch.ones(1, 3) > 0,
+    )
+    assert_close(losses, [[-2 / 3] * 3])
+
+
 def test_gmpo_takes_the_mean_of_advantages_that_differ_in_a_response():
     # mean A = 1 over two tokens, rho = exp((ln 2 + 0) / 2)
     losses, _ = GMPOLoss(9.0, 9.0)(

@@ -71,8 +71,9 @@ class Console(Callback):
     ) -> None:
         """One line."""
         if trainer.global_step % self.every_n_steps == 0:
-            rules = [name for name in trainer.callback_metrics if name.startswith("reward/")]
-            self._line(trainer, (*_LINE_METRICS, *(name for name in rules if name not in _LINE_METRICS)))
+            loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
+            rules = [f"reward/{reward.label}" for loop in loops for reward in loop.rewards]
+            self._line(trainer, (*_LINE_METRICS, *rules))
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """One line."""

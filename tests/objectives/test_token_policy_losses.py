@@ -14,6 +14,7 @@ from lightning_rlhf.objectives.policy_losses import (
     DROLoss,
     ReinforceLoss,
     SAPOLoss,
+    policy_inputs,
 )
 from tests.helpers import assert_close, float64, golden
 
@@ -82,6 +83,14 @@ def test_dro_pulls_back_with_the_force_of_20_nats_from_beyond():
     assert_close(gradient, [-20, 20, -20])
 
 
+def test_log_probabilities_lie_within_10000_and_are_0_outside_the_mask():
+    values = float64([[-2e4, 2e4, -3, torch.nan]])
+    logprobs, old, advantages = policy_inputs(values, -values, values, torch.tensor([[True, True, True, False]]))
+    assert logprobs.tolist() == [[-1e4, 1e4, -3, 0]]
+    assert old.tolist() == [[1e4, -1e4, 3, 0]]
+    assert advantages.tolist() == [[-2e4, 2e4, -3, 0]]
+
+
 def test_dppo_by_total_variation_of_a_case_worked_by_hand():
     # from 0.4 to 0.5, 0.6 and 0.3, 0.2; bounds 0.15 up and 0.1 + down
     # A = 1:  up by 0.1 stays, up by 0.2 is dropped, down stays however far
@@ -98,7 +107,7 @@ def test_dppo_by_total_variation_of_a_case_worked_by_hand():
     assert_close(diagnostics["capped_fraction"], [[0, 0, 0, 0], [0, 1, 0, 0]])
 
 
-def test_dppo_keeps_a_token_at_its_bound():
+def test_dppo_keeps_a_token_at_a_bound_and_the_ratio_at_its_cap():
     class Fixed(DPPOTotalVariationLoss):
         def divergence(self, logprobs, old_logprobs):
             return torch.full_like(logprobs, 0.25)
@@ -106,6 +115,9 @@ def test_dppo_keeps_a_token_at_its_bound():
     for at, (low, high) in enumerate([(0.25, 0.1), (0.1, 0.25)]):
         dropped = call(Fixed(low, high), [-3, -1], [-2, -2], [-1, 1])[2]["dropped_fraction"]
         assert dropped.tolist() == [at, 1 - at]
+    # An advantage of 0 is dropped where it fell; a ratio of 1 is not above a cap of 1.
+    assert call(Fixed(0.1, 0.1), [-3, -1], [-2, -2], [0, 0])[2]["dropped_fraction"].tolist() == [1, 0]
+    assert call(Fixed(9.0, 9.0, 1.0), [-2, -1], [-2, -2], [1, 1])[2]["capped_fraction"].tolist() == [0, 1]
 
 
 def test_dppo_by_bernoulli_kl_of_a_case_worked_by_hand():
@@ -128,7 +140,9 @@ def test_a_certain_token_has_a_finite_divergence():
     certain, likely = float64([0.0]), float64([-1e-12])
     for new, old in ((certain, certain), (certain, likely), (likely, certain)):
         assert_close(DPPOBernoulliKLLoss().divergence(new, old), [0.0], atol=1e-9)
-    assert DPPOBernoulliKLLoss().divergence(certain, float64([-1.0])).item() > 5
+    # from 1/4 to 1: ln(1/4) / 4 + 3/4 ln(3/4 / 1e-8)
+    expected = math.log(0.25) / 4 + 0.75 * math.log(0.75e8)
+    assert_close(DPPOBernoulliKLLoss().divergence(certain, float64([0.25]).log()), [expected], rtol=1e-12)
 
 
 PEERS = {

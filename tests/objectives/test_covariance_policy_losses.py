@@ -200,6 +200,29 @@ def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
         assert torch.cat(parts).tolist() == whole.tolist()
 
 
+@settings(properties, max_examples=25)
+@given(mask=masks(min_rows=2), seed=seeds)
+def test_clip_cov_draws_its_share_over_all_ranks(mask, seed):
+    arguments, bounds = batch(mask, seed), {"covariance_low": -1.0, "covariance_high": 1.0}
+    candidates = ClipCovLoss(share=1.0, **bounds).choose(*arguments, seeded(), this_rank_only)
+
+    def rank(rows, number):
+        part = [tensor[rows] for tensor in arguments]
+        return lambda reduce: ClipCovLoss(share=0.3, **bounds).choose(*part, seeded(number), reduce)
+
+    chosen = torch.cat(over_ranks(rank(slice(None, 1), 1), rank(slice(1, None), 2)))
+    assert chosen.sum() == min(candidates.sum(), max(1, math.floor(0.3 * mask.sum())))
+    assert not (chosen & ~candidates).any()
+
+
+@pytest.mark.parametrize("count", [1, 7, 41, 80, 121])
+def test_the_largest_of_numbers_of_all_sizes(count):
+    sizes = torch.logspace(-300, 300, 80, dtype=torch.float64)
+    values = torch.cat([sizes, -sizes, torch.zeros(1)])[torch.randperm(161, generator=seeded())]
+    chosen = choose_largest(values, values.isfinite(), count, seeded(), this_rank_only)
+    assert sorted(values[chosen].tolist()) == sorted(values.tolist())[-count:]
+
+
 @properties
 @given(seed=seeds, sizes=st.lists(st.integers(0, 6), min_size=1, max_size=3), count=st.integers(1, 12))
 def test_the_largest_over_ranks_are_exactly_as_many_as_asked_for_even_with_ties(seed, sizes, count):

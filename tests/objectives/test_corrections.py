@@ -27,6 +27,7 @@ from tests.helpers import (
 LEVELS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 PRESETS = sorted(golden("corrections")["outputs"]["presets"])
 FURTHER = sorted(set(golden("corrections")["outputs"]["further"]) - {"token_k1_inverted"})
+LN2 = math.log(2)
 MASK = torch.tensor([[True, True], [True, False]])
 rejections = st.one_of(
     st.builds(
@@ -157,6 +158,9 @@ def test_bounds_belong_to_what_they_bound():
         for name in ("above_fraction", "below_fraction", "sequence_above_fraction", "sequence_below_fraction"):
             assert metrics[f"rollout_corr/{name}"] == 0
         assert Rejection("k1", "token", upper, lower).keep(float64([[sign]]), mask).all()
+    for level in LEVELS.values():
+        metrics = RolloutCorrection(rejections=(Rejection("k1", level, 4.0, 0.5),))(float64([[-LN2]]), zero, mask)[2]
+        assert metrics[f"rollout_corr/{level}_k1_below_fraction"] == 0
     for statistic, upper in (("k2", 0.5), ("k3", k3)):
         for level in LEVELS.values():
             correction = RolloutCorrection(rejections=(Rejection(statistic, level, upper),))

@@ -195,8 +195,8 @@ def test_best_and_majority_refuse_draws_that_are_no_part_of_the_samples(k):
 
 def test_majority_at_k_of_a_case_worked_by_hand():
     # a a b c None with rewards 1 1 0 0.5 -1; of the ten draws of three
-    #   aab aac aaN: a, 1 each;  abc twice: a, b, c tie, 0.5 each;  abN twice: tie of a and b, 0.5 each
-    #   acN twice: tie of a and c, 0.75 each;  bcN: tie of b and c, 0.25
+    #   aab aac aa-: a, 1 each;  abc twice: a, b, c tie, 0.5 each;  ab- twice: tie of a and b, 0.5 each
+    #   ac- twice: tie of a and c, 0.75 each;  bc-: tie of b and c, 0.25
     answers, rewards = ["a", "b", "a", "c", None], [1.0, 0.0, 1.0, 0.5, -1.0]
     assert_close(majority_at_k(answers, rewards, 3), (3 + 1 + 1 + 1.5 + 0.25) / 10, **EXACT)
     assert_close(majority_at_k(answers, rewards, 1), 1.5 / 5, **EXACT)  # alone, a response without answer wins

@@ -176,7 +176,7 @@ def main() -> None:
             "rloo": record_trl(applied, "rloo", normalize_advantages=False, beta=0.0),
         },
     }
-    text = re.sub(r"\bNaN\b", "\"nan\"", json.dumps(record, indent=1, default=Tensor.tolist))
+    text = re.sub(r"\bNaN\b", '"nan"', json.dumps(record, indent=1, default=Tensor.tolist))
     one_line_per_row = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
     Path(__file__).with_name("advantages.json").write_text(one_line_per_row + "\n")
 

@@ -295,6 +295,11 @@ def test_score_norm_is_the_squared_length_of_the_gradient_with_respect_to_the_lo
     assert_close(found["variance/score_norm_mean"], (logits.grad**2).sum(), **EXACT)
 
 
+def test_a_squared_length_is_not_negative_even_if_rounding_says_so():
+    one = torch.ones(1, 1)
+    assert set(gradient_power(one, 0 * one, one - 1e-6, one.bool()).values()) == {0.0, 1.0}
+
+
 @properties
 @given(masks(), seeds)
 def test_gradient_power_is_the_loop_whatever_lies_outside_the_mask(mask, seed):

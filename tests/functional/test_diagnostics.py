@@ -353,6 +353,7 @@ def test_ordered_share_counts_pairs_and_half_the_ties(better, worse):
         ([math.inf], [0.0], 1.0),
         ([-math.inf], [0.0], 0.0),
         ([math.nan, 1.0], [0.0], math.nan),
+        ([0.0], [math.nan, 1.0], math.nan),
     ],
 )
 def test_ordered_share_of_infinite_scores_and_of_scores_that_are_no_numbers(better, worse, share):
@@ -399,6 +400,12 @@ def test_ordered_share_of_nothing_is_nan():
 def test_wilson_interval_has_the_published_bounds(successes, trials, low, high):
     # "Two-sided confidence intervals for the single proportion", Newcombe 1998, table I, method 3; the last mirrored
     assert_close(torch.tensor(wilson_interval(successes, trials)), torch.tensor([low, high]), rtol=0, atol=6e-5)
+
+
+def test_wilson_bounds_do_not_leave_0_and_1_by_rounding():
+    for trials in range(1, 40):
+        assert wilson_interval(0, trials)[0] == 0
+        assert wilson_interval(trials, trials)[1] == 1
 
 
 def test_wilson_interval_is_that_of_statsmodels():

@@ -335,6 +335,7 @@ def test_defaults_and_what_each_needs():
     assert GDPO(("a",)) == GDPO(("a",), reward_weights=None, eps=1e-6)
     for estimator in ESTIMATORS:
         assert estimator.needs_groups
+        assert estimator.reads_total_reward == (not isinstance(estimator, GDPO))
         for mark in ("needs_critic", "needs_greedy", "needs_sum_pi_squared"):
             assert not getattr(estimator, mark)
 

@@ -103,6 +103,10 @@ def test_the_same_seed_draws_the_same_rows_and_scaling_changes_nothing():
     assert not rows[0].equal(rows[3])
 
 
+def test_as_many_rows_are_drawn_as_asked_for():
+    assert ScoreResampling()(torch.ones(3), _seeded(), 7).shape == (7,)
+
+
 def test_no_scores_give_no_rows():
     assert ScoreResampling()(torch.zeros(0), _seeded()).shape == (0,)
 

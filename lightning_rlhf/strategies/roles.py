@@ -4,44 +4,103 @@ The LightningModule itself is never wrapped; each of its roles (actor, critic, r
 ever called through :meth:`Roles.role`, from the training step, from callbacks and from validation alike.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_rlhf.strategies.single import LocalRoles
+from lightning_rlhf.compat import step_optimizer
+from lightning_rlhf.strategies.names import OURS
 
 
-@runtime_checkable
-class Roles(Protocol):
-    """What a module asks of a strategy."""
+class Roles:
+    """What a module asks of a strategy; as it stands, in one process.
+
+    Strategies inherit from it beside one of Lightning's and override what several processes need. Every method that
+    all ranks take part in says so: it must be called on every rank, in the same order.
+    """
+
+    data_rank = 0  # which share of each batch this process has, in [0, data_ranks)
+    data_ranks = 1  # shares of a batch; ranks that split tensors between them have the same one
+    gradient_scale = 1.0  # what a local loss is multiplied by so that the reduction gives the gradient of the sum
+
+    @property
+    def module(self) -> Any:
+        """The module: one attribute per role, ``trained_roles`` in the order of its optimizers, ``frozen_roles``."""
+        return self.lightning_module  # type: ignore[attr-defined]
+
+    def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build a role where and how its weights are to lie. All ranks.
+
+        Args:
+            name: of the role.
+            build: loads or makes the model, in the mode and with the gradients it is to have.
+        """
+        return build()
 
     def role(self, name: str) -> Callable[..., Any]:
-        """The callable that runs the role's forward."""
+        """The callable that runs the role's forward; the only way to call a model. Calling it: all ranks."""
+        called: Callable[..., Any] = getattr(self.module, name)
+        return called
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
         """Around forward and backward of one micro-batch; ``sync`` only on the last of a mini-batch."""
+        return nullcontext()
+
+    def backward_role(self, name: str, loss: Tensor) -> None:
+        """Add the gradients of a loss to those of a trained role. All ranks."""
+        self.module.manual_backward(loss)
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """Clip the role's gradients to a global norm (None leaves them) and return the norm before clipping."""
+        """Clip the role's gradients to a global norm (None leaves them); the norm before clipping. All ranks."""
+        parameters = [p for p in getattr(self.module, name).parameters() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
 
     def step_role(self, name: str) -> None:
-        """One optimizer step of a trained role, then gradients cleared."""
+        """One optimizer step of a trained role, then gradients cleared. All ranks."""
+        step_optimizer(self.module, self.module.trained_roles.index(name))
 
     def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, full tensor), valid until the next one; every rank must exhaust it."""
+        """(transformers name, whole tensor), tied ones once, each valid until the next; all ranks exhaust it."""
+        for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
+            yield parameter_name, parameter.detach()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks that hold different data."""
+        """The sum of a tensor over all shares of the data. All ranks."""
+        return value
 
     def max_over_ranks(self, value: Tensor) -> Tensor:
-        """The elementwise maximum of a tensor over the same ranks."""
+        """The elementwise maximum of a tensor over the same shares. All ranks."""
+        return value
+
+    def gather_over_ranks(self, value: Tensor) -> Tensor:
+        """Rows of all shares below each other, in the order of ``data_rank``. All ranks.
+
+        Args:
+            value: (n,) or (n, w); n and w may differ between ranks, narrow rows are padded with zeros.
+        """
+        return value
+
+
+class PlainRoles(Roles):
+    """The contract for a strategy of Lightning's own with a single device.
+
+    Args:
+        module: whose roles they are.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
 
     @property
-    def gradient_scale(self) -> float:
-        """What a local loss is multiplied by so that the strategy's reduction gives the gradient of the sum."""
+    def module(self) -> Any:
+        """The module."""
+        return self._module
 
 
 def roles_of(module: LightningModule) -> Roles:
@@ -54,8 +113,9 @@ def roles_of(module: LightningModule) -> Roles:
     if isinstance(trainer.strategy, Roles):
         return trainer.strategy
     if trainer.world_size == 1:
-        return LocalRoles(module)
+        return PlainRoles(module)
+    name = type(trainer.strategy).__name__
     raise RuntimeError(
-        f"{type(trainer.strategy).__name__} wraps the whole module, but actor, critic, reference and reward model "
-        f"are trained and sharded one by one; run with devices=1 (strategy='auto')"
+        f"{name} wraps the whole module, but actor, critic, reference and reward model are trained and sharded one by "
+        f"one: take strategy={OURS.get(name, 'rlhf_ddp')!r}"
     )

@@ -1,54 +1,42 @@
 """One process: each role is the plain module."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from __future__ import annotations
+
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_rlhf.compat import step_optimizer
+from lightning_rlhf.strategies.roles import Roles
 
 
-class LocalRoles:
-    """The role contract in one process, for any strategy with a single device.
+class RLHFSingleDeviceStrategy(Roles, SingleDeviceStrategy):
+    """One device, with checkpoints that every other role strategy reads too.
 
     Args:
-        module: has one attribute per role, and ``trained_roles`` in the order of its optimizers.
+        **kwargs: of Lightning's ``SingleDeviceStrategy``.
     """
 
-    gradient_scale = 1.0
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
+        self.num_nodes = 1
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module: Any = module
+    @property
+    def root_device(self) -> torch.device:
+        """The device that the Trainer was given."""
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
-    def role(self, name: str) -> Callable[..., Any]:
-        """The module of that role."""
-        return getattr(self._module, name)
+    def setup_environment(self) -> None:
+        """Refuse several processes.
 
-    def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Nothing to synchronise."""
-        return nullcontext()
-
-    def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :class:`lightning_rlhf.strategies.roles.Roles`."""
-        parameters = [p for p in getattr(self._module, name).parameters() if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
-
-    def step_role(self, name: str) -> None:
-        """See :class:`lightning_rlhf.strategies.roles.Roles`."""
-        step_optimizer(self._module, self._module.trained_roles.index(name))
-
-    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Parameters under the names of ``save_pretrained``, tied ones once."""
-        for parameter_name, parameter in getattr(self._module, name).lm.named_parameters():
-            yield parameter_name, parameter.detach()
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The value itself."""
-        return value
-
-    def max_over_ranks(self, value: Tensor) -> Tensor:
-        """The value itself."""
-        return value
+        Raises:
+            ValueError: the Trainer was given more than one device or node.
+        """
+        count = len(self.parallel_devices or [0]) * self.num_nodes
+        if count > 1:
+            raise ValueError(
+                f"rlhf_single runs in one process, the Trainer was given {count} devices: take rlhf_ddp, rlhf_fsdp or "
+                f"rlhf_deepspeed_stage_3, or devices: 1"
+            )
+        super().setup_environment()

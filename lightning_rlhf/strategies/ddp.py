@@ -1,0 +1,42 @@
+"""DDP: every process holds all roles whole and learns from its share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_rlhf.strategies.distributed import DistributedRoles
+
+
+class RLHFDDPStrategy(DistributedRoles, DDPStrategy):
+    """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
+
+    Args:
+        **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**({"broadcast_buffers": False, "gradient_as_bucket_view": True} | kwargs))
+        self._engines: dict[str, DistributedDataParallel] = {}
+
+    def configure_ddp(self) -> None:
+        """Wrap the trained roles; frozen ones have no gradients to exchange."""
+        for name in self.module.trained_roles:
+            self._engines[name] = self._setup_model(getattr(self.module, name))
+
+    def role(self, name: str) -> Callable[..., Any]:
+        """See :meth:`Roles.role`."""
+        return self._engines.get(name) or super().role(name)
+
+    def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
+        """Exchange gradients only with the last micro-batch."""
+        return nullcontext() if sync else self._engines[name].no_sync()
+
+    def teardown(self) -> None:
+        """Drop the wrappers."""
+        self._engines.clear()
+        super().teardown()

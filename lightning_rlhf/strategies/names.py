@@ -1,0 +1,35 @@
+"""Names of the role strategies, and what Lightning's own names become."""
+
+from __future__ import annotations
+
+# Of Lightning's strategy classes, which one here does the same for roles.
+OURS = {
+    "SingleDeviceStrategy": "rlhf_single",
+    "DDPStrategy": "rlhf_ddp",
+    "FSDPStrategy": "rlhf_fsdp",
+    "ModelParallelStrategy": "rlhf_fsdp",
+    "DeepSpeedStrategy": "rlhf_deepspeed_stage_3",
+}
+
+
+def our_name(strategy: str, processes: int) -> str:
+    """The role strategy that a plain name of Lightning's stands for; any other name is left as it is.
+
+    Args:
+        strategy: what a configuration says: ``auto``, ``ddp``, ``fsdp``, ``deepspeed_stage_2_offload``, ...
+        processes: over all nodes.
+    """
+    name = strategy.lower()
+    if name == "auto":
+        return "rlhf_ddp" if processes > 1 else "rlhf_single"
+    if name in ("single_device", "fsdp", "ddp"):
+        return f"rlhf_{name.removesuffix('_device')}"
+    if name in ("ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"):
+        return "rlhf_ddp"
+    if name == "fsdp_cpu_offload":
+        return "rlhf_fsdp_offload"
+    if name == "deepspeed":
+        return "rlhf_deepspeed_stage_2"  # the stage of Lightning's own default
+    if name.startswith("deepspeed_stage_") and not name.endswith("nvme"):
+        return f"rlhf_{name}"
+    return strategy

@@ -63,35 +63,50 @@ class DynamicSampling:
                 f"leave dynamic_sampling out"
             )
 
-    def __call__(self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout]) -> tuple[Rollout, dict[str, float]]:
-        """The rollout of ``prompts_per_step`` prompts.
+    def __call__(
+        self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout], ranks: int = 1
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout of this rank's part of ``prompts_per_step`` prompts.
 
         Args:
-            batch: prompts, a multiple of ``prompts_per_step``.
+            batch: prompts, a multiple of that part.
             roll: generates and judges the responses to some prompts.
+            ranks: that share the step; each has as many prompts to find.
 
         Returns:
-            The rollout, and what was generated for it, as metrics.
+            The rollout, and counts of what was generated for it, for :meth:`metrics`.
         """
+        wanted = self.prompts_per_step // ranks
         with_contrast, without, rewards = list[Rollout](), list[Rollout](), list[Tensor]()
         found = generated = 0
-        while found < self.prompts_per_step and generated < len(batch):
-            rollout = roll(batch[generated : generated + self.prompts_per_step])
+        while found < wanted and generated < len(batch):
+            rollout = roll(batch[generated : generated + wanted])
             rewards.append(rollout.reward)
             contrast = self._contrast(rollout)
             found += int(rollout.group[contrast].unique().numel())
-            generated += self.prompts_per_step
+            generated += wanted
             with_contrast.append(rollout[contrast])
             without.append(replace(rollout[~contrast], kept=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
         every = concatenate([part for part in (*with_contrast, *without) if len(part)])
-        size = len(rewards[0]) // self.prompts_per_step
-        rows = every[list(range(self.prompts_per_step * size))]
-        rows = replace(rows, group=torch.arange(self.prompts_per_step).repeat_interleave(size))
+        size = len(rewards[0]) // wanted
+        rows = every[list(range(wanted * size))]
+        rows = replace(rows, group=torch.arange(wanted).repeat_interleave(size))
+        reward = torch.cat(rewards)
         return rows, {
-            "rollout/generated_prompts": float(generated),
-            "rollout/contrast_fraction": found / generated,
-            "rollout/filled_fraction": max(self.prompts_per_step - found, 0) / self.prompts_per_step,
-            "reward/generated_mean": torch.cat(rewards).mean().item(),
+            "generated": float(generated),
+            "found": float(found),
+            "missing": float(max(wanted - found, 0)),
+            "reward": reward.double().sum().item(),
+            "responses": float(len(reward)),
+        }
+
+    def metrics(self, counts: dict[str, float]) -> dict[str, float]:
+        """What a step's log says of the counts of all ranks together."""
+        return {
+            "rollout/generated_prompts": counts["generated"],
+            "rollout/contrast_fraction": counts["found"] / counts["generated"],
+            "rollout/filled_fraction": counts["missing"] / self.prompts_per_step,
+            "reward/generated_mean": counts["reward"] / counts["responses"],
         }
 
     def _contrast(self, rollout: Rollout) -> Tensor:

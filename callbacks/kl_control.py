@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.modules.base import RLHFModule
@@ -41,7 +42,8 @@ class KLControl(Callback):
         """One step of the controller, on the KL that all ranks measured; none while only the critic learns."""
         if not pl_module.actor_learns:
             return
-        responses = len(pl_module.experience) * trainer.world_size
+        count = torch.tensor(float(len(pl_module.experience)), device=pl_module.device)
+        responses = int(pl_module.roles.sum_over_ranks(count))
         kl = float(trainer.callback_metrics["kl/ref"])
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 

@@ -99,7 +99,7 @@ class PolicyCheck(Callback):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         batch = PromptBatch(list(range(len(rows))), ids, texts, columns)
-        directory = Path(trainer.default_root_dir) / "policy_check"
+        directory = Path(trainer.default_root_dir) / "policy_check" / f"rank{trainer.global_rank}"
         save_architecture(self.policy, directory)
         engine = TransformersEngine()
         longest = max(map(len, ids)) + self.max_response_tokens

@@ -16,15 +16,16 @@ from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import collect
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
-from .clock import Clock
+from .clock import Clock, over_ranks
 from .dynamic_sampling import DynamicSampling
+from .rollout_checks import check_run
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class RolloutLoop(Callback):
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Refuse what cannot work, then start the engine, which gets ready while the models load."""
-        self._check(trainer, pl_module)
+        check_run(self, trainer, pl_module)
         self._pushed = self._validated = None  # of an earlier run with the same callback
         trainer.num_sanity_val_steps = 0  # the validation before training shows as much
         if trainer.fast_dev_run:
@@ -115,40 +116,11 @@ class RolloutLoop(Callback):
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self.engine.check(sampling)
-        directory = Path(trainer.default_root_dir) / "engine"
+        directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
-        setup = EngineSetup(directory, source.dtype, longest, directory / f"rank{trainer.global_rank}.log")
+        setup = EngineSetup(directory, source.dtype, longest, directory.with_suffix(".log"))
         self.engine.start(setup)
-
-    def _check(self, trainer: Trainer, module: RLHFModule) -> None:
-        data = trainer.datamodule
-        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
-            raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
-        if not self.rewards and "reward_model" not in module.sources:
-            raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
-        columns = {name for examples in data.examples.values() for _, _, rest in examples[:1] for name in rest}
-        check_rewards(self.rewards, sorted(columns))
-        if self.val_metric is not None and self.val_metric not in [reward.label for reward in self.rewards]:
-            raise ValueError(f"val_metric {self.val_metric!r} is none of the rewards {[r.label for r in self.rewards]}")
-        if module.advantages.needs_groups and self.group_size < 2:
-            raise ValueError(
-                f"{type(module.advantages).__name__} compares the responses to one prompt: "
-                f"group_size must be at least 2, got {self.group_size}"
-            )
-        if self.dynamic_sampling is not None:
-            self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module.advantages)
-        responses = (prompts := self.prompts_per_step(data)) * self.group_size
-        updates = responses / module.minibatch_size * module.update_epochs
-        if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
-            log.warning("%s is right for one update per rollout, this run makes %g", module.policy_loss, updates)
-        if responses % module.minibatch_size:
-            fitting = [size for size in range(1, responses + 1) if responses % size == 0]
-            nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
-            raise ValueError(
-                f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
-                f"({prompts} prompts x group_size {self.group_size}); {nearest} would"
-            )
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Prompts that a step learns from."""
@@ -195,12 +167,19 @@ class RolloutLoop(Callback):
                 return collect(prompts, completions, self.rewards, trainer.datamodule.tokenizer, temperature)
 
         sample = partial(roll, samples=self.group_size, temperature=self.temperature)
-        rollout, metrics = self.dynamic_sampling(batch, sample) if self.dynamic_sampling else (sample(batch), {})
+        roles, metrics = pl_module.roles, dict[str, float]()
+        if self.dynamic_sampling is None:
+            rollout = sample(batch)
+        else:
+            rollout, counts = self.dynamic_sampling(batch, sample, roles.data_ranks)
+            metrics = self.dynamic_sampling.metrics(over_ranks(counts, roles.sum_over_ranks, pl_module.device))
         greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
             self.verify(pl_module, rollout)
         pl_module.receive(rollout, greedy)
-        metrics |= {**clock.seconds, "rollout/tokens_per_s": tokens / clock.seconds["time/generate_s"]}
+        metrics |= over_ranks(clock.seconds, roles.max_over_ranks, pl_module.device)  # the slowest rank is waited for
+        total = over_ranks({"tokens": float(tokens)}, roles.sum_over_ranks, pl_module.device)["tokens"]
+        metrics["rollout/tokens_per_s"] = total / metrics["time/generate_s"]
         for name, value in metrics.items():
             pl_module.log(name, value, batch_size=1)
 

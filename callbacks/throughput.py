@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
+from .clock import over_ranks
+
 GIB = 2.0**30
 # Dense bfloat16 TFLOP/s that the makers state, by a part of the device's name; the first that fits.
 PEAKS = {
@@ -54,12 +56,12 @@ class Throughput(Callback):
         module = pl_module if isinstance(pl_module, RLHFModule) else None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         lengths = (module.experience if module else batch).total_lengths
-        total = {"perf/tokens": float(lengths.sum()), "devices": 1.0}
+        total = {"perf/tokens": float(lengths.sum()), "rows": float(len(lengths))}
+        total["devices"] = trainer.world_size / pl_module.roles.data_ranks  # more than one where they split tensors
         peak = self.peak_tflops or known_peak(pl_module)
         if module:
             largest |= {name: metrics[name] for name in ("time/evaluate_s", "time/update_s")}
-            total["generated"] = metrics.get("rollout/tokens_per_s", 0.0)
-            total["operations"] = update_operations(module, metrics["policy/updates"]) if peak else 0.0
+            total["operations"] = operations_per_pass(module) if peak else 0.0
         total = over_ranks(total, pl_module.roles.sum_over_ranks, pl_module.device)
         largest = over_ranks(largest, pl_module.roles.max_over_ranks, pl_module.device)
         tokens, devices, seconds = total["perf/tokens"], total["devices"], largest["time/step_s"]
@@ -69,18 +71,14 @@ class Throughput(Callback):
         if module:
             for name in ("evaluate", "update"):
                 found[f"time/{name}_ms_per_token"] = 1000 * largest[f"time/{name}_s"] / tokens
-            if total["generated"]:
-                found["time/generate_ms_per_token"] = 1000 / total["generated"]
+            if generated := metrics.get("rollout/tokens_per_s"):
+                found["time/generate_ms_per_token"] = 1000 / generated
             if peak:
-                found["perf/mfu_update"] = total["operations"] / (largest["time/update_s"] * devices * peak * 1e12)
+                passes = metrics["policy/updates"] * module.minibatch_size / total["rows"]
+                operations = total["operations"] * (passes if module.actor_learns else module.update_epochs)
+                found["perf/mfu_update"] = operations / (largest["time/update_s"] * devices * peak * 1e12)
         for name, value in found.items():
             pl_module.log(name, value, prog_bar=name == "perf/tokens_per_s", batch_size=1)
-
-
-def over_ranks(values: dict[str, float], reduce: Any, device: torch.device) -> dict[str, float]:
-    """Numbers of this rank made those of all, in one reduction."""
-    reduced = reduce(torch.tensor(list(values.values()), dtype=torch.float64, device=device))
-    return dict(zip(values, reduced.tolist(), strict=True))
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -100,18 +98,12 @@ def known_peak(module: RoleModule) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def update_operations(module: RLHFModule, updates: float) -> float:
-    """Floating-point operations of this rank's last update.
-
-    Args:
-        module: that learnt.
-        updates: of the actor; fewer than planned where ``target_kl`` stopped them.
-    """
+def operations_per_pass(module: RLHFModule) -> float:
+    """Floating-point operations it takes to learn once from each of this rank's last responses."""
     lengths = module.experience.total_lengths.double()
-    passes = updates * module.minibatch_size / len(lengths) if module.actor_learns else module.update_epochs
     parameters, operations = module.parameter_counts(), 0.0
     for role in module.trained_roles if module.actor_learns else module.trained_roles[1:]:
         config = getattr(module, role).lm.config.get_text_config()
         squares = 12 * config.num_hidden_layers * config.hidden_size * (lengths**2).sum().item()
-        operations += passes * (6 * parameters[role] * lengths.sum().item() + squares)
+        operations += 6 * parameters[role] * lengths.sum().item() + squares
     return operations

@@ -12,6 +12,11 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from torch.optim import Optimizer
 
 
+def trainer_of(module: LightningModule) -> Trainer | None:
+    """The Trainer that a module is attached to, if it is; Lightning's own property raises."""
+    return module._trainer
+
+
 def optimizer_at(module: LightningModule, index: int) -> Optimizer:
     """The module's optimizer number ``index``, without the wrapper that counts its steps."""
     return module.trainer.strategy.optimizers[index]

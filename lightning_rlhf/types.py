@@ -7,7 +7,7 @@ real token ever sees it, so no attention mask is needed and padding cannot chang
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -86,6 +86,7 @@ class PromptBatch:
         texts: the same prompts as text, for rewards and logs.
         columns: further columns of the data, one value per prompt each.
         epoch: how often the data had been read through before, 0 at first.
+        places: of each prompt in the whole batch, of which these may be one rank's share; none means all of it.
     """
 
     indices: list[int]
@@ -93,6 +94,11 @@ class PromptBatch:
     texts: list[str]
     columns: dict[str, list[Any]]
     epoch: int = 0
+    places: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.places:
+            object.__setattr__(self, "places", list(range(len(self.indices))))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -100,7 +106,14 @@ class PromptBatch:
     def __getitem__(self, prompts: slice) -> PromptBatch:
         """Some of the prompts."""
         columns = {name: values[prompts] for name, values in self.columns.items()}
-        return PromptBatch(self.indices[prompts], self.token_ids[prompts], self.texts[prompts], columns, self.epoch)
+        return PromptBatch(
+            self.indices[prompts],
+            self.token_ids[prompts],
+            self.texts[prompts],
+            columns,
+            self.epoch,
+            self.places[prompts],
+        )
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
@@ -127,10 +140,12 @@ class _TensorBatch:
             elif isinstance(value, Tensor):
                 yield value
 
-    def _map(self: _Batch, function: Any) -> _Batch:
+    def map(self: _Batch, function: Callable[[Tensor], Tensor]) -> _Batch:
+        """The same batch with a function applied to every tensor of it."""
+
         def convert(value: Any) -> Any:
             if isinstance(value, _TensorBatch):
-                return value._map(function)
+                return value.map(function)
             if isinstance(value, Tensor):
                 return function(value)
             if isinstance(value, Mapping):
@@ -141,13 +156,13 @@ class _TensorBatch:
 
     def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
         """The same rows on another device."""
-        return self._map(lambda tensor: tensor.to(device, **kwargs))
+        return self.map(lambda tensor: tensor.to(device, **kwargs))
 
     def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
         """The rows of these numbers, in that order, or those where a mask is True."""
         index = torch.as_tensor(rows)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
-        return self._map(lambda tensor: tensor[index.to(tensor.device)])
+        return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
 
 @dataclass(frozen=True)
@@ -164,10 +179,11 @@ class Rollout(_TensorBatch):
         rollout_logprobs: (B, T) float32, the engine's log-probabilities at sampling time, 0 where the mask is False.
         rewards: name to (B,) float32, what each reward function gave; NaN where it did not apply.
         reward: (B,) float32, the weighted sum of the applicable rewards, reward units.
-        group: (B,) int64, equal for responses to the same prompt of this batch.
+        group: (B,) int64, equal for responses to the same prompt of this rank's share of the batch.
         truncated: (B,) bool, True where the length limit cut the response.
         policy_version: (B,) int64, number of the weight update each response was drawn after.
         kept: (B,) bool, False for responses that are measured but not learnt from: they fill the batch.
+        place: (B,) int64, of the response in the order of all ranks' responses, in which mini-batches are drawn.
         temperature: of the sampling distribution; the trainer divides its logits by the same number.
     """
 
@@ -183,6 +199,7 @@ class Rollout(_TensorBatch):
     truncated: Tensor
     policy_version: Tensor
     kept: Tensor
+    place: Tensor
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -191,7 +208,8 @@ class Rollout(_TensorBatch):
         _expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         for name in ("response_mask", "rollout_logprobs"):
             _expect_shape(f"Rollout.{name}", getattr(self, name), tokens)
-        for name in ("prompt_lengths", "response_lengths", "reward", "group", "truncated", "policy_version", "kept"):
+        per_row = "prompt_lengths response_lengths reward group truncated policy_version kept place"
+        for name in per_row.split():
             _expect_shape(f"Rollout.{name}", getattr(self, name), (rows,))
         for name, values in self.rewards.items():
             _expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))

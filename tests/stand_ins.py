@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
-from lightning_rlhf.strategies.single import LocalRoles
+from lightning_rlhf.strategies.roles import Roles
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
 VOCABULARY = 11
@@ -108,6 +108,7 @@ def rollout_of(
         truncated=torch.tensor([row.truncated for row in rows]),
         policy_version=torch.arange(len(rows)),
         kept=torch.ones(len(rows), dtype=torch.bool),
+        place=torch.arange(len(rows)),
         temperature=temperature,
     )
 
@@ -158,7 +159,7 @@ def fit(module: LightningModule, batches: Iterable[Any], val: Iterable[Any] | No
     return trainer
 
 
-class OneOfTwoRanks(SingleDeviceStrategy):
+class OneOfTwoRanks(Roles, SingleDeviceStrategy):
     """A rank in a thread of its own whose gradients are averaged with the other's, as DDP does."""
 
     gradient_scale = 2.0
@@ -168,13 +169,6 @@ class OneOfTwoRanks(SingleDeviceStrategy):
         self.sum_over_ranks, self.max_over_ranks = sum_over_ranks, sum_over_ranks.maximum
         self.syncs: list[bool] = []
 
-    @property
-    def _local(self) -> LocalRoles:
-        return LocalRoles(self.lightning_module)
-
-    def role(self, name: str) -> Callable[..., Any]:
-        return self._local.role(name)
-
     @contextmanager
     def accumulate(self, name: str, sync: bool) -> Iterator[None]:
         yield
@@ -182,15 +176,6 @@ class OneOfTwoRanks(SingleDeviceStrategy):
         if sync:
             for parameter in getattr(self.lightning_module, name).parameters():
                 parameter.grad = self.sum_over_ranks(parameter.grad) / 2
-
-    def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        return self._local.clip_role(name, max_norm)
-
-    def step_role(self, name: str) -> None:
-        self._local.step_role(name)
-
-    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        return self._local.iter_full_params(name)
 
 
 class ScriptedEngine(RolloutEngine):

@@ -34,6 +34,7 @@ def rollout():
         truncated=torch.tensor([True, False, False]),
         policy_version=torch.tensor([7, 7, 8]),
         kept=torch.tensor([True, False, True]),
+        place=torch.tensor([4, 2, 3]),
         temperature=0.7,
     )
 
@@ -139,7 +140,7 @@ def test_no_rows_are_a_batch_too(experience):
 def test_moving_moves_nested_tensors_and_leaves_the_rest(experience):
     moved = experience.to("meta")
     tensors = [*moved._rows(), *moved.rollout.rewards.values()]
-    assert len(tensors) == 1 + len(PER_TOKEN) + 11 + 2
+    assert len(tensors) == 1 + len(PER_TOKEN) + 12 + 2
     assert all(tensor.is_meta for tensor in tensors)
     assert moved.rollout.temperature == 0.7
     assert not experience.advantages.is_meta

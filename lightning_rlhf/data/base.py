@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.resumable import ResumableLoader
+from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader
 from lightning_rlhf.data.rows import BadRow, OnBadRow, Row, RowReport, RowSource, as_rows, is_unicode, text_of, use_rows
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
 from lightning_rlhf.seeding import run_seed
@@ -25,7 +25,7 @@ class RowsDataModule(LightningDataModule):
         val: likewise; None trains without validation.
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
-        val_batch_size: rows per validation batch; None takes ``batch_size``.
+        val_batch_size: rows per validation batch, over all ranks; None takes ``batch_size``.
         columns: which column holds what, where the names differ from ours: ``{prompt: question}``.
         split_after: where a column holds prompt and answer in one text, the prompt ends with the last occurrence of
             this marker.
@@ -65,8 +65,12 @@ class RowsDataModule(LightningDataModule):
         """One tokenised example of a row, or :class:`BadRow`."""
 
     @abstractmethod
-    def collate(self, examples: list[Any], numbers: list[int], epoch: int) -> Any:
-        """One batch."""
+    def tokens(self, example: Any) -> int:
+        """Tokens of an example, by which a batch is shared among ranks."""
+
+    @abstractmethod
+    def collate(self, examples: list[Any], numbers: list[int], places: list[int], epoch: int) -> Any:
+        """One batch, or a rank's share of one: examples, their row numbers and their places in the whole batch."""
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything once."""
@@ -80,20 +84,30 @@ class RowsDataModule(LightningDataModule):
             self.examples[name], self.reports[name] = use_rows(source, f"{name} data", self.convert, self.on_bad_row)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled whole batches."""
-        return ResumableLoader(self.examples["train"], self.batch_size, self.collate, run_seed(), self.shuffle)
+        """This rank's share of shuffled whole batches."""
+        rows = self.examples["train"]
+        lengths = [self.tokens(example) for example in rows]
+        rank, ranks = self._share()
+        return ResumableLoader(
+            rows, self.batch_size, self.collate, run_seed(), self.shuffle, lengths=lengths, rank=rank, ranks=ranks
+        )
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """All rows in their order; none without validation data."""
+        """This rank's share of all rows in their order; none without validation data."""
         if "val" not in self.examples:
             return []
         rows = self.examples["val"]
         return DataLoader(
             range(len(rows)),  # type: ignore[arg-type]  # a sequence is all it needs
-            batch_size=self.val_batch_size,
-            collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, 0),
+            batch_sampler=HeldOutBatches(len(rows), self.val_batch_size, *self._share()),
+            collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, numbers, 0),
             generator=torch.Generator(),  # so that a validation leaves the global one as it was
         )
+
+    def _share(self) -> tuple[int, int]:
+        """This process's share of each batch, and the number of shares."""
+        strategy = None if self.trainer is None else self.trainer.strategy
+        return getattr(strategy, "data_rank", 0), getattr(strategy, "data_ranks", 1)
 
     # -- helpers for convert ----------------------------------------------------------------------------------
 

@@ -27,7 +27,13 @@ class ConversationDataModule(RowsDataModule):
         ids = [*prompt_ids, *self.ids(completion), self.tokenizer.eos_token_id]
         return self.fit(ids, "the text"), max(len(prompt_ids), 1)
 
-    def collate(self, examples: list[tuple[list[int], int]], numbers: list[int], epoch: int) -> SequenceBatch:
+    def tokens(self, example: tuple[list[int], int]) -> int:
+        """Of prompt and completion."""
+        return len(example[0])
+
+    def collate(
+        self, examples: list[tuple[list[int], int]], numbers: list[int], places: list[int], epoch: int
+    ) -> SequenceBatch:
         """Right-padded; marked from the first completion token to the end token."""
         texts, starts = zip(*examples, strict=True)
         return answers_marked(texts, starts)

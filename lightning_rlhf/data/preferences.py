@@ -37,7 +37,11 @@ class PreferenceDataModule(RowsDataModule):
         texts = [self.fit([*prompt_ids, *self.ids(text), *end], "a text") for text in (chosen, rejected)]
         return texts[0], texts[1], max(len(prompt_ids), 1), _margin(row.get(self.columns.get("margin", "margin"), 0.0))
 
-    def collate(self, examples: list[_Pair], numbers: list[int], epoch: int) -> PreferenceBatch:
+    def tokens(self, example: _Pair) -> int:
+        """Of both texts."""
+        return len(example[0]) + len(example[1])
+
+    def collate(self, examples: list[_Pair], numbers: list[int], places: list[int], epoch: int) -> PreferenceBatch:
         """Both texts right-padded, each side to its own width."""
         chosen, rejected, starts, margins = zip(*examples, strict=True)
         return PreferenceBatch(answers_marked(chosen, starts), answers_marked(rejected, starts), torch.tensor(margins))

@@ -26,11 +26,15 @@ class PromptDataModule(RowsDataModule):
         rest = {self._our_name(key): value for key, value in row.items() if key != prompt_column}
         return text, self.fit(self.ids(text), "the prompt"), rest
 
-    def collate(self, examples: list[Any], numbers: list[int], epoch: int) -> PromptBatch:
+    def tokens(self, example: tuple[str, list[int], dict[str, Any]]) -> int:
+        """Of the prompt."""
+        return len(example[1])
+
+    def collate(self, examples: list[Any], numbers: list[int], places: list[int], epoch: int) -> PromptBatch:
         """Token ids stay lists: the engine pads as it likes."""
         texts, ids, rests = zip(*examples, strict=True)
         columns = {key: [rest.get(key) for rest in rests] for key in sorted({key for rest in rests for key in rest})}
-        return PromptBatch(list(numbers), list(ids), list(texts), columns, epoch)
+        return PromptBatch(list(numbers), list(ids), list(texts), columns, epoch, list(places))
 
     def _our_name(self, column: str) -> str:
         return next((ours for ours, theirs in self.columns.items() if theirs == column), column)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_rlhf.batching.shares import balanced_shares
 from lightning_rlhf.seeding import derive_seed
 
 
@@ -38,54 +39,87 @@ class EpochOrder:
 
 
 class _Batches:
-    """Whole batches of an order, from a given batch on. ``sampler`` is the name Lightning looks for."""
+    """This rank's rows of whole batches of an order, from a given batch on, each with its place in the batch.
 
-    def __init__(self, sampler: EpochOrder, batch_size: int) -> None:
+    ``sampler`` is the name Lightning looks for.
+    """
+
+    def __init__(self, sampler: EpochOrder, batch_size: int, lengths: Sequence[int], rank: int, ranks: int) -> None:
         self.sampler, self.batch_size, self.start = sampler, batch_size, 0
+        self._lengths, self._rank, self._ranks = lengths, rank, ranks
 
     def __len__(self) -> int:
         return len(self.sampler) // self.batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         order = list(self.sampler)
         for batch in range(self.start, len(self)):
-            yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            numbers = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            places = balanced_shares([self._lengths[number] for number in numbers], self._ranks)[self._rank]
+            yield [(place, numbers[place]) for place in places]
+
+
+class _Places:
+    """A dataset that hands on what it is asked for."""
+
+    def __getitem__(self, asked: tuple[int, int]) -> tuple[int, int]:
+        return asked
+
+
+Collate = Callable[[list[Any], list[int], list[int], int], Any]
 
 
 class ResumableLoader(DataLoader[Any]):
     """Shuffled batches whose position is part of the checkpoint. Lightning saves and restores the two-method state.
 
-    Rows are tokenised beforehand, so there are no workers, and a batch counts as read when it is handed out.
+    Rows are tokenised beforehand, so there are no workers, and a batch counts as read when it is handed out. The
+    position counts batches over all ranks, so it means the same whatever their number.
 
     Args:
         rows: all of them.
-        batch_size: rows per batch; the rest of an epoch that fills no batch is left out.
-        collate: makes a batch of some rows, their numbers and the epoch.
+        batch_size: rows per batch, over all ranks; the rest of an epoch that fills no batch is left out.
+        collate: makes a batch of some rows, their numbers, their places in the batch over all ranks, and the epoch.
         seed: of the order.
         shuffle: False keeps the order of the data.
+        lengths: tokens of each row, by which a batch is shared among ranks; None takes all for equal.
+        rank: whose share this is, in [0, ranks).
+        ranks: that share each batch.
 
     Raises:
-        ValueError: fewer rows than one batch.
+        ValueError: fewer rows than one batch, or a batch that leaves a rank without a row.
     """
 
     def __init__(
         self,
         rows: Sequence[Any],
         batch_size: int,
-        collate: Callable[[list[Any], list[int], int], Any],
+        collate: Collate,
         seed: int,
         shuffle: bool = True,
+        lengths: Sequence[int] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if len(rows) < batch_size:
             raise ValueError(f"{len(rows)} rows make no batch of {batch_size}: lower batch_size or give more data")
+        if batch_size < ranks:
+            raise ValueError(
+                f"batch_size {batch_size} leaves some of {ranks} ranks without a row: give at least {ranks}"
+            )
         self._order = EpochOrder(len(rows), seed, shuffle)
         self._position = 0
         self._resume_at = 0
-        self._batches = _Batches(self._order, batch_size)
+        lengths = [1] * len(rows) if lengths is None else lengths
+        self._batches = _Batches(self._order, batch_size, lengths, rank, ranks)
+
+        def collated(drawn: list[tuple[int, int]]) -> Any:
+            places, numbers = (list(column) for column in zip(*drawn, strict=True))
+            return collate([rows[number] for number in numbers], numbers, places, self._order.epoch)
+
         super().__init__(
-            range(len(rows)),  # type: ignore[arg-type]
+            _Places(),  # type: ignore[arg-type]
             batch_sampler=self._batches,
-            collate_fn=lambda numbers: collate([rows[i] for i in numbers], numbers, self._order.epoch),
+            collate_fn=collated,
             # Each pass draws a seed for workers; drawn from the global generator, a resumed epoch would draw one more.
             generator=torch.Generator(),
         )
@@ -106,3 +140,34 @@ class ResumableLoader(DataLoader[Any]):
         """Continue behind the batches of that state; a finished epoch starts the next from its beginning."""
         self._position = state["batches"]
         self._resume_at = self._position % len(self._batches)
+
+
+class HeldOutBatches:
+    """Every row once, in order: this rank's share of each batch. ``sampler`` is the name Lightning looks for.
+
+    A last batch with fewer rows than ranks is joined to the one before, so that every rank always has a row.
+
+    Args:
+        rows: number of them, at least ``ranks``.
+        batch_size: rows per batch, over all ranks.
+        rank: whose share this is, in [0, ranks).
+        ranks: that share each batch.
+
+    Raises:
+        ValueError: fewer rows than ranks.
+    """
+
+    def __init__(self, rows: int, batch_size: int, rank: int, ranks: int) -> None:
+        if rows < ranks:
+            raise ValueError(f"{rows} validation rows cannot be shared by {ranks} ranks: give at least {ranks}")
+        starts = [start for start in range(0, rows, max(batch_size, ranks)) if start == 0 or rows - start >= ranks]
+        self.sampler = range(rows)
+        self._ends = list(zip(starts, [*starts[1:], rows], strict=True))
+        self._rank, self._ranks = rank, ranks
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start, end in self._ends:
+            yield list(range(start + self._rank, end, self._ranks))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from lightning_rlhf.batching.shares import balanced_shares
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.rollout_metrics import describe
 from lightning_rlhf.modules.rollout_module import RolloutModule
@@ -53,7 +53,7 @@ class RLHFModule(RolloutModule):
         score_shaping: what becomes of the reward model's score.
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
-        minibatch_size: responses per optimizer step, at least 1.
+        minibatch_size: responses per optimizer step, over all ranks, at least 1.
         micro_batch_tokens: most padded tokens in one forward pass.
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
         target_kl: the updates still to come on a rollout are left out once the mean of KL(old || new), in nats per
@@ -126,8 +126,8 @@ class RLHFModule(RolloutModule):
             if not self.roles.sum_over_ranks(minibatch.mask.sum()):
                 continue  # on every rank: nothing to learn, and momentum alone would move the weights
             of_minibatch = Sums()
-            for role, loss in self.losses(of_minibatch).items():
-                norm = self.update(role, minibatch, loss, self.denominator(minibatch))
+            for role, loss in self.losses().items():
+                norm = self.update(role, minibatch, loss, self.denominator(minibatch), of_minibatch)
                 of_minibatch.add(f"grad_norm/{role}", norm)
                 updates += role == "actor"
             sums.merge(of_minibatch)
@@ -147,12 +147,24 @@ class RLHFModule(RolloutModule):
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
 
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """Shuffled mini-batches, the rollout gone through ``update_epochs`` times."""
+        """This rank's rows of shuffled mini-batches, the rollout gone through ``update_epochs`` times. All ranks.
+
+        A mini-batch is drawn from the responses of all ranks, so it is the same one whatever their number, and dealt
+        out anew, so that all ranks have about as much to do.
+        """
+        if self.roles.data_ranks > 1:  # all ranks' rows are kept where there is room for them
+            experience = experience.map(lambda rows: self.roles.gather_over_ranks(rows).cpu())
+        places = experience.rollout.place.cpu().argsort(stable=True)
         for epoch in range(self.update_epochs):
-            seed = derive_seed(run_seed(), "minibatches", self.trainer.global_step, self.global_rank, epoch)
-            order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
+            step = ("minibatches", self.trainer.global_step)
+            generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
+            order = places[torch.randperm(len(places), generator=generator)]
             for number, rows in enumerate(order.split(self.minibatch_size)):
-                yield self.with_choice(experience[rows], derive_seed(seed, "chosen", number))
+                lengths = experience.total_lengths.cpu()[rows].tolist()
+                shares = balanced_shares(lengths, self.roles.data_ranks)
+                share = experience[rows[shares[self.roles.data_rank]]].to(self.device)
+                chosen = derive_seed(derive_seed(run_seed(), *step, self.roles.data_rank, epoch), "chosen", number)
+                yield self.with_choice(share, chosen)
 
     @torch.no_grad()
     def with_choice(self, minibatch: Experience, seed: int) -> Experience:
@@ -173,9 +185,9 @@ class RLHFModule(RolloutModule):
         """Weighted sum of the tokens' losses; :meth:`update` divides it."""
         return (losses.masked_fill(~rows.mask, 0) * self.aggregation.weights(rows.mask).to(losses.dtype)).sum()
 
-    def losses(self, sums: Sums) -> dict[str, Any]:
-        """The summed loss of some rows for each role to update, in that order; metrics are added to ``sums``."""
-        return {"actor": partial(self.actor_loss, sums=sums)}
+    def losses(self) -> dict[str, Callable[[Experience, Sums], Tensor]]:
+        """For each role to update, in that order: the summed loss of some rows, which adds metrics of them."""
+        return {"actor": self.actor_loss}
 
     def actor_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,17 +74,16 @@ class PPOModule(RLHFModule):
     def minibatches(self, experience: Experience) -> Iterator[Experience]:
         """Those of the base, of responses drawn anew if asked for."""
         if self.resampling is not None:
-            seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, self.global_rank)
+            seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, self.roles.data_rank)
             generator = torch.Generator().manual_seed(seed)
             rows = experience.mask.any(dim=1).nonzero().squeeze(1)
             experience = experience[rows[self.resampling(experience.reward[rows], generator, len(experience))]]
         return super().minibatches(experience)
 
-    def losses(self, sums: Sums) -> dict[str, Any]:
+    def losses(self) -> dict[str, Callable[[Experience, Sums], Tensor]]:
         """Critic, then actor; the critic alone while it warms up."""
-        critic = {"critic": partial(self.critic_loss, sums=sums)}
         self.actor_learns = self.trainer.global_step >= self.critic_warmup_steps
-        return {**critic, **super().losses(sums)} if self.actor_learns else critic
+        return {"critic": self.critic_loss, **(super().losses() if self.actor_learns else {})}
 
     def critic_loss(self, rows: Experience, sums: Sums) -> Tensor:
         """Value loss summed over the tokens of some rows."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +48,7 @@ class RewardModule(RoleModule):
         """One update on one batch of pairs."""
         sums = Sums()
         pairs = self.roles.sum_over_ranks(torch.tensor(len(batch), device=self.device))
-        loss = partial(self.pair_loss, sums=sums, prefix="train")
-        norm = self.update("reward_model", batch, loss, denominator=pairs)
+        norm = self.update("reward_model", batch, self.pair_loss, pairs, sums)
         metrics = {**self.reduced(sums), "grad_norm/reward_model": float(norm)}
         self.finish_step(metrics, bar=("train/loss", "train/pair_accuracy"))
 
@@ -75,7 +73,7 @@ class RewardModule(RoleModule):
         for name, value in (("pairs", pairs), ("pair_accuracy_low", low), ("pair_accuracy_high", high)):
             self.log(f"val/{name}", value, batch_size=1)
 
-    def pair_loss(self, rows: PreferenceBatch, sums: Sums, prefix: str) -> Tensor:
+    def pair_loss(self, rows: PreferenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
         """Loss summed over some pairs, both texts in one forward pass."""
         width = int(torch.maximum(rows.chosen.lengths, rows.rejected.lengths).max())
         ids = torch.cat([_widened(rows.chosen, width), _widened(rows.rejected, width)])

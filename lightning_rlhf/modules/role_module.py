@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,10 +80,16 @@ class RoleModule(LightningModule):
         if self.built:
             return
         for name in self.trained_roles:
-            setattr(self, name, self.build_role(name).train())
+            setattr(self, name, self.roles.build_role(name, partial(self._build_trained, name)))
         for name in self.frozen_roles:
-            setattr(self, name, self.build_role(name).requires_grad_(False).eval())
+            setattr(self, name, self.roles.build_role(name, partial(self._build_frozen, name)))
         self.built = True
+
+    def _build_trained(self, name: str) -> nn.Module:
+        return self.build_role(name).train()
+
+    def _build_frozen(self, name: str) -> nn.Module:
+        return self.build_role(name).requires_grad_(False).eval()
 
     def configure_optimizers(self) -> Any:
         """One optimizer, and scheduler if any, per trained role, in that order."""
@@ -115,19 +122,21 @@ class RoleModule(LightningModule):
         self,
         role: str,
         batch: _TensorBatch,
-        summed_loss: Callable[[Any], Tensor],
+        summed_loss: Callable[[Any, Sums], Tensor],
         denominator: Tensor,
+        sums: Sums,
     ) -> Tensor:
         """One optimizer step of one role on one mini-batch, exact whatever the micro-batches and ranks.
 
         The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
-        does not depend on how the rows are cut up.
+        does not depend on how the rows are cut up. All ranks.
 
         Args:
             role: a trained role.
-            batch: the rows of this rank, with ``total_lengths``.
-            summed_loss: gives the loss of some rows, a sum, with gradient.
+            batch: the rows of this rank, at least one, with ``total_lengths``.
+            summed_loss: gives the loss of some rows, a sum, with gradient, and adds metrics of them.
             denominator: what the sum is divided by, counted over the mini-batch and all ranks, positive.
+            sums: what metrics are added to.
 
         Returns:
             The gradient's norm before clipping.
@@ -136,10 +145,11 @@ class RoleModule(LightningModule):
             FloatingPointError: the norm is not finite; this role's weights are as before.
         """
         scale = self.roles.gradient_scale / float(denominator)
-        micro_batches = token_budget_batches(batch.total_lengths, self.micro_batch_tokens)
-        for i, rows in enumerate(micro_batches):
+        micro_batches = self.in_step(token_budget_batches(batch.total_lengths, self.micro_batch_tokens))
+        for i, (rows, idle) in enumerate(micro_batches):
             with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
-                self.manual_backward(summed_loss(batch[rows]) * scale)
+                loss = summed_loss(batch[rows], Sums() if idle else sums)
+                self.roles.backward_role(role, loss * (0.0 if idle else scale))
         norm = self.roles.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -148,6 +158,19 @@ class RoleModule(LightningModule):
             )
         self.roles.step_role(role)
         return norm
+
+    def in_step(self, micro_batches: list[Tensor]) -> list[tuple[Tensor, bool]]:
+        """As many micro-batches on every rank, because every forward of a sharded model takes all ranks.
+
+        Args:
+            micro_batches: row numbers of each; at least one.
+
+        Returns:
+            The same, and idle ones behind them (True): one row again, whose results nobody counts.
+        """
+        most = self.roles.max_over_ranks(torch.tensor(float(len(micro_batches)), device=self.device))
+        idle = [(micro_batches[-1][:1], True)] * (int(most) - len(micro_batches))
+        return [*((rows, False) for rows in micro_batches), *idle]
 
     def finish_step(self, metrics: dict[str, float], bar: tuple[str, ...]) -> None:
         """Step the schedulers, count this training step once, log.

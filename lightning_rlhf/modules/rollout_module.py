@@ -185,9 +185,12 @@ class RolloutModule(RoleModule):
         return scores
 
     def by_rows(self, function: Any, rollout: Rollout) -> list[Any]:
-        """Apply a function of a rollout to micro-batches of it and put the results back in order; None stays None."""
+        """Apply a function of a rollout to micro-batches of it and put the results back in order; None stays None.
+
+        All ranks.
+        """
         parts = token_budget_batches(rollout.total_lengths, self.micro_batch_tokens)
-        outputs = [function(rollout[rows]) for rows in parts]
+        outputs = [function(rollout[rows]) for rows, _ in self.in_step(parts)][: len(parts)]
         back = torch.argsort(torch.cat(parts))
         columns = zip(*outputs, strict=True)
         return [None if column[0] is None else torch.cat(column)[back.to(column[0].device)] for column in columns]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +42,8 @@ class SFTModule(RoleModule):
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """One update on one batch."""
         sums = Sums()
-        loss = partial(self.token_loss, sums=sums, prefix="train")
         tokens = self.roles.sum_over_ranks(batch.loss_mask.sum()).clamp(min=1)
-        norm = self.update("actor", batch, loss, denominator=tokens)
+        norm = self.update("actor", batch, self.token_loss, tokens, sums)
         metrics = {**self.reduced(sums), "grad_norm/actor": float(norm)}
         self.finish_step(metrics, bar=("train/loss",))
 
@@ -56,7 +54,7 @@ class SFTModule(RoleModule):
             self.token_loss(batch, sums, prefix="val")
         self.log_validation(sums, batch.loss_mask.sum(), bar="val/loss")
 
-    def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str) -> Tensor:
+    def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
         """Negative log-likelihood summed over the marked tokens of some rows."""
         ids = rows.input_ids[:, : int(rows.lengths.max())]
         mask = rows.loss_mask[:, 1 : ids.shape[1]]

@@ -22,12 +22,12 @@ class DistributedRoles(Roles):
     @property
     def data_rank(self) -> int:  # type: ignore[override]
         """See :class:`Roles`."""
-        return self.global_rank  # type: ignore[attr-defined, no-any-return]
+        return self.global_rank  # type: ignore[attr-defined]
 
     @property
     def data_ranks(self) -> int:  # type: ignore[override]
         """See :class:`Roles`."""
-        return self.world_size  # type: ignore[attr-defined, no-any-return]
+        return self.world_size  # type: ignore[attr-defined]
 
     @property
     def gradient_scale(self) -> float:  # type: ignore[override]
@@ -63,4 +63,4 @@ class DistributedRoles(Roles):
 
     @property
     def _device(self) -> torch.device:
-        return self.root_device  # type: ignore[attr-defined, no-any-return]
+        return self.root_device  # type: ignore[attr-defined]

@@ -12,4 +12,4 @@ for _name, _class, _options in (
     ("rlhf_ddp", RLHFDDPStrategy, {}),
 ):
     if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, _class, description=_class.__doc__.splitlines()[0], **_options)
+        StrategyRegistry.register(_name, _class, description=str(_class.__doc__).splitlines()[0], **_options)

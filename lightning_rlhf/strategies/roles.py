@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_rlhf.compat import step_optimizer
+from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.strategies.names import OURS
 
 
@@ -104,15 +104,15 @@ class PlainRoles(Roles):
 
 
 def roles_of(module: LightningModule) -> Roles:
-    """The roles of a module under its Trainer.
+    """The roles of a module under its Trainer; without one, in this process.
 
     Raises:
         RuntimeError: the strategy spreads work over processes but knows nothing of roles.
     """
-    trainer: Trainer = module.trainer
-    if isinstance(trainer.strategy, Roles):
+    trainer = trainer_of(module)
+    if trainer is not None and isinstance(trainer.strategy, Roles):
         return trainer.strategy
-    if trainer.world_size == 1:
+    if trainer is None or trainer.world_size == 1:
         return PlainRoles(module)
     name = type(trainer.strategy).__name__
     raise RuntimeError(

@@ -48,13 +48,14 @@ SAME, DIFFERENT = [1.0, 1.0], [0.0, 1.0]
 )
 def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, kept):
     asked = []
-    rollout, metrics = DynamicSampling(2)(prompts(len(rewards)), rolling(rewards, asked))
+    sampling = DynamicSampling(2)
+    rollout, counts = sampling(prompts(len(rewards)), rolling(rewards, asked))
     assert asked == [[2 * i, 2 * i + 1] for i in range(rounds)]
     assert rollout.prompt_ids[:, 0].tolist() == [i for i in learnt for _ in range(2)]
     assert rollout.group.tolist() == [0, 0, 1, 1]
     assert rollout.kept.tolist() == [i < kept for i in (0, 0, 1, 1)]
     generated = rewards[: 2 * rounds]
-    assert metrics == {
+    assert sampling.metrics(counts) == {
         "rollout/generated_prompts": 2.0 * rounds,
         "rollout/contrast_fraction": sum(pair == DIFFERENT for pair in generated) / len(generated),
         "rollout/filled_fraction": 1 - kept / 2,

@@ -12,11 +12,13 @@ RULE = AdaptiveKL(target=2.0, horizon=10)
 
 
 def a_module(coef=0.1):
-    return SimpleNamespace(kl_reward=KLTerm(coef=coef), kl_coef=coef, experience=[None] * 4, actor_learns=True)
+    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "experience": [None] * 4, "actor_learns": True}
+    return SimpleNamespace(**given, device=torch.device("cpu"), roles=SimpleNamespace(sum_over_ranks=torch.clone))
 
 
 def step(control, module, kl, ranks=1):
-    trainer = SimpleNamespace(callback_metrics={"kl/ref": torch.tensor(kl)}, world_size=ranks)
+    module.roles.sum_over_ranks = lambda count: ranks * count
+    trainer = SimpleNamespace(callback_metrics={"kl/ref": torch.tensor(kl)})
     control.on_train_batch_end(trainer, module, None, None, 0)
 
 

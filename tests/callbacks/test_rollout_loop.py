@@ -277,7 +277,7 @@ def test_the_engine_is_told_what_it_will_be_sent(run, tmp_path):
     made.fit()
     (setup,) = seen
     assert (setup.dtype, setup.max_tokens) == ("float32", 13)  # prompts of up to 8
-    assert setup.model == tmp_path / "engine"
+    assert setup.model == tmp_path / "engine" / "rank0"
     assert setup.log == tmp_path / "engine" / "rank0.log"
     assert [path.name for path in setup.model.iterdir()] == ["config.json"]
 

@@ -8,7 +8,9 @@ from lightning_rlhf.data.resumable import EpochOrder, ResumableLoader
 
 def loader(shuffle=True, rows=11):
     letters = [chr(ord("a") + i) for i in range(rows)]
-    return ResumableLoader(letters, 2, lambda rows, numbers, epoch: (epoch, rows, numbers), seed=3, shuffle=shuffle)
+    return ResumableLoader(
+        letters, 2, lambda rows, numbers, places, epoch: (epoch, rows, numbers), seed=3, shuffle=shuffle
+    )
 
 
 def epoch(loader, number):

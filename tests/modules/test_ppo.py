@@ -14,6 +14,7 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.strategies.roles import Roles
 from tests.helpers import assert_close, over_ranks
 from tests.stand_ins import TINY_LLAMA, OneOfTwoRanks, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -218,7 +219,7 @@ def test_where_one_rank_strays_both_stop_after_the_same_update():
         gradient_scale = 1.0
 
         def accumulate(self, name, sync):
-            return self._local.accumulate(name, sync)
+            return Roles.accumulate(self, name, sync)
 
     alone = counting(0.01, 0.3, critic=FromConfig(dict(TINY_LLAMA), seed=1), **options)
     fit(alone, [rollout(dull)])

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlhf import PPOModule
-from lightning_rlhf.strategies.roles import Roles, roles_of
-from lightning_rlhf.strategies.single import LocalRoles
+from lightning_rlhf.strategies.roles import PlainRoles, roles_of
 from tests.stand_ins import OneOfTwoRanks, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 
@@ -20,19 +19,15 @@ def module():
     return module
 
 
-def test_one_process_keeps_the_contract(module):
-    assert isinstance(LocalRoles(module), Roles)
-
-
 def test_a_role_is_the_plain_model(module):
-    assert LocalRoles(module).role("actor") is module.actor
-    assert LocalRoles(module).role("critic") is module.critic
+    assert PlainRoles(module).role("actor") is module.actor
+    assert PlainRoles(module).role("critic") is module.critic
 
 
 def test_alone_a_sum_over_ranks_is_the_value_and_gradients_are_not_scaled(module):
     value = torch.tensor([1.0, 2.0])
-    assert LocalRoles(module).sum_over_ranks(value) is value
-    assert LocalRoles(module).gradient_scale == 1.0
+    assert PlainRoles(module).sum_over_ranks(value) is value
+    assert PlainRoles(module).gradient_scale == 1.0
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -41,7 +36,7 @@ def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
         for parameter in role.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
     count = sum(parameter.numel() for parameter in module.actor.parameters())
-    norm = LocalRoles(module).clip_role("actor", max_norm)
+    norm = PlainRoles(module).clip_role("actor", max_norm)
     assert float(norm) == pytest.approx(0.5 * count**0.5, rel=1e-4)
     after = torch.cat([parameter.grad.flatten() for parameter in module.actor.parameters()]).norm()
     assert float(after) == pytest.approx(float(norm) if max_norm is None else 1.0, rel=1e-4)
@@ -51,11 +46,11 @@ def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
 def test_parameters_without_a_gradient_are_left_out_of_the_norm(module):
     parameters = list(module.actor.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
-    assert float(LocalRoles(module).clip_role("actor", None)) == pytest.approx(parameters[0].numel() ** 0.5)
+    assert float(PlainRoles(module).clip_role("actor", None)) == pytest.approx(parameters[0].numel() ** 0.5)
 
 
 def test_full_parameters_have_the_names_of_save_pretrained_and_carry_no_graph(module, tmp_path):
-    full = dict(LocalRoles(module).iter_full_params("actor"))
+    full = dict(PlainRoles(module).iter_full_params("actor"))
     assert full.keys() == dict(module.actor.lm.named_parameters()).keys()
     assert not any(tensor.requires_grad for tensor in full.values())
     assert full["model.norm.weight"].data_ptr() == module.actor.lm.model.norm.weight.data_ptr()
@@ -67,7 +62,7 @@ def test_tied_weights_come_once(tied, names):
     source.architecture["tie_word_embeddings"] = tied
     model = PPOModule(source)
     model.configure_model()
-    heads = {name for name, _ in LocalRoles(model).iter_full_params("actor") if "embed" in name or "head" in name}
+    heads = {name for name, _ in PlainRoles(model).iter_full_params("actor") if "embed" in name or "head" in name}
     assert heads == (names or {"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -104,15 +99,15 @@ def test_a_strategy_that_knows_roles_is_asked_itself(module):
 
 def test_any_single_device_will_do(module):
     module.trainer = quiet_trainer(strategy=SingleDeviceStrategy("cpu"))
-    assert isinstance(roles_of(module), LocalRoles)
+    assert isinstance(roles_of(module), PlainRoles)
 
 
-def test_several_processes_without_roles_are_refused_and_told_what_to_do():
-    class DDPStrategy:
-        pass
-
-    module = SimpleNamespace(trainer=SimpleNamespace(strategy=DDPStrategy(), world_size=2))
-    with pytest.raises(
-        RuntimeError, match=r"^DDPStrategy wraps the whole module, but actor, critic, .* run with devices"
-    ):
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("DDPStrategy", "rlhf_ddp"), ("FSDPStrategy", "rlhf_fsdp"), ("DeepSpeedStrategy", "rlhf_deepspeed_stage_3")],
+)
+def test_several_processes_without_roles_are_refused_and_told_what_to_do(theirs, ours):
+    strategy = type(theirs, (), {})()
+    module = SimpleNamespace(_trainer=SimpleNamespace(strategy=strategy, world_size=2))
+    with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* take strategy='{ours}'$"):
         roles_of(module)

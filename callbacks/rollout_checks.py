@@ -1,0 +1,70 @@
+"""What a RolloutLoop refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import Trainer
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.rewards.adapter import check_rewards
+
+if TYPE_CHECKING:
+    from .rollout_loop import RolloutLoop
+
+log = logging.getLogger(__name__)
+
+
+def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
+    """Refuse what cannot work together, warn of what can and should not.
+
+    Raises:
+        ValueError: loop, module, data and strategy do not fit.
+    """
+    data = trainer.datamodule
+    if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
+        raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+    if not loop.rewards and "reward_model" not in module.sources:
+        raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
+    columns = {name for examples in data.examples.values() for _, _, rest in examples[:1] for name in rest}
+    check_rewards(loop.rewards, sorted(columns))
+    if loop.val_metric is not None and loop.val_metric not in [reward.label for reward in loop.rewards]:
+        raise ValueError(f"val_metric {loop.val_metric!r} is none of the rewards {[r.label for r in loop.rewards]}")
+    if module.advantages.needs_groups and loop.group_size < 2:
+        raise ValueError(
+            f"{type(module.advantages).__name__} compares the responses to one prompt: "
+            f"group_size must be at least 2, got {loop.group_size}"
+        )
+    if loop.dynamic_sampling is not None:
+        loop.dynamic_sampling.check(data.batch_size, loop.group_size, loop.rewards, module.advantages)
+    responses = (prompts := loop.prompts_per_step(data)) * loop.group_size
+    updates = responses / module.minibatch_size * module.update_epochs
+    if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
+        log.warning("%s is right for one update per rollout, this run makes %g", module.policy_loss, updates)
+    if responses % module.minibatch_size:
+        fitting = [size for size in range(1, responses + 1) if responses % size == 0]
+        nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
+        raise ValueError(
+            f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
+            f"({prompts} prompts x group_size {loop.group_size}); {nearest} would"
+        )
+    _check_ranks(loop, data, module)
+
+
+def _check_ranks(loop: RolloutLoop, data: PromptDataModule, module: RLHFModule) -> None:
+    """Every rank needs something to generate, and something to learn in every mini-batch."""
+    ranks = module.roles.data_ranks
+    if data.batch_size < ranks or module.minibatch_size < ranks:
+        raise ValueError(
+            f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "
+            f"give at least {ranks} of each"
+        )
+    if loop.dynamic_sampling is not None and (
+        data.batch_size % ranks or loop.dynamic_sampling.prompts_per_step % ranks
+    ):
+        raise ValueError(
+            f"with dynamic sampling {ranks} ranks share batch_size {data.batch_size} and prompts_per_step "
+            f"{loop.prompts_per_step(data)} equally: give multiples of {ranks}"
+        )

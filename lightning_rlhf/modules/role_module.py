@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
 from lightning_rlhf.models.loading import ModelSource

@@ -1,0 +1,236 @@
+"""Small runs of SFT, reward model and PPO that come out the same whatever the strategy and the number of ranks.
+
+A run is described by plain values, so that it can be asked of other processes; see :func:`train`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback, Trainer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lightning_rlhf import (
+    ConversationDataModule,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModule,
+    SFTModule,
+)
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.types import Completion, SamplingParams
+from tests.stand_ins import TinyModel, quiet_trainer
+
+STEPS = 3
+TOKENIZER = CharacterTokenizer("abcdefg")
+WORDS = ["a", "bc", "cabd", "ga", "ecafbad", "f", "gfedcba", "bb", "dg", "cccc", "a", "fe", "gag"]
+
+
+class SeededEngine(RolloutEngine):
+    """Draws each response from the request's seed alone, so that it is the same on whichever rank it is asked for."""
+
+    def start(self, setup: EngineSetup) -> None:
+        self.version = -1
+
+    def wait(self) -> str:
+        return "seeds"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in parameters:  # every rank takes part in bringing them together
+            pass
+        self.version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        return [self._drawn(sampling, seed) for seed in seeds]
+
+    def _drawn(self, sampling: SamplingParams, seed: int) -> Completion:
+        draw = torch.Generator().manual_seed(seed)
+        length = int(torch.randint(1, sampling.max_tokens + 1, (), generator=draw))
+        tokens = torch.randint(3, 11, (length,), generator=draw).tolist()
+        logprobs = (-2 * torch.rand(length, generator=draw)).tolist()
+        return Completion(tokens, logprobs, "stop" if length % 2 else "length", self.version)
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def share_of_a(completions: list[str]) -> list[float]:
+    """Reward: how much of a text is the letter a."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+class Record(Callback):
+    """Keeps every metric of every step, but those that measure time and this machine."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.validations: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps.append(_comparable(trainer, lambda name: not name.startswith("val/")))
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.validations.append(_comparable(trainer, lambda name: name.startswith("val/")))
+
+
+def _comparable(trainer: Trainer, wanted: Any) -> dict[str, float]:
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if wanted(name)}
+    return {
+        name: value for name, value in found.items() if not name.startswith(("time/", "perf/")) and name[-2:] != "_s"
+    }
+
+
+def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
+    """Module, data and callbacks of a run.
+
+    Args:
+        kind: ``sft``, ``rm`` or ``ppo``.
+        options: ``tied`` weights, ``dtype``, ``lr``, ``rows`` of a batch, further arguments of the module.
+    """
+    tied, rows = options.pop("tied", False), options.pop("rows", 7)
+
+    def model(seed: int) -> TinyModel:
+        architecture = {**TinyModel().architecture, "tie_word_embeddings": tied}
+        return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"))
+
+    adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01)
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
+    given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
+    given |= {name: value for name, value in options.items() if name != "dtype"}
+    texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
+    if kind == "ppo":
+        items = [{"prompt": word} for word in WORDS]
+        data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+        given |= {"actor_optimizer": adamw, "critic_optimizer": adamw, "actor_lr_scheduler": schedule}
+        given = {
+            "minibatch_size": rows,
+            "update_epochs": 2,
+            "kl_reward": KLTerm(0.1),
+            "kl_loss": KLTerm(0.05, "k3"),
+        } | given
+        module: Any = PPOModule(model(0), critic=model(1), ref=model(2), reward_model=model(3), **given)
+        loop = RolloutLoop(
+            [RewardFunction(share_of_a)],
+            SeededEngine(),
+            group_size=2,
+            max_response_tokens=6,
+            check_rows=0,
+            val_metric="share_of_a",
+            validate_at_ends=False,
+        )
+        return module, data, [loop]
+    if kind == "sft":
+        items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
+        data = ConversationDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+        return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+    items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]
+    data = PreferenceDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+    return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+
+
+def strategy_of(description: Any) -> Any:
+    """A registered name, or ``["module:Class", {arguments}]``."""
+    if isinstance(description, str):
+        return description
+    place, arguments = description
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)(**arguments)
+
+
+def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one after the other.
+
+    Args:
+        runs: each ``kind``, ``strategy`` (see :func:`strategy_of`), and if wanted ``weights`` (file for the trained
+            ones), ``module`` and ``trainer`` (options), ``ckpt`` (to resume from), ``save`` (checkpoint to write).
+
+    Returns:
+        Of each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are as they were).
+    """
+    return [_train(**run) for run in runs]
+
+
+def _train(
+    kind: str,
+    strategy: Any,
+    weights: str | None = None,
+    module: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    ckpt: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    import os
+
+    L.seed_everything(7, verbose=False)
+    torch.use_deterministic_algorithms(True)
+    made, data, callbacks = parts(kind, **(module or {}))
+    record = Record()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "devices": ranks, "default_root_dir": folder}
+        options |= {"val_check_interval": 1, "use_distributed_sampler": False, "callbacks": [*callbacks, record]}
+        fitting = quiet_trainer(strategy=strategy_of(strategy), **(options | (trainer or {})))
+        fitting.callbacks.append(Keep(weights, save))
+        fitting.fit(made, datamodule=data, ckpt_path=ckpt)
+        keep = fitting.callbacks[-1]
+    return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen}
+
+
+class Keep(Callback):
+    """Writes the trained roles' whole weights at the end of a run, and compares the frozen ones with what they were."""
+
+    def __init__(self, weights: str | None, save: str | None) -> None:
+        self.weights, self.save = weights, save
+        self.before: dict[str, Tensor] = {}
+        self.frozen = True
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.before = whole(pl_module, pl_module.frozen_roles)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        after = whole(pl_module, pl_module.frozen_roles)
+        self.frozen = all(torch.equal(after[name], before) for name, before in self.before.items())
+        trained = whole(pl_module, pl_module.trained_roles)
+        if self.weights and trainer.is_global_zero:
+            save_file(trained, self.weights)
+        if self.save:
+            trainer.save_checkpoint(self.save)
+
+
+def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
+    """Every weight of some roles, whole, under ``role.name``. All ranks."""
+    return {
+        f"{role}.{name}": tensor.float().cpu().clone()
+        for role in roles
+        for name, tensor in module.roles.iter_full_params(role)
+    }
+
+
+def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
+    """By role, by how much any weight of two files differs at most."""
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    found: dict[str, float] = {}
+    for name, tensor in ours.items():
+        role = name.partition(".")[0]
+        found[role] = max(found.get(role, 0.0), float((tensor - theirs[name]).abs().max()))
+    return found

@@ -82,6 +82,8 @@ class Pretrained:
         return ScalarModel(model)
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
+        if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
+            return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         with quiet_transformers():
             model, report = auto.from_pretrained(
                 self.path,

@@ -1,0 +1,246 @@
+"""FSDP2: every process holds a shard of each role, and learns from its share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
+
+
+class RLHFFSDPStrategy(DistributedRoles, ModelParallelStrategy):
+    """One ``fully_shard`` root per role: weights, gradients and optimizer states lie in shards, layer by layer.
+
+    With ``precision: bf16-mixed``, weights are kept and gradients are reduced in float32, and layers compute in
+    bfloat16.
+
+    Args:
+        tensor_parallel_size: processes that split each layer between them and share their rows; it divides the number
+            of processes, and the heads of every model.
+        activation_checkpointing: whether a trained role keeps only the inputs of its layers and computes the rest again
+            in the backward pass.
+        cpu_offload: whether shards, their gradients and optimizer states lie in host memory; optimizers step there.
+        reshard_after_forward: whether a trained role's gathered weights are dropped between forward and backward; None
+            drops those of layers, not those of embedding and head. A frozen role's always are.
+        reduce_every_micro_batch: whether gradients are reduced with every micro-batch, not only with the last one of
+            an update: more traffic, but no process ever holds the gradients of a whole role.
+        process_group_backend: None takes NCCL for GPUs, gloo for CPUs.
+        timeout: of a collective.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        reshard_after_forward: bool | None = None,
+        reduce_every_micro_batch: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        if tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+        super().__init__(
+            tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self.tensor_parallel_size = tensor_parallel_size
+        self.activation_checkpointing = activation_checkpointing
+        self.cpu_offload = cpu_offload
+        self.reshard_after_forward = reshard_after_forward
+        self.reduce_every_micro_batch = reduce_every_micro_batch
+
+    # -- processes --------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Lay out the processes: neighbours split tensors, the rest have different rows.
+
+        Raises:
+            ValueError: the processes cannot be divided like that.
+        """
+        processes = self.num_nodes * self.num_processes
+        if processes % self.tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_size: {self.tensor_parallel_size} does not divide the {processes} processes of this "
+                f"run; take a divisor"
+            )
+        # Lightning's "auto" makes one share of the data per node.
+        self._data_parallel_size = processes // self.tensor_parallel_size
+        super().setup_environment()
+
+    @property
+    def data_group(self) -> Any:
+        """See :class:`DistributedRoles`."""
+        return self.device_mesh["data_parallel"].get_group()
+
+    @property
+    def data_rank(self) -> int:  # type: ignore[override]
+        """See :class:`Roles`; ranks that split tensors share one."""
+        return self.device_mesh["data_parallel"].get_local_rank()
+
+    @property
+    def data_ranks(self) -> int:  # type: ignore[override]
+        """See :class:`Roles`."""
+        return self.device_mesh["data_parallel"].size()
+
+    # -- models -----------------------------------------------------------------------------------------------
+
+    def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build on rank 0 alone, and hand every rank its shards a layer at a time; see :meth:`Roles.build_role`.
+
+        Rank 0 has the whole model in host memory, the others never more than their shards and one layer.
+
+        Raises:
+            ValueError: tensor parallelism is not known for this model, or it was not built the same everywhere.
+        """
+        with torch.device("meta"):
+            role: Any = build()
+        tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)  # before weights are loaded
+        if self.global_rank == 0:
+            elsewhere, role = _layout(role), build()
+            different = sorted(_layout(role) ^ elsewhere)
+            if different:
+                raise ValueError(
+                    f"the {name} must have the same tensors on rank 0, where its weights are loaded, as on the others, "
+                    f"where its configuration alone is read; these differ: {different[:2]}"
+                )
+        trained = name in self.module.trained_roles
+        if trained and self.activation_checkpointing:
+            role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._shard(name, role, None if trained else True)
+        return role
+
+    def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
+        """Make repeated blocks units of their own, and the role the root that holds the rest.
+
+        A frozen root must be told to reshard: nothing else would ever free what its forward has gathered.
+        """
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "reshard_after_forward": self.reshard_after_forward if reshard is None else reshard,
+            "mp_policy": self._precision_policy,
+            "offload_policy": self._offload_policy,
+        }
+        plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
+        blocks = list(_repeated_blocks(role))
+        in_blocks = {module for block in blocks for module in block.modules()}
+        for block in blocks:
+            inside = list(block.modules())
+            self._receive(inside)
+            split(inside, plan, self.device_mesh["tensor_parallel"])
+            fully_shard(block, **options)
+        rest = [module for module in role.modules() if module not in in_blocks]
+        self._receive(rest)
+        split(rest, plan, self.device_mesh["tensor_parallel"])
+        fully_shard(role, **options)
+
+    def _receive(self, modules: Iterable[nn.Module]) -> None:
+        """Put rank 0's tensors into modules, on this rank's device; tied ones stay tied."""
+        received: dict[Tensor, Tensor] = {}
+        for module in modules:
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter not in received:
+                    whole = self._from_rank_0(parameter)
+                    received[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                setattr(module, key, received[parameter])
+            for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                setattr(module, key, self._from_rank_0(buffer))
+
+    def _from_rank_0(self, tensor: Tensor) -> Tensor:
+        if self.global_rank == 0:
+            whole = tensor.detach().to(self.root_device).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.root_device)
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # bytes: not every type is known to every backend
+        return whole
+
+    @property
+    def _precision_policy(self) -> MixedPrecisionPolicy:
+        mixed = self.precision_plugin.precision == "bf16-mixed"
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32)
+
+    @property
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
+
+    def model_to_device(self) -> None:
+        """Move what belongs to no role: those lie where they should, in host memory if offloaded."""
+        children = dict(self.module.named_children())
+        for name in (*self.module.trained_roles, *self.module.frozen_roles):
+            delattr(self.module, name)
+        super().model_to_device()
+        for name, child in children.items():
+            setattr(self.module, name, child)
+
+    # -- one update -------------------------------------------------------------------------------------------
+
+    def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
+        """Reduce gradients only with the last micro-batch."""
+        getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
+        return nullcontext()
+
+    def clip_role(self, name: str, max_norm: float | None) -> Tensor:
+        """See :meth:`Roles.clip_role`; torch's own refuses weights of which only some are split into tensors."""
+        gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
+        square = torch.zeros((), device=self.root_device)
+        for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
+            alike = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
+            part = torch.nn.utils.get_total_norm(alike).to(self.root_device).square()
+            for dimension, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(part, group=mesh.get_group(dimension))
+            square += part
+        norm = square.sqrt()
+        if max_norm is not None:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            for gradient in gradients:
+                gradient.to_local().mul_(factor.to(gradient.to_local().device))
+        return norm
+
+    # -- weights for the engine -------------------------------------------------------------------------------
+
+    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Roles.iter_full_params`; one tensor at a time is whole."""
+        for unit in getattr(self.module, name).modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # a forward without backward may have left it gathered
+        for parameter_name, parameter in super().iter_full_params(name):
+            shard = parameter.to(self.root_device)
+            assert isinstance(shard, DTensor)
+            yield parameter_name, shard.full_tensor()
+
+
+def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:
+    """Members of the outermost module lists that have weights.
+
+    A list inside a block (experts) is not taken apart: which of its members run may differ between ranks, which would
+    then wait for each other for ever.
+    """
+    for child in role.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (block for block in child if any(True for _ in block.parameters()))
+        else:
+            yield from _repeated_blocks(child)
+
+
+def _layout(role: nn.Module) -> set[str]:
+    """What must be the same on all ranks before weights are sent: names, shapes, types, and what is tied to what."""
+    first: dict[Tensor, str] = {}
+    tensors = (*role.named_parameters(remove_duplicate=False), *role.named_buffers(remove_duplicate=False))
+    return {
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} with{'' if tensor.requires_grad else 'out'} gradient"
+        + (f", tied to {first[tensor]}" if first.setdefault(tensor, name) != name else "")
+        for name, tensor in tensors
+    }

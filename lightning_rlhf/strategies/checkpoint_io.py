@@ -27,14 +27,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with draft.open("wb") as file:
             torch.save(checkpoint, file)
             os.fsync(file.fileno())
-        digest = _digest(draft)
+        total = digest(draft)
         # From here to the rename the path may be found with either content. All sums known so far are kept until then:
         # the last of them can belong to a draft that an earlier process did not live to rename.
-        known = _sums(path) or ([_digest(path)] if path.is_file() else [])
-        _write_sums(path, [*known, digest])
+        known = _sums(path) or ([digest(path)] if path.is_file() else [])
+        _write_sums(path, [*known, total])
         os.replace(draft, path)
-        _sync_folder(path.parent)
-        _write_sums(path, [digest])
+        sync_folder(path.parent)
+        _write_sums(path, [total])
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -49,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint at {path}")
         expected = _sums(path)
-        if expected and _digest(path) not in expected:
+        if expected and digest(path) not in expected:
             raise ValueError(
                 f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
             )
@@ -67,12 +67,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Path(f"{path}.sha256").unlink(missing_ok=True)
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    total = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+            total.update(block)
+    return total.hexdigest()
 
 
 def _sums(path: Path) -> list[str]:
@@ -87,10 +88,11 @@ def _write_sums(path: Path, digests: list[str]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path.with_name(path.name + ".sha256"))
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Put a folder's list of files on disk."""
     folder = os.open(path, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

@@ -1,0 +1,200 @@
+"""The state of a role that torch itself spreads: a plain module, one under DDP, one sharded by FSDP2 or cut by TP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rlhf.strategies.role_files import RoleState, StoredRole
+
+# How a step is computed and not what; they follow from this run's devices.
+_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
+_ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # keep the same state
+
+
+def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
+    """What to write of a role; tensors are this rank's own, not copies.
+
+    Args:
+        module: of the role.
+        optimizer: of the role; None writes only weights.
+
+    Raises:
+        ValueError: the optimizer's state cannot be given to another number of ranks.
+    """
+    weights = owned_tensors(module)
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
+    if optimizer is None:
+        return RoleState(tensors, None)
+    names = {id(tensor): name for name, tensor in weights.items()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            name = names[id(parameter)]
+            tensors[f"optim.state.{name}.{key}"] = storable(optimizer, key, value, parameter.shape)
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return RoleState(tensors, settings_of(optimizer, groups))
+
+
+def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
+    """Put a stored role into a module and its optimizer, whoever wrote it.
+
+    Args:
+        module: of the role.
+        optimizer: of the role; None reads only weights.
+        folder: of the role.
+
+    Raises:
+        ValueError: weights or optimizer are of another kind of run.
+    """
+    stored = StoredRole(folder)
+    weights = owned_tensors(module)
+    stored.check_weights({name: tensor.shape for name, tensor in weights.items()})
+    wanted = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
+    names = {id(tensor): name for name, tensor in weights.items()}
+    states: dict[int, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        settings = merged_settings(optimizer, groups, stored)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            keys = stored.state_of(names[id(parameter)])
+            states[number] = {kind: _empty(stored, key, parameter) for kind, key in keys.items()}
+            wanted |= {key: states[number][kind] for kind, key in keys.items()}
+    stored.read(wanted)
+    if optimizer is not None:
+        own = optimizer.state_dict()["param_groups"]
+        groups_now = [{**group, **values} for group, values in zip(own, settings, strict=True)]
+        kept = {number: state for number, state in states.items() if state}
+        optimizer.load_state_dict({"state": kept, "param_groups": groups_now})
+
+
+def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and stored buffers themselves, by the names of ``state_dict``; tied ones once, by the first name.
+
+    Asking for the state also makes FSDP put parameters back that a forward has left whole.
+    """
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            tensors[name] = tensor
+    return tensors
+
+
+def _empty(stored: StoredRole, key: str, parameter: Tensor) -> Tensor:
+    if stored.shapes[key] == parameter.shape:
+        return torch.zeros_like(parameter.detach())
+    return torch.zeros(stored.shapes[key], dtype=stored.dtypes[key])
+
+
+# -- the optimizer's settings ------------------------------------------------------------------------------------------
+
+
+def settings_of(optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
+    """Class and groups of an optimizer in plain values.
+
+    Args:
+        optimizer: whose groups they are.
+        groups: names of the parameters of each of its groups.
+    """
+    plain = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    named = [{**values, "params": names} for values, names in zip(plain, groups, strict=True)]
+    return {"optimizer": type(optimizer).__name__, "param_groups": named}
+
+
+def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: StoredRole) -> list[dict[str, Any]]:
+    """What the groups of an optimizer are to be set to.
+
+    Args:
+        optimizer: of this run.
+        groups: names of the parameters of each of its groups.
+        stored: with the settings it was written with.
+
+    Returns:
+        For each group, the stored values of the settings that it has.
+
+    Raises:
+        ValueError: there are none, they are another optimizer's, or the parameters were grouped in another way.
+    """
+    role, settings, ours = stored.folder.name, stored.settings, type(optimizer).__name__
+    if settings is None:
+        raise ValueError(f"the checkpoint has weights of the {role} and no optimizer: it cannot be trained on")
+    theirs = settings["optimizer"]
+    if theirs != ours and not (theirs in _ADAM and ours in _ADAM):
+        raise ValueError(
+            f"the {role} was optimized by {theirs} when the checkpoint was written, and now by {ours}: configure "
+            f"{theirs}, or start a new run from the exported model"
+        )
+    merged = []
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        of = [old for old in settings["param_groups"] if set(names) <= set(old["params"])]
+        if not of:
+            raise ValueError(
+                f"the {role}'s parameters lie in other groups of the optimizer than when the checkpoint was written: "
+                f"configure the groups of then, or start a new run from the exported model"
+            )
+        values = {key: value for key, value in of[0].items() if key in group and key not in _OF_THE_RUN}
+        merged.append({key: _as(group[key], value) for key, value in values.items()})
+    return merged
+
+
+def _as(present: Any, value: Any) -> Any:
+    if isinstance(present, Tensor):
+        return torch.full_like(present, value)
+    return tuple(value) if isinstance(present, tuple) else value
+
+
+def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> Tensor:
+    """One value of an optimizer's state as it is stored: shaped as its parameter, or a number.
+
+    Args:
+        optimizer: for the message.
+        key: of the value, for example ``exp_avg``.
+        value: a tensor or a number.
+        shape: of the whole parameter.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value))
+    if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
+        return value.detach()
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which a "
+        f"checkpoint could not give to another number of processes: take an optimizer whose state has the shape of "
+        f"its parameters, as torch.optim.AdamW or torch.optim.SGD"
+    )
+
+
+def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
+    """Refuse, before training, an optimizer whose state could not be given to another number of ranks.
+
+    It is made for a small parameter and stepped once, and its state looked at.
+
+    Args:
+        make: makes it from parameters, as a configuration says.
+        device: to try it on.
+
+    Raises:
+        ValueError: its name, and which state it is.
+    """
+    parameter = nn.Parameter(torch.ones(64, 128, device=device))
+    optimizer = make([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for key, value in optimizer.state[parameter].items():
+        storable(optimizer, key, value, parameter.shape)

@@ -41,14 +41,14 @@ class HFExport(Callback):
             self._write(trainer, pl_module, "export")
 
     def _write(self, trainer: Trainer, module: RoleModule, name: str) -> None:
-        if not trainer.is_global_zero:
-            return
         target = Path(trainer.default_root_dir) / name
         draft = target.with_name(name + ".new")
-        shutil.rmtree(draft, ignore_errors=True)
+        if trainer.is_global_zero:
+            shutil.rmtree(draft, ignore_errors=True)
         with quiet_transformers():
-            model: Any = module.exported_model()
-            model.save_pretrained(draft)
+            module.export(draft, write=trainer.is_global_zero)
+        if not trainer.is_global_zero:
+            return
         trainer.datamodule.tokenizer.save_pretrained(draft)
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         (draft / "metrics.json").write_text(json.dumps({"step": trainer.global_step, **metrics}, indent=2) + "\n")

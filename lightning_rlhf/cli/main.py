@@ -11,16 +11,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.cli.parser import FriendlyParser, explain
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 # Said at every run by Lightning, and not for our users: rows are tokenised beforehand, so there is nothing for loader
@@ -72,6 +75,9 @@ class RLHFCLI(LightningCLI):
         directory = given.get("default_root_dir") or "runs/default"
         kwargs["default_root_dir"] = str(directory)
         kwargs["plugins"] = [*(given.get("plugins") or []), AtomicCheckpointIO()]
+        if isinstance(given.get("strategy"), str):
+            processes = process_count(given.get("accelerator"), given.get("devices"), given.get("num_nodes") or 1)
+            kwargs["strategy"] = our_name(given["strategy"], processes)
         if given.get("logger") is None:
             kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard")
         if given.get("enable_progress_bar") is None:
@@ -144,6 +150,16 @@ class RLHFCLI(LightningCLI):
             log.info("An earlier run of this directory is now %s.", earlier)
 
 
+def process_count(accelerator: Any, devices: Any, nodes: int) -> int:
+    """Processes that the Trainer's arguments make, one per device; ``auto`` and -1 are all GPUs, or one CPU process."""
+    if devices in (None, "auto", -1, "-1"):
+        gpus = 0 if accelerator == "cpu" else torch.cuda.device_count()
+        return max(gpus, 1) * nodes
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    return (len(devices) if isinstance(devices, list) else int(devices)) * nodes
+
+
 def set_aside(directory: Path) -> Path | None:
     """Rename the directory of an earlier run: nothing is lost, nothing is mixed.
 
@@ -194,7 +210,7 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.WARNING if rank_zero_only.rank else logging.INFO)  # the other ranks would say it again
     if not log.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -68,9 +68,14 @@ class CausalLM(nn.Module):
         placed = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
         return TokenScores(*placed)  # type: ignore[arg-type]
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write safetensors and config that ``transformers`` and vLLM load."""
-        self.lm.save_pretrained(directory, safe_serialization=True)
+    def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write safetensors and config that ``transformers`` and vLLM load.
+
+        Args:
+            directory: where to.
+            weights: the whole parameters by name, where this process has only parts of them; None takes its own.
+        """
+        self.lm.save_pretrained(directory, state_dict=weights)
 
 
 def _logit_scale(config: object) -> float:

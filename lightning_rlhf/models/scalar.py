@@ -60,7 +60,12 @@ class ScalarModel(nn.Module):
         self.score_mean += scores.mean() * self.score_std
         self.score_std *= scores.std().clamp(min=1e-6)
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write safetensors and config that ``AutoModelForSequenceClassification`` loads."""
+    def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write safetensors and config that ``AutoModelForSequenceClassification`` loads.
+
+        Args:
+            directory: where to.
+            weights: the whole parameters by name, where this process has only parts of them; None takes its own.
+        """
         self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
-        self.lm.save_pretrained(directory, safe_serialization=True)
+        self.lm.save_pretrained(directory, state_dict=weights)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -231,9 +232,19 @@ class RoleModule(LightningModule):
                 f"it was written by another kind of run"
             )
 
-    def exported_model(self) -> nn.Module:
-        """The model that a finished run hands on."""
-        return getattr(self, self.trained_roles[0])
+    def export(self, directory: str | Path, write: bool = True) -> None:
+        """Write the model that a finished run hands on, in the format that transformers and vLLM load. All ranks.
+
+        Args:
+            directory: where to.
+            write: whether this rank writes; the others only help to bring the weights together.
+        """
+        role, weights = self.trained_roles[0], dict[str, Tensor]()
+        for name, tensor in self.roles.iter_full_params(role):
+            if write:
+                weights[name] = tensor.to("cpu", copy=True)
+        if write:
+            getattr(self, role).save_pretrained(directory, weights)
 
     @torch.no_grad()
     def parameter_counts(self) -> dict[str, int]:

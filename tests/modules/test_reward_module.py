@@ -8,6 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from lightning_rlhf import RewardModule
 from lightning_rlhf.functional.diagnostics import wilson_interval
+from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close, normal, over_ranks
@@ -110,7 +111,12 @@ def test_a_short_fit_orders_all_pairs():
     assert metrics["train/loss"] < 0.1
 
 
-def test_what_a_finished_run_hands_on_is_the_reward_model():
+def test_what_a_finished_run_hands_on_is_the_reward_model(tmp_path):
     module = reward_module()
-    assert module.exported_model() is module.reward_model
+    module.export(tmp_path)
+    loaded = Pretrained(str(tmp_path)).scalar()
+    ours = dict(module.reward_model.named_parameters())
+    assert all(torch.equal(value, ours[name]) for name, value in loaded.named_parameters())
+    module.export(tmp_path / "nothing", write=False)
+    assert not (tmp_path / "nothing").exists()
     assert module.parameter_counts() == {"reward_model": sum(p.numel() for p in module.reward_model.parameters())}

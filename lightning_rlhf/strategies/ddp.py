@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,10 @@ class RLHFDDPStrategy(DistributedRoles, DDPStrategy):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**({"broadcast_buffers": False, "gradient_as_bucket_view": True} | kwargs))
+        # Buffers are constants here; the first name is torch's since 2.13, the second before.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        super().__init__(**({buffers: False, "gradient_as_bucket_view": True} | kwargs))
         self._engines: dict[str, DistributedDataParallel] = {}
 
     def configure_ddp(self) -> None:

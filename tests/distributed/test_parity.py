@@ -1,0 +1,126 @@
+"""Every strategy trains as one process does: three updates on the same batches give the same weights, to rounding.
+
+Seven rows in a batch, five in a validation batch and responses of differing lengths leave every rank with other counts
+of rows, tokens and micro-batches; the denominators over all ranks are what makes the results equal all the same.
+
+    python -m tests.distributed.test_parity      measures and prints the table of docs/strategies.md
+"""
+
+import math
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.tasks import largest_differences
+
+KINDS = ("sft", "rm", "ppo")
+DEEPSPEED = "lightning_rlhf.strategies.deepspeed:RLHFDeepSpeedStrategy"
+# Tiny models would stay whole under ZeRO-3: it shards no parameter below a threshold.
+SHARDED = {"stage": 3, "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+STRATEGIES = {
+    "rlhf_ddp": "rlhf_ddp",
+    "rlhf_fsdp": "rlhf_fsdp",
+    "rlhf_fsdp, tensor parallel 2": ["lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy", {"tensor_parallel_size": 2}],
+    "rlhf_deepspeed_stage_1": "rlhf_deepspeed_stage_1",
+    "rlhf_deepspeed_stage_2": "rlhf_deepspeed_stage_2",
+    "rlhf_deepspeed_stage_3": [DEEPSPEED, SHARDED],
+}
+QUICK = [("rlhf_ddp", 2), ("rlhf_fsdp", 2), ("rlhf_deepspeed_stage_3", 2)]
+SLOW = [
+    ("rlhf_ddp", 3),
+    ("rlhf_fsdp", 4),
+    ("rlhf_fsdp, tensor parallel 2", 4),
+    ("rlhf_deepspeed_stage_1", 2),
+    ("rlhf_deepspeed_stage_2", 2),
+    ("rlhf_deepspeed_stage_3", 4),
+]
+WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or absolute where they are small
+
+
+def trained(strategy, ranks, folder):
+    """What each kind of run measured, and the file with its weights."""
+    runs = [{"kind": kind, "strategy": strategy, "weights": f"{folder}/{kind}.safetensors"} for kind in KINDS]
+    answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
+    return {kind: [answer[i] for answer in answers] for i, kind in enumerate(KINDS)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process, plain Lightning."""
+    folder = tmp_path_factory.mktemp("alone")
+    return trained("auto", 1, folder), folder
+
+
+def norm_difference(ours, theirs):
+    """Largest relative difference of any gradient norm of any step."""
+    pairs = zip(ours["steps"], theirs["steps"], strict=True)
+    return max(abs(a[name] / b[name] - 1) for a, b in pairs for name in b if name.startswith("grad_norm/"))
+
+
+def assert_equal_metrics(ours, theirs):
+    for of in ("steps", "validations"):
+        assert len(ours[of]) == len(theirs[of]) > 0
+        for a, b in zip(ours[of], theirs[of], strict=True):
+            assert a.keys() == b.keys()
+            for name, value in b.items():
+                assert math.isclose(a[name], value, rel_tol=METRICS, abs_tol=METRICS), (name, a[name], value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
+    expected, folder = alone
+    measured = trained(STRATEGIES[name], ranks, tmp_path)
+    for kind in KINDS:
+        for answer in measured[kind]:  # every rank logs the same
+            assert answer["frozen"]
+            assert norm_difference(answer, expected[kind][0]) <= NORMS
+            assert_equal_metrics(answer, expected[kind][0])
+        file = f"{kind}.safetensors"
+        assert max(largest_differences(tmp_path / file, folder / file).values()) <= WEIGHTS
+
+
+def test_the_weights_that_are_compared_have_moved(alone, tmp_path):
+    runs = [{"kind": kind, "strategy": "auto", "weights": f"{tmp_path}/{kind}.safetensors",
+             "module": {"lr": 0.0}} for kind in KINDS]  # fmt: skip
+    run_ranks("tests.distributed.tasks:train", 1, runs)
+    for kind in KINDS:
+        file = f"{kind}.safetensors"
+        assert min(largest_differences(tmp_path / file, alone[1] / file).values()) > 100 * WEIGHTS
+
+
+def rows_of(text):
+    """The table's rows: strategy, processes, then what was measured."""
+    return re.findall(r"^\| `(.+?)` \| (\d) \| (.+) \|$", text, re.MULTILINE)
+
+
+def test_the_documented_figures_are_of_these_runs_and_within_these_bounds():
+    rows = rows_of((ROOT / "docs/strategies.md").read_text())
+    assert [(name, int(ranks)) for name, ranks, _ in rows] == [*QUICK, *SLOW]
+    for _, _, figures in rows:
+        assert all(float(figure) <= WEIGHTS for figure in figures.split(" | "))
+
+
+def main():
+    with tempfile.TemporaryDirectory() as one:
+        expected = trained("auto", 1, one)
+        print("| strategy | processes | SFT | reward model | PPO actor | PPO critic | gradient norms |")
+        print("|---|---|---|---|---|---|---|")
+        for name, ranks in [*QUICK, *SLOW]:
+            with tempfile.TemporaryDirectory() as many:
+                measured = trained(STRATEGIES[name], ranks, many)
+                found = [
+                    largest_differences(Path(many, f"{k}.safetensors"), Path(one, f"{k}.safetensors")) for k in KINDS
+                ]
+                figures = [value for roles in found for value in roles.values()]
+                figures.append(max(norm_difference(measured[kind][0], expected[kind][0]) for kind in KINDS))
+                print(f"| `{name}` | {ranks} | " + " | ".join(f"{figure:.1e}" for figure in figures) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""A rank that fails ends all ranks, soon: it shows its traceback, the others say in a sentence whose fault it is.
+
+Without this, a rank whose peer died shows a long traceback of its own ("Connection closed by peer") that hides the one
+that matters; a rank that gives up waiting for one that hangs leaves it behind; and NCCL notices nothing until its
+timeout.
+
+Every rank keeps a connection to a hub in rank 0's process. Who fails says so there, and the hub tells all. The kernel
+closes the connection of a process that was killed, and within half a minute that of a machine that is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+
+_VERDICT_SECONDS = 5  # a lost connection is somebody's fault: that long to learn whose
+_PATIENCE_SECONDS = 20  # from failing to having ended: engines close, loggers flush, the traceback is written
+_CHILDREN_SECONDS = 3  # what a launcher's children have to end by themselves
+_TORCHRUN_SECONDS = 2  # torchrun takes the first process that it sees ending for the one to blame, then ends the others
+_UNDER_TORCHRUN = "TORCHELASTIC_ERROR_FILE" in os.environ
+# What gloo and NCCL say of a peer that is gone or does not answer; some of it torch raises as a bare RuntimeError.
+_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch, lightning))
+
+
+class FailureWatch:
+    """What one rank does when it or another one fails.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        node: of this process.
+        children: processes that this one launched; they end with it.
+    """
+
+    def __init__(self, rank: int, world_size: int, node: int, children: Sequence[subprocess.Popen[Any]] = ()) -> None:
+        self._rank, self._world_size, self._children = rank, world_size, children
+        self._name = f"rank {rank} (node {node}, host {socket.gethostname()}, process {os.getpid()})"
+        self._node = node
+        self._wire: Wire | None = None
+        self._listener: threading.Thread | None = None
+        self._other_failed = threading.Event()
+        self._failed = self._reporting = self._closing = False
+        self._hub_name = ""
+
+    def start(self, address: str, several_nodes: bool, broadcast: Callable[[Any], Any]) -> None:
+        """Connect this rank. All ranks.
+
+        Args:
+            address: of rank 0's machine, as the others know it.
+            several_nodes: whether there are other machines; otherwise nothing is reachable from outside.
+            broadcast: hands rank 0's object to all ranks.
+
+        Raises:
+            RuntimeError: rank 0 cannot be reached.
+        """
+        if self._world_size == 1:
+            return
+        hub = Hub(self._world_size, secrets.token_hex(16), several_nodes) if self._rank == 0 else None
+        port, token, self._hub_name = broadcast((hub.port, hub.token, self._name) if hub else None)
+        host = address if several_nodes and self._rank else "127.0.0.1"
+        try:
+            self._wire = Wire(socket.create_connection((host, port), timeout=60))
+        except OSError as error:
+            raise RuntimeError(
+                f"{self._name} cannot reach rank 0 at {host}, port {port} ({error}): machines of one run must reach "
+                f"each other on all ports, under the address in MASTER_ADDR"
+            ) from error
+        self._wire.send(kind="join", token=token, rank=self._rank, name=self._name, node=self._node)
+        self._listener = threading.Thread(target=self._listen, name="failure watch", daemon=True)
+        self._listener.start()
+
+    def report(self, error: BaseException) -> None:
+        """Tell all ranks that this one failed. Where another one failed first, this ends the process.
+
+        Args:
+            error: what ends this rank.
+        """
+        if self._wire is None or self._closing or self._failed:
+            return
+        self._reporting = True
+        if _lost_a_peer(error):
+            self._other_failed.wait(_VERDICT_SECONDS)
+        if self._other_failed.is_set():
+            self._end_soon()
+            threading.Event().wait()  # until then
+        self._failed = True
+        _say(f"{self._name} failed; the other ranks end with it.")
+        _record_for_torchrun(error)
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        self._wire.send(kind="failed", text=f"{self._name} failed: {message[:500]}")
+        atexit.register(self._end_others)
+        self._end_soon()
+
+    def close(self) -> None:
+        """End the watch of a run that ended well; after a failure the others wait until this process is gone."""
+        if self._wire is None or self._failed or self._listener is None:
+            return
+        self._closing = True
+        self._wire.send(kind="done")
+        if self._rank == 0:
+            self._listener.join(_VERDICT_SECONDS)  # the hub's answer reaches the others before this process ends
+
+    def _listen(self) -> None:
+        assert self._wire is not None
+        while not self._wire.ended:
+            for message in self._wire.receive():
+                if message["kind"] == "done":  # from now on the hub may go
+                    return
+                if message["kind"] == "failed":
+                    self._learn(message["text"])
+                if message["kind"] == "end" and not self._failed:
+                    self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
+        if not self._closing and not self._failed:
+            self._learn(f"{self._hub_name} {WITHOUT_A_WORD}")
+            self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
+
+    def _learn(self, text: str) -> None:
+        if self._failed or self._other_failed.is_set():
+            return
+        self._other_failed.set()
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        place = "" if self._reporting else f" in {_place(main)}"
+        sentence = f"{self._name} ends{place}: {text}."
+        _say(sentence)
+        _record_for_torchrun(RuntimeError(sentence))
+        self._end_soon()
+
+    def _end_soon(self) -> None:
+        """End this process even if what should end it hangs."""
+        timer = threading.Timer(_PATIENCE_SECONDS, self._leave)
+        timer.daemon = True
+        timer.start()
+
+    def _leave(self, later: float = 0) -> None:
+        time.sleep(later)
+        self._end_others()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the main thread may wait in a collective for ever
+
+    def _end_others(self) -> None:
+        """What this rank had to say is said: let the others go, and see to it that its children do."""
+        assert self._wire is not None
+        if self._children:  # without any, the others wait until this process is gone
+            self._wire.hang_up()
+        until = time.monotonic() + _CHILDREN_SECONDS
+        for child in self._children:
+            try:
+                child.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+class EndsTogether:
+    """What a strategy of several processes inherits from, before one of Lightning's, to have its ranks watched."""
+
+    _watch: FailureWatch | None = None
+
+    def setup_environment(self) -> None:
+        """Start the watch as soon as there is a process group."""
+        strategy: Any = self
+        super().setup_environment()  # type: ignore[misc]
+        children = getattr(strategy.launcher, "procs", ())
+        self._watch = FailureWatch(strategy.global_rank, strategy.world_size, strategy.node_rank, children)
+        self._watch.start(strategy.cluster_environment.main_address, strategy.num_nodes > 1, strategy.broadcast)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the others."""
+        if self._watch is not None:
+            self._watch.report(exception)
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """End the watch."""
+        super().teardown()  # type: ignore[misc]
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    """Whether the error, or what led to it, says that another rank is gone or does not answer."""
+    while error is not None:
+        said = isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _LOST_PEER)
+        if said or isinstance(error, torch.distributed.DistError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _place(frame: FrameType) -> str:
+    """Where a thread is: its innermost line that is neither torch's nor Lightning's, and what was called from there."""
+    stack = traceback.extract_stack(frame)
+    line = next((line for line in reversed(stack) if not line.filename.startswith(_LIBRARIES)), stack[-1])
+    called = "" if line is stack[-1] else f", in {stack[-1].name}()"
+    return f"{line.filename}:{line.lineno}, {line.name}(){called}"
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Its summary shows what lies in the error file."""
+    if _UNDER_TORCHRUN:
+        ErrorHandler().record_exception(error)
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()

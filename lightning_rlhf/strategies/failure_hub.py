@@ -1,0 +1,171 @@
+"""Where all ranks of a run are connected, so that the end of one is known to the others at once."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import selectors
+import socket
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+WITHOUT_A_WORD = "ended without a word: killed, or the machine is gone"
+_HELLO_SECONDS = 10  # a stranger who connects and says nothing holds up the others for this long
+_SETTLE_SECONDS = 0.5  # ranks of one machine vanish one by one: name them together
+_LONGEST_LINE = 1 << 16
+# A machine without power answers nothing: asked after 10 s of silence, then every 5 s, given up after 30 s.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+
+
+class Wire:
+    """JSON messages over a socket, one on a line.
+
+    Args:
+        connection: connected; blocking from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):  # not everywhere but on Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        reference = weakref.ref(connection)
+        # A process forked from this one, such as a data loader's worker, would keep the connection open behind it.
+        os.register_at_fork(after_in_child=lambda: _close(reference()))
+        self.connection = connection
+        self.ended = False
+        self._unread = b""
+
+    def send(self, **message: Any) -> None:
+        """Send; a broken connection is noticed by whoever reads."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def hang_up(self) -> None:
+        """Let both ends see the end."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Wait for the next bytes and return the messages that they complete; none at the end."""
+        try:
+            read = self.connection.recv(_LONGEST_LINE)
+        except OSError:
+            read = b""
+        if not read or len(self._unread) > _LONGEST_LINE:
+            self.ended = True
+            self.connection.close()
+            return []
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def _close(connection: socket.socket | None) -> None:
+    if connection is not None:
+        connection.close()
+
+
+@dataclass
+class _Member:
+    wire: Wire
+    rank: int
+    name: str
+    node: int
+    done: bool = False
+
+
+class Hub:
+    """Takes in every rank, rank 0 included, and serves from a thread until all are done.
+
+    Args:
+        world_size: number of ranks.
+        token: what a rank must know to be taken in.
+        several_nodes: listen to other machines, not only to this one.
+    """
+
+    def __init__(self, world_size: int, token: str, several_nodes: bool) -> None:
+        self.token, self._world_size = token, world_size
+        if several_nodes and socket.has_dualstack_ipv6():
+            self._socket = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world_size
+            )
+        else:
+            self._socket = socket.create_server(("" if several_nodes else "127.0.0.1", 0), backlog=world_size)
+        self.port: int = self._socket.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._members: dict[int, _Member] = {}
+        self._vanished: list[_Member] = []
+        self._guilty: set[int] = set()
+        threading.Thread(target=self._serve, name="failure hub", daemon=True).start()
+
+    def _serve(self) -> None:
+        while len(self._members) < self._world_size or not all(member.done for member in self._members.values()):
+            ready = self._selector.select(_SETTLE_SECONDS)
+            for key, _ in ready:
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            # Lightning's launcher looks after its children every five seconds and kills the parent too: be faster.
+            beside = any(member.node == 0 for member in self._vanished)
+            if self._vanished and not self._guilty and (beside or not ready):
+                self._blame(self._vanished, _without_a_word(self._vanished, list(self._members.values())))
+            if self._guilty and self._guilty <= {member.rank for member in self._vanished}:
+                self._tell_all(kind="end")
+                return
+        self._selector.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._socket.accept()
+        connection.settimeout(_HELLO_SECONDS)
+        try:
+            hello = json.loads(connection.makefile("rb", buffering=0).readline(_LONGEST_LINE))
+            known = hmac.compare_digest(hello["token"], self.token)
+            member = _Member(Wire(connection), int(hello["rank"]), str(hello["name"]), int(hello["node"]))
+        except (OSError, ValueError, KeyError, TypeError):  # a stranger: a port scanner, a health check
+            known = False
+        if not known:
+            connection.close()
+            return
+        self._members[member.rank] = member
+        self._selector.register(connection, selectors.EVENT_READ, member)
+        if len(self._members) == self._world_size:
+            self._selector.unregister(self._socket)
+            self._socket.close()
+
+    def _hear(self, member: _Member) -> None:
+        for message in member.wire.receive():
+            if message["kind"] == "failed" and not self._guilty:
+                self._blame([member], message["text"])
+            elif message["kind"] == "done":
+                member.done = True
+                if member.rank == 0:
+                    self._tell_all(kind="done")
+        if member.wire.ended:
+            self._selector.unregister(member.wire.connection)
+            self._vanished += [] if member.done else [member]
+
+    def _blame(self, guilty: list[_Member], text: str) -> None:
+        self._guilty = {member.rank for member in guilty}
+        self._tell_all(kind="failed", text=text)
+
+    def _tell_all(self, **message: Any) -> None:
+        for member in self._members.values():
+            if member.rank not in self._guilty:
+                member.wire.send(**message)
+
+
+def _without_a_word(gone: list[_Member], members: list[_Member]) -> str:
+    """Who vanished: whole nodes by their number, single ranks by their name."""
+    nodes = {member.node for member in gone}
+    whole = [node for node in sorted(nodes) if {m.rank for m in members if m.node == node} <= {m.rank for m in gone}]
+    several = len({member.node for member in members}) > 1
+    who = [f"node {node}: " * several + ", ".join(m.name for m in gone if m.node == node) for node in whole]
+    who += [member.name for member in gone if member.node not in whole]
+    return f"{'; '.join(who)} {WITHOUT_A_WORD}"

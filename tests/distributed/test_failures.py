@@ -1,0 +1,113 @@
+"""A rank that fails ends all ranks soon, whatever the failure, and its traceback is the only one."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_rlhf.strategies import failure, failure_hub
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(Path(__file__).with_name("failing.py"))
+# From the moment of the failure to the end of the last process; on an idle machine of two cores it is under 2 s, and
+# for a rank that hangs the collective's own timeout and the wait for a verdict come on top.
+SECONDS = 15
+TIMEOUT = 4
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+
+
+def run(tmp_path, how, rank, *launcher, timeout=()):
+    """Exit code, what was written to the error stream, and seconds from the failure to the end of every process."""
+    command = [*launcher, SCRIPT, how, str(rank), str(tmp_path), *map(str, timeout)]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=err
+        )
+        code = process.wait(240)
+    pids = [int(pid) for file in tmp_path.glob("rank[01]") for pid in file.read_text().split()]
+    assert len(pids) == 4  # two ranks, two engines
+    began = float((tmp_path / "failed").read_text()) if how != "nothing" else time.time()
+    while any(map(alive, pids)) and time.time() < began + 120:
+        time.sleep(0.05)
+    seconds = time.time() - began
+    left = [pid for pid in pids if alive(pid)]
+    for pid in left:
+        os.kill(pid, 9)
+    assert not left, f"processes {left} of {pids} were left behind"
+    return code, (tmp_path / "err").read_text(), seconds
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def named(rank, tmp_path):
+    pid = (tmp_path / f"rank{rank}").read_text().split()[0]
+    return f"rank {rank} (node 0, host {os.uname().nodename}, process {pid})"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
+    code, err, seconds = run(tmp_path, "raise", rank)
+    guilty, other = named(rank, tmp_path), named(1 - rank, tmp_path)
+    assert code == 1
+    assert seconds < SECONDS
+    assert f"{guilty} failed; the other ranks end with it.\n" in err
+    assert f"{other} ends in " in err
+    assert f": {guilty} failed: ValueError: the reward function broke.\n" in err
+    assert err.count("Traceback (most recent call last)") == 1
+    assert f"[rank{rank}]: ValueError: the reward function broke" in err
+    assert "Connection closed" not in err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
+    code, err, seconds = run(tmp_path, "kill", rank)
+    assert code in ((1, -9) if rank else (-9,))  # Lightning's launcher too ends with its child, by a signal
+    assert seconds < SECONDS
+    said = [line for line in err.splitlines() if line.startswith(named(1 - rank, tmp_path))]
+    assert len(said) == 1
+    assert said[0].endswith(f": {named(rank, tmp_path)} {failure_hub.WITHOUT_A_WORD}.")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("how", ["hang", "hold"])
+def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
+    code, err, seconds = run(tmp_path, how, 1, timeout=[TIMEOUT])
+    assert code == 1
+    assert TIMEOUT < seconds < TIMEOUT + failure._VERDICT_SECONDS + SECONDS
+    assert f"{named(0, tmp_path)} failed; the other ranks end with it.\n" in err
+    assert "Timed out waiting" in err
+    if how == "hang":  # one that holds the interpreter's lock cannot say anything
+        assert f"{named(1, tmp_path)} ends in {SCRIPT}:" in err
+        assert ", fail(): " in err
+
+
+def test_a_rank_that_leaves_with_its_own_exit_code_ends_the_others(tmp_path):
+    code, err, seconds = run(tmp_path, "exit", 0)
+    assert code == 3
+    assert seconds < SECONDS
+    assert f": {named(0, tmp_path)} failed: SystemExit: 3.\n" in err
+
+
+def test_a_run_that_ends_well_says_nothing(tmp_path):
+    code, err, seconds = run(tmp_path, "nothing", 0)
+    assert code == 0
+    assert seconds < SECONDS
+    assert "rank" not in err
+
+
+def test_torchrun_names_the_rank_that_failed_first(tmp_path):
+    code, err, seconds = run(tmp_path, "raise", 1, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    assert code == 1
+    assert seconds < SECONDS
+    summary = err.partition("Root Cause (first observed failure):")[2]
+    assert "rank      : 1 (local_rank: 1)" in summary
+    assert "the reward function broke" in summary

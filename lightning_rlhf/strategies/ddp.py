@@ -10,10 +10,11 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
 
 
-class RLHFDDPStrategy(DistributedRoles, DDPStrategy):
+class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
 
     Args:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.roles import Roles
 
 
-class RLHFSingleDeviceStrategy(Roles, SingleDeviceStrategy):
+class RLHFSingleDeviceStrategy(ReshardableCheckpoints, Roles, SingleDeviceStrategy):
     """One device, with checkpoints that every other role strategy reads too.
 
     Args:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lightning_rlhf.types import Completion, SamplingParams
@@ -25,12 +27,27 @@ class EngineSetup:
         dtype: of the weights, ``float32`` or ``bfloat16``.
         max_tokens: longest prompt with response, in tokens.
         log: file that the engine's own output goes to.
+        devices: GPUs for this engine, from :func:`gpus`; empty leaves the choice to the engine.
     """
 
     model: Path
     dtype: str
     max_tokens: int
     log: Path
+    devices: tuple[str, ...] = ()
+
+
+def gpus(device: torch.device) -> tuple[str, ...]:
+    """What a child process must have as ``CUDA_VISIBLE_DEVICES`` to see this device; empty for a CPU.
+
+    Args:
+        device: as this process counts its devices.
+    """
+    if device.type != "cuda":
+        return ()
+    number = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (visible.split(",")[number].strip() if visible else str(number),)
 
 
 class RolloutEngine(ABC):
@@ -39,6 +56,14 @@ class RolloutEngine(ABC):
     The same weights, prompts, sampling and seeds give the same completions, whatever the order of the requests and
     whatever the engine did before.
     """
+
+    @property
+    def ranks(self) -> int:
+        """Consecutive ranks that ask together: each calls every method but ``close`` as often as the others do.
+
+        What several of them ask in the same words is generated once, and all of them get it.
+        """
+        return 1
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most can draw anything)
         """Refuse, before anything is started, what the engine cannot draw.

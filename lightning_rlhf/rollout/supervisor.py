@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 # A launcher's variables would make the child join the trainer's process group; the seed would reseed it.
 _NOT_FOR_THE_CHILD = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "PL_GLOBAL_SEED", "LD_PRELOAD",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
 )  # fmt: skip
+_NOR_WHAT_BEGINS_WITH = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # what the worker started may end by itself, and clean up, for this long
 _SAY_SECONDS = 60
@@ -51,7 +52,11 @@ class EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         ours, theirs = socket.socketpair()
-        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_THE_CHILD}
+        inherited = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in _NOT_FOR_THE_CHILD and not k.startswith(_NOR_WHAT_BEGINS_WITH)
+        }
         with log.open("wb") as output, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],

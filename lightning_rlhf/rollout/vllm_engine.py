@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, gpus
+from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.supervisor import EngineProcess
 from lightning_rlhf.rollout.weight_sync import WeightSender
 from lightning_rlhf.types import Completion, SamplingParams
@@ -68,12 +69,7 @@ class VLLMEngine(RolloutEngine):
 
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""
-        low, high = _TEMPERATURES
-        if sampling.temperature and not low <= sampling.temperature <= high:
-            raise ValueError(
-                f"vLLM samples at temperatures from {low} to {high}, got {sampling.temperature}: "
-                f"take one of these or TransformersEngine"
-            )
+        check_temperature(sampling)
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""
@@ -81,8 +77,30 @@ class VLLMEngine(RolloutEngine):
         if not torch.cuda.is_available():
             # Nothing is compiled when vLLM runs eagerly, but its samplers would be, for a quarter of a minute.
             environment |= {"OMP_NUM_THREADS": str(self._cpu_threads), "TORCH_COMPILE_DISABLE": "1"}
+            # Workers that share an engine would be bound to cores, each engine of a machine's to the same ones.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if setup.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         module = "lightning_rlhf.rollout.vllm_worker"
         self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+
+    def _devices(self, given: tuple[str, ...]) -> tuple[str, ...]:
+        """The GPUs to run on.
+
+        Raises:
+            ValueError: they are too few.
+        """
+        size = self._tensor_parallel_size
+        if len(given) < size and world_size() == 1:
+            given = tuple(
+                gpu for number in range(torch.cuda.device_count()) for gpu in gpus(torch.device("cuda", number))
+            )
+        if len(given) < size:
+            raise ValueError(
+                f"tensor_parallel_size {size} needs as many GPUs, this engine has {len(given)}: share it between "
+                f"{size} ranks with SharedEngine(VLLMEngine(tensor_parallel_size={size}), ranks={size})"
+            )
+        return given[:size]
 
     def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
         """What ``vllm.LLM`` is given."""
@@ -232,6 +250,20 @@ def _same_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def check_temperature(sampling: SamplingParams) -> None:
+    """Refuse a temperature that vLLM does not take.
+
+    Raises:
+        ValueError: it is neither 0 nor within vLLM's bounds.
+    """
+    low, high = _TEMPERATURES
+    if sampling.temperature and not low <= sampling.temperature <= high:
+        raise ValueError(
+            f"vLLM samples at temperatures from {low} to {high}, got {sampling.temperature}: "
+            f"take one of these or TransformersEngine"
+        )
 
 
 def as_requests(

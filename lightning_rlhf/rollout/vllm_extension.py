@@ -26,7 +26,7 @@ class WeightReceiver:
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
         self.model_runner.reload_weights(weights_iterator=read_slots(self._memory, layout))
-        _repack_tied_head(self.model_runner.model)
+        repack_tied_head(self.model_runner.model)
 
     def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:
         """Load all parameters again and see how much of them is taken.
@@ -110,7 +110,7 @@ def _multiplies_by(layer: Any, row: int, weight: Tensor) -> bool:
     return torch.equal(found[:, row : row + len(weight)].T, weight[:, columns])
 
 
-def _repack_tied_head(model: nn.Module) -> None:
+def repack_tied_head(model: nn.Module) -> None:
     """Pack a head that is tied to the embedding anew: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
     module: Any
     for module in model.modules():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SHARED_MEMORY = "shared_memory"  # how a vLLM server is told of this way
 _ALIGNMENT = 64
 
 

@@ -38,7 +38,7 @@ def fault(model):
     if how == "packed":
         return model.get_submodule(name).quant_method, "process_weights_after_loading", keep_packed
     if how == "tied":
-        return vllm_extension, "_repack_tied_head", lambda model: None
+        return vllm_extension, "repack_tied_head", lambda model: None
     if how == "fail":
         raise FloatingPointError("no luck today")
     assert how == "nothing", how

@@ -1,0 +1,110 @@
+"""One engine for several neighbouring ranks: tensor parallelism in the engine, or in the trainer, or in both."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together
+from lightning_rlhf.types import Completion, SamplingParams
+
+
+class SharedEngine(RolloutEngine):
+    """The first of ``ranks`` consecutive ranks has an engine on the GPUs of all; the others ask it.
+
+    The same requests get the same completions as from engines of their own. Ranks that split a model between them ask
+    for the same prompts: these are generated once, so that the ranks cannot drift apart.
+
+    Args:
+        engine: that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.
+        ranks: that share it, at least 2; a divisor of the number of processes, all of a group on one machine.
+    """
+
+    def __init__(self, engine: RolloutEngine, ranks: int) -> None:
+        if ranks < 2:
+            raise ValueError(f"an engine is shared by at least 2 ranks, got {ranks}: take the engine itself")
+        if engine.ranks != 1:
+            raise ValueError(f"{type(engine).__name__} serves several ranks by itself: give it ranks={ranks}")
+        self._engine, self._ranks = engine, ranks
+        self._group: RankGroup | None = None
+
+    @property
+    def ranks(self) -> int:
+        """See :meth:`RolloutEngine.ranks`."""
+        return self._ranks
+
+    def check(self, sampling: SamplingParams) -> None:
+        """See :meth:`RolloutEngine.check`."""
+        self._engine.check(sampling)
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the engine on the first rank. All ranks of the run.
+
+        Raises:
+            ValueError: the ranks are not on one machine, or do not fall into groups.
+        """
+        self._group = RankGroup(self._ranks)
+        members = self._group.gather((socket.gethostname(), setup.devices))
+
+        def start() -> None:
+            hosts = sorted({host for host, _ in members})
+            if len(hosts) > 1:
+                raise ValueError(f"{self._ranks} ranks share an engine, but they are on {', '.join(hosts)}: take fewer")
+            devices = tuple(device for _, devices in members for device in devices)
+            self._engine.start(replace(setup, devices=devices))
+
+        self._group.first_does(start)
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        return f"{self._running.first_does(self._engine.wait)}, shared by {self._ranks} ranks"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, whatever happens."""
+        group, parameters = self._running, iter(parameters)
+
+        def push() -> None:
+            try:
+                self._engine.update_weights(parameters, version)
+            finally:
+                deque(parameters, maxlen=0)
+
+        if not group.is_first:
+            deque(parameters, maxlen=0)
+        group.first_does(push)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`; a rank without prompts calls it too."""
+        return generate_together(self._running, self._engine.generate, prompts, sampling, seeds)
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
+        group, parameters = self._running, iter(parameters)
+
+        def compare() -> str | None:
+            try:
+                return self._engine.first_difference(parameters)
+            finally:
+                deque(parameters, maxlen=0)
+
+        if not group.is_first:
+            deque(parameters, maxlen=0)
+        return group.first_does(compare)
+
+    def close(self) -> None:
+        """End the engine; each rank for itself."""
+        self._group = None
+        self._engine.close()
+
+    @property
+    def _running(self) -> RankGroup:
+        if self._group is None:
+            raise RuntimeError("the engine is not running: call start() first")
+        return self._group

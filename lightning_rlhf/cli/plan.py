@@ -1,0 +1,242 @@
+"""``lightning-rlhf plan --config x.yaml --gpus 64``: what a run takes, without weights, GPUs or processes."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+from jsonargparse import Namespace
+from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningArgumentParser
+from rich.console import Console
+from rich.table import Table
+
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.cli.main import RLHFCLI, is_for_users, quiet
+from lightning_rlhf.cli.parser import FriendlyParser
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.modules.rollout_module import RolloutModule
+from lightning_rlhf.planning import memory
+from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
+from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, strategy
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.strategies.names import OURS, our_name
+
+_DEFAULT_GIB = 80.0
+
+
+class PlanCLI(RLHFCLI):
+    """Understands a run's configuration and makes nothing of it."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add what a plan asks beside the configuration."""
+        parser.add_argument("--gpus", type=PositiveInt, default=None, help="GPUs in all")
+        parser.add_argument("--gpu-memory-gib", type=PositiveFloat, default=_DEFAULT_GIB, help="memory of one GPU")
+        parser.add_argument("--nodes", type=PositiveInt, default=None, help="machines that the GPUs are in")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse what is given, whatever the process was started with."""
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Make nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
+
+
+def run(arguments: list[str]) -> int:
+    """Print a run's plan.
+
+    Args:
+        arguments: behind ``plan``: those of ``fit``, ``--gpus`` and, if wanted, ``--gpu-memory-gib`` and ``--nodes``.
+
+    Returns:
+        Exit code: 0 if the run fits, 2 if not or if something is wrong with the configuration.
+    """
+    quiet()
+    cli = PlanCLI(
+        RoleModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        parser_class=FriendlyParser,
+        save_config_callback=None,
+        seed_everything_default=42,
+        args=["fit", *arguments],
+    )
+    config = cli.config["fit"]
+    try:
+        if config["gpus"] is None:
+            raise ValueError("a plan is for a number of GPUs: give --gpus, for example --gpus 8")
+        found = plan(run_of(config), config["gpus"])
+        if config["nodes"] is not None:
+            check_nodes(found, config["nodes"])
+    except Exception as error:
+        if not is_for_users(error):
+            raise
+        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        return 2
+    Console().print(table(found), *notes(found), sep="\n")
+    if found.fits:
+        return 0
+    print(f"lightning-rlhf: {refusal(found)}", file=sys.stderr)
+    return 2
+
+
+def run_of(config: Namespace) -> Run:
+    """What a configuration asks for.
+
+    Args:
+        config: of ``fit`` and ``plan``, parsed; no class of it is made but the module, which loads nothing.
+    """
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(RoleModule, "model", subclass_mode=True)
+    module: Any = parser.instantiate_classes(Namespace(model=config["model"]))["model"]
+    chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
+    mixed = config["trainer"]["precision"] == "bf16-mixed"
+    loop = next((own for own in config["trainer"]["callbacks"] or () if is_made_of(own, RolloutLoop)), None)
+    data = config["data"]["init_args"]
+    work = work_of(module, data, None if loop is None else loop["init_args"], mixed)
+    engine = None if loop is None else engine_of(loop["init_args"]["engine"])
+    return Run(roles_of(module, chosen), chosen, work, engine, int(config["gpu_memory_gib"] * GIB))
+
+
+def roles_of(module: Any, chosen: Strategy) -> list[Role]:
+    """The module's models, each built without weights."""
+    roles = []
+    for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
+        for name in names:
+            source, scalar = module.sources[name], name in ("critic", "reward_model")
+            model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
+            roles.append(Role(name, model, trained, source.dtype))
+    return roles
+
+
+def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -> Work:
+    """What a step does."""
+    longest = data["max_tokens"] * (2 if isinstance(module, RewardModule) else 1)
+    if loop is None:
+        if isinstance(module, RolloutModule):
+            raise ValueError(
+                "nothing hands rollouts over: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+            )
+        texts = data["batch_size"]
+        return Work(texts, texts, 1, longest, module.micro_batch_tokens, asks_old=False, mixed=mixed)
+    sampling = loop["dynamic_sampling"]
+    prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
+    return Work(
+        responses=prompts * loop["group_size"],
+        minibatch_size=module.minibatch_size,
+        update_epochs=module.update_epochs,
+        longest=longest + loop["max_response_tokens"],
+        micro_batch_tokens=module.micro_batch_tokens,
+        asks_old=not module.correction.bypass,
+        mixed=mixed,
+    )
+
+
+def strategy_of(given: Any, gpus: int) -> Strategy:
+    """The strategy that a configuration names, by text or by class."""
+    if isinstance(given, str):
+        return strategy(our_name(given, gpus))
+    options = given["init_args"]
+    name = given["class_path"].rpartition(".")[2]
+    known = {"RLHFSingleDeviceStrategy": "rlhf_single", "RLHFDDPStrategy": "rlhf_ddp", "RLHFFSDPStrategy": "rlhf_fsdp"}
+    if name == "RLHFDeepSpeedStrategy":
+        known[name] = f"rlhf_deepspeed_stage_{options['stage']}"
+    said = {
+        ours: options[theirs]
+        for theirs, ours in (
+            ("tensor_parallel_size", "tensor_parallel_size"),
+            ("activation_checkpointing", "checkpointing"),
+            ("reduce_every_micro_batch", "reduce_every"),
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload", "offload_params"),
+            ("offload_optimizer", "offload_optimizer"),
+            ("offload_params", "offload_params"),
+            ("offload_frozen", "offload_frozen"),
+        )
+        if options.get(theirs) is not None
+    }
+    return strategy(known.get(name, OURS.get(name, name)), **said)
+
+
+def engine_of(given: Any) -> Engine | None:
+    """The engine that a configuration names; None for one on GPUs of its own. ``auto`` is vLLM, as on a GPU."""
+    options = Namespace() if isinstance(given, str) else given["init_args"]
+    if isinstance(given, str) or is_made_of(given, VLLMEngine):
+        extra = options.get("arguments") or {}
+        return Engine(
+            options.get("gpu_memory_utilization", 0.4),
+            options.get("tensor_parallel_size", 1),
+            dtype=extra.get("dtype"),
+        )
+    if is_made_of(given, SharedEngine):
+        return engine_of(options["engine"])
+    if is_made_of(given, TransformersEngine):
+        return Engine(0.0, sequences=options["batch_size"])
+    return None
+
+
+def is_made_of(given: Any, kind: type) -> bool:
+    """Whether a configuration's entry names a class or one derived from it."""
+    module, _, name = given["class_path"].rpartition(".")
+    return issubclass(getattr(import_module(module), name), kind)
+
+
+def check_nodes(found: Plan, nodes: int) -> None:
+    """Refuse GPUs that machines do not share equally, and groups of GPUs that would span machines."""
+    each, rest = divmod(found.gpus, nodes)
+    if rest:
+        raise ValueError(f"{found.gpus} GPUs are not shared equally by {nodes} nodes; give a multiple of {nodes}")
+    sizes = {"tensor_parallel_size": found.run.strategy.tensor_parallel_size}
+    if found.run.engine is not None:
+        sizes["the engine's tensor_parallel_size"] = found.run.engine.tensor_parallel_size
+    for what, size in sizes.items():
+        if each % size:
+            raise ValueError(f"{what} {size} does not divide the {each} GPUs of a node, so groups would span nodes")
+
+
+def table(found: Plan) -> Table:
+    """Terms of memory and of communication."""
+    shown = Table(title=f"{found.run.strategy.name} on {found.gpus} GPUs of {found.run.capacity / GIB:g} GiB")
+    for column, justify in (("each GPU", "left"), ("GiB", "right")):
+        shown.add_column(column, justify=justify)  # type: ignore[arg-type]
+    _rows(shown, found.memory, memory.TERMS)
+    shown.add_row(f"all, during {found.fullest}", f"{found.total / GIB:.2f}", style="bold", end_section=True)
+    if found.host:
+        _rows(shown, Counter({f"host: {term}": size for term, size in found.host.items()}))
+        shown.add_section()
+    _rows(shown, Counter({f"sent in a step: {term}": size for term, size in found.traffic.items()}))
+    shown.add_row("all, sent in a step", f"{found.traffic.total() / GIB:.2f}", style="bold")
+    return shown
+
+
+def notes(found: Plan) -> list[str]:
+    """What the table does not say: the sizes, the work of a rank, the engine's room."""
+    run, ranks = found.run, found.gpus // found.run.strategy.tensor_parallel_size
+    sizes = ", ".join(f"{role.name} {role.model.elements / 1e9:.2f}B" for role in run.roles)
+    work = run.work
+    lines = [
+        f"parameters: {sizes}",
+        f"a step: {work.responses} texts of at most {work.longest} tokens; each of {ranks} ranks makes "
+        f"{work.micro_batches(work.minibatch_size, ranks)} micro-batches of a mini-batch of {work.minibatch_size}",
+    ]
+    if run.engine is not None:
+        lines.append(f"the engine's cache holds {found.cached_texts} texts of that length")
+    return lines
+
+
+def _rows(shown: Table, terms: Counter[str], order: tuple[str, ...] = ()) -> None:
+    for term in order or terms:
+        if terms[term]:
+            shown.add_row(term, f"{terms[term] / GIB:.2f}")

@@ -1,0 +1,247 @@
+"""Memory of one GPU, by term."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from lightning_rlhf.planning import partition
+from lightning_rlhf.planning.activations import activation_bytes, forward_bytes, logits_bytes
+from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Work, precision
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+GATHERED, ACTIVATIONS, LOGITS, STEP = "gathered or cast weights", "activations", "logits of a chunk", "optimizer's step"
+ENGINE, CACHE, RUNTIME = "engine weights", "engine's KV cache", "CUDA context and NCCL"
+TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
+_RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
+# DeepSpeed's defaults, in numbers.
+_BUCKET, _LIVE, _PREFETCH, _PERSISTENT = 500_000_000, 1_000_000_000, 50_000_000, 100_000
+
+
+def resting(role: Role, strategy: Strategy, numbers: Precision, ranks: int) -> Counter[str]:
+    """Bytes of a role's parameters and optimizer state on one rank, wherever they lie.
+
+    With P parameters of which T are trained, N ranks, w bytes of a weight and m of the optimizer's state (two moments
+    and, with DeepSpeed, a float32 master):
+
+        rlhf_single, rlhf_ddp    w P   + m T
+        ZeRO-1, ZeRO-2           w P   + m T/N
+        ZeRO-3, rlhf_fsdp        w P/N + m T/N
+
+    See Rajbhandari et al. 2020, section 5; what "/N" is exactly, :mod:`lightning_rlhf.planning.partition` says. Tensor
+    parallelism divides what it splits.
+
+    Args:
+        role: a model.
+        strategy: how it lies.
+        numbers: bytes of each number.
+        ranks: that have different data.
+    """
+    weights, trained = elements(role, strategy, ranks)
+    return Counter({PARAMETERS: numbers.weights * weights, OPTIMIZER: (2 * numbers.moment + numbers.master) * trained})
+
+
+def gradients(role: Role, strategy: Strategy, numbers: Precision, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """Bytes of a trained role's gradients: those that always have memory, and those that its updates add.
+
+        rlhf_single                      w T while it is updated
+        rlhf_ddp                         w T always, in buckets
+        rlhf_fsdp                        w T/N while it is updated; 4 T more where an update is made of several
+                                         micro-batches and only the last one is summed over ranks
+        ZeRO-1 with bfloat16 weights     4 T always, 2 T while it is updated; with float32 ones 4 T
+        ZeRO-2                           4 T/N while it is updated
+        ZeRO-3                           4 T/N always
+
+    Args:
+        role: a model.
+        strategy: how it lies.
+        numbers: bytes of each number.
+        ranks: that have different data.
+        micro_batches: of one update.
+    """
+    if not role.trained:
+        return 0, 0
+    shard = elements(role, strategy, ranks)[1]
+    whole = role.adapters or partition.split_elements(role.model.parameters, strategy.tensor_parallel_size)
+    if strategy.kind == "zero":
+        if strategy.stage == 1:
+            kept = 4 if numbers.weights == 2 and not strategy.offload_optimizer else 0
+            return kept * whole, numbers.weights * whole
+        return (numbers.shard * shard, 0) if strategy.stage == 3 else (0, numbers.shard * shard)
+    if strategy.kind == "fsdp":
+        unsummed = micro_batches > 1 and not strategy.reduce_every
+        return 0, numbers.shard * shard + unsummed * numbers.reduce * whole
+    return (numbers.weights * whole, 0) if strategy.kind == "ddp" else (0, numbers.weights * whole)
+
+
+def gathered(role: Role, strategy: Strategy, numbers: Precision) -> int:
+    """Bytes of weights, and of gradients on their way, that exist only while a role computes.
+
+    rlhf_fsdp gathers a decoder layer (u numbers) while the next one arrives; what is outside of the layers (r numbers,
+    its largest parameter e) stays from the forward to the end of the backward pass. Gradients of a layer exist whole
+    until they are summed:
+
+        max(c (r + 2 u) + c (e + u) + s u,   (2 c + s) r)       trained;  c (r + 2 u) frozen
+
+    with c bytes in compute and s in the sum. ZeRO-3 keeps up to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has
+    a bucket of 5 x 10^8 gradients to sum, ZeRO-3 two (DeepSpeed's defaults). Autocast casts every matrix in each pass
+    and keeps the cast for the backward one; with checkpointing, of one layer.
+
+    Args:
+        role: a model.
+        strategy: how it lies.
+        numbers: bytes of each number.
+    """
+    model, c = role.model, numbers.compute
+    sizes = {
+        unit: partition.split_elements(parameters, strategy.tensor_parallel_size)
+        for unit, parameters in model.units().items()
+    }
+    largest = max(parameter.elements for parameter in model.units()[None])
+    root, layer = sizes.pop(None), max(sizes.values())
+    if strategy.kind == "zero":
+        live = min(model.elements, _LIVE + _PREFETCH) if strategy.stage == 3 else 0
+        return c * (live + (_BUCKET if role.trained else 0))
+    if strategy.kind == "fsdp":
+        if not role.trained or role.lora_rank:
+            return c * (root + 2 * layer)
+        in_layers = c * (root + 2 * layer) + c * (largest + layer) + numbers.reduce * layer
+        return max(in_layers, (2 * c + numbers.reduce) * root)
+    if not numbers.autocast:
+        return 0
+    kept = sum(sizes.values()) if role.trained and not strategy.checkpointing else layer
+    return c * (kept + (largest if model.vocabulary else 0))
+
+
+def moments(roles: Sequence[Role], strategy: Strategy, work: Work, ranks: int) -> dict[str, Counter[str]]:
+    """Bytes that come and go, at each moment that could be the fullest.
+
+    Roles take turns: the pass of each role, and the optimizer's step of each trained one (a temporary copy: torch's
+    AdamW takes the root of all second moments at once, DeepSpeed's copies its part of the gradients).
+
+    Args:
+        roles: of the run.
+        strategy: how they lie.
+        work: of a step.
+        ranks: that have different data.
+    """
+    found = {}
+    for role in roles:
+        numbers = precision(strategy, role.dtype, work.mixed)
+        texts = work.minibatch_size if role.trained else work.responses
+        tokens = work.micro_batch_rows(texts, ranks) * work.longest
+        if role.trained:
+            kept = activation_bytes(role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size)
+        else:
+            kept = forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size)
+        coming = _passing_gradients(role, strategy, numbers, ranks, work.micro_batches(texts, ranks))
+        found[f"the pass of the {role.name}"] = Counter(
+            {
+                GATHERED: gathered(role, strategy, numbers),
+                ACTIVATIONS: kept,
+                LOGITS: logits_bytes(role.model, tokens),
+                GRADIENTS: coming,
+            }
+        )
+        if role.trained and not strategy.offload_optimizer:
+            temporary = (numbers.shard if strategy.kind == "zero" else numbers.moment) * elements(
+                role, strategy, ranks
+            )[1]
+            left = _passing_gradients(role, strategy, numbers, ranks, 1)
+            found[f"the optimizer's step of the {role.name}"] = Counter({STEP: temporary, GRADIENTS: left})
+    return found
+
+
+def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Counter[str]:
+    """Bytes of the engine: its copy of the weights, and keys and values of the texts that it is writing.
+
+        weights    w P / t
+        cache      2 w layers key / t for each token
+
+    with w the bytes of a number (those of the actor's source, if nothing else is said) and t the engine's
+    tensor-parallel size. An engine with a share of the memory fills the rest of it with cache.
+
+    Args:
+        engine: on the GPUs of the trainer.
+        actor: whose weights it has.
+        work: how long texts are.
+        capacity: bytes of a GPU.
+    """
+    weights = engine.number(actor) * actor.model.elements // engine.tensor_parallel_size
+    cache = cache_bytes(engine, actor) * work.longest * engine.sequences
+    if engine.share:
+        cache = max(int(engine.share * capacity) - weights, cache)
+    return Counter({ENGINE: weights, CACHE: cache})
+
+
+def cache_bytes(engine: Engine, actor: Role) -> int:
+    """Bytes of keys and values for each token, on one of the engine's GPUs."""
+    return 2 * engine.number(actor) * sum(layer.key for layer in actor.model.layers) // engine.tensor_parallel_size
+
+
+def memory(
+    roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engine | None, gpus: int, capacity: int
+) -> tuple[Counter[str], Counter[str], str]:
+    """Bytes of one GPU at its fullest moment and of the host for each GPU, by term, and which moment that is.
+
+    Args:
+        roles: of the run, the actor among them.
+        strategy: how they lie.
+        work: of a step.
+        engine: on the same GPUs, or None.
+        gpus: in all.
+        capacity: bytes of a GPU.
+    """
+    ranks = gpus // strategy.tensor_parallel_size
+    coming = moments(roles, strategy, work, ranks)
+    when = max(coming, key=lambda moment: coming[moment].total())
+    held, host = Counter({RUNTIME: _RUNTIME_BYTES}), Counter[str]()
+    micro_batches = work.micro_batches(work.minibatch_size, ranks)
+    for role in roles:
+        numbers = precision(strategy, role.dtype, work.mixed)
+        own = resting(role, strategy, numbers, ranks)
+        own[GRADIENTS] = gradients(role, strategy, numbers, ranks, micro_batches)[0]
+        if GRADIENTS in _offloaded(role, strategy):
+            own[GRADIENTS] += gradients(role, strategy, numbers, ranks, 1)[1]
+        for term in _offloaded(role, strategy):
+            host[term] += own.pop(term)
+        held += own
+    held += coming[when]
+    if engine is not None:
+        actor = next(role for role in roles if role.name == "actor")
+        held += engine_bytes(engine, actor, work, capacity)
+    return held, +host, when
+
+
+def elements(role: Role, strategy: Strategy, ranks: int) -> tuple[int, int]:
+    """Numbers of a role that a rank stores, and those of them that its optimizer changes."""
+    parameters, split = role.model.parameters, strategy.tensor_parallel_size
+    if strategy.kind == "fsdp":
+        weights = optimized = partition.fsdp_elements(parameters, ranks, split)
+    elif strategy.stage == 3:
+        weights = partition.zero3_elements(parameters, ranks, _PERSISTENT)
+        optimized = partition.zero3_elements(parameters, ranks)
+    else:
+        weights = role.model.elements
+        optimized = partition.flat_elements(weights, ranks) if strategy.kind == "zero" else weights
+    if role.lora_rank:
+        shared = strategy.kind in ("fsdp", "zero")
+        optimized = partition.flat_elements(role.adapters, ranks) if shared else role.adapters
+        weights += optimized if strategy.shards_weights else role.adapters
+    return weights, optimized if role.trained else 0
+
+
+def _passing_gradients(role: Role, strategy: Strategy, numbers: Precision, ranks: int, micro_batches: int) -> int:
+    """Bytes on the GPU of gradients that an update adds; shards in the host's memory are not."""
+    coming = gradients(role, strategy, numbers, ranks, micro_batches)[1]
+    if GRADIENTS in _offloaded(role, strategy):
+        coming -= gradients(role, strategy, numbers, ranks, 1)[1]
+    return coming
+
+
+def _offloaded(role: Role, strategy: Strategy) -> tuple[str, ...]:
+    """Terms of a role that lie in the host's memory. ZeRO-1 keeps gradients on the GPU, offloaded or not."""
+    optimizer = (OPTIMIZER,) if strategy.stage == 1 else (GRADIENTS, OPTIMIZER)
+    frozen = strategy.offload_params if strategy.offload_frozen is None else strategy.offload_frozen
+    params = strategy.offload_params if role.trained else frozen
+    return (PARAMETERS,) * params + optimizer * (strategy.offload_optimizer and role.trained)

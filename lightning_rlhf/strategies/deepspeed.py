@@ -1,0 +1,304 @@
+"""DeepSpeed: one engine per role, its optimizer state, gradients and weights spread over the processes by ZeRO."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.deepspeed_config import configuration, of_role
+from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping
+from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.layers import layers
+from lightning_rlhf.strategies.role_files import RoleState
+
+
+class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedStrategy):
+    """DeepSpeed with one engine per role; the stage says what of a trained role is spread over the processes.
+
+    Under stage 3 frozen roles are spread too; below it every process holds them whole.
+
+    ``precision: bf16-mixed`` means what it does in DeepSpeed: weights in bfloat16 to compute with, and a float32 copy
+    of them in the optimizer. So does a source with ``dtype: bfloat16``. Rollout engines are sent the bfloat16 values,
+    which are the ones the policy computes with, in the dtype of the source.
+
+    A role from a configuration is built whole in every process before it is spread; one from a directory or the hub is
+    spread while it is loaded.
+
+    Args:
+        stage: 1 spreads the optimizer's state, 2 gradients too, 3 weights too.
+        offload_optimizer: keep the optimizer's state in the CPU's memory and step there. ``torch.optim`` is slow at
+            it; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` as the module's optimizer is not.
+        offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
+        offload_frozen: the same for frozen roles; None does as ``offload_params``.
+        config: a DeepSpeed configuration laid over this class's, for example
+            ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
+        timeout: of collective operations.
+        cluster_environment: who else takes part; None lets the Trainer find out.
+        process_group_backend: ``nccl``, ``gloo``; None takes the device's.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        ValueError: an argument contradicts another, or what the module or the Trainer says.
+    """
+
+    def __init__(
+        self,
+        stage: int = 3,
+        offload_optimizer: bool = False,
+        offload_params: bool = False,
+        offload_frozen: bool | None = None,
+        config: dict[str, Any] | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ModuleNotFoundError(
+                "rlhf_deepspeed_stage_* needs DeepSpeed, which is not installed: "
+                "pip install 'lightning-rlhf[deepspeed]'"
+            )
+        self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
+        whole = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
+        super().__init__(
+            config=whole,
+            timeout=timeout,
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+        )
+        self._engines: dict[str, Any] = {}
+
+    # -- processes --------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Join the other processes.
+
+        Raises:
+            RuntimeError: DeepSpeed was imported for another kind of device.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        device, chosen = self.root_device.type, get_accelerator().device_name()
+        if device != chosen:
+            raise RuntimeError(
+                f"the Trainer runs on {device}, but DeepSpeed was imported for {chosen}: "
+                f"set DS_ACCELERATOR={device} before Python starts"
+            )
+        if device == "cuda":
+            super().setup_environment()
+            return
+        os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))  # or DeepSpeed guesses from the cores
+        super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
+
+    def setup_distributed(self) -> None:
+        """Open the process group; it is closed when Python ends, because a Trainer may fit and then validate."""
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+        else:  # the same without a look at the number of the device, which a CPU has not
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+        atexit.unregister(_close_process_group)
+        atexit.register(_close_process_group)
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The Trainer's, for engines of roles."""
+        return RolePrecision("32-true") if self._precision_plugin is None else self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = plugin
+        if isinstance(plugin, DeepSpeedPrecision):
+            self._precision_plugin = RolePrecision(plugin.precision)  # type: ignore[arg-type]
+
+    def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Nothing: each role is spread by :meth:`build_role`."""
+        return nullcontext()
+
+    def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
+        """See :meth:`Roles.build_role`."""
+        if not self.zero_stage_3:
+            return self._in_its_dtype(name, build())
+        import deepspeed
+        from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+        config = self.role_config(name)
+        # As long as this object lives, transformers spreads what it loads, but draws other weights than in one process.
+        spread_at_loading = None if isinstance(self.module.sources[name], FromConfig) else HfDeepSpeedConfig(config)
+        model = self._in_its_dtype(name, build())
+        del spread_at_loading
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.root_device)
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # what is spread already is left alone
+        return model
+
+    def role_config(self, name: str) -> dict[str, Any]:
+        """The DeepSpeed configuration of a role's engine."""
+        assert self.config is not None
+        frozen = name in self.module.frozen_roles
+        return of_role(self.config, frozen, self._offload_frozen, bfloat16=self._in_bfloat16(name))
+
+    def _in_bfloat16(self, name: str) -> bool:
+        return self.precision_plugin.precision == "bf16-mixed" or self.module.sources[name].dtype == "bfloat16"
+
+    def _in_its_dtype(self, name: str, model: nn.Module) -> nn.Module:
+        """Cast weights, not buffers: rotary frequencies stay exact."""
+        if self._in_bfloat16(name):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return model
+
+    # -- engines ----------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the engines: with optimizers in a fit, else for forward passes only."""
+        import deepspeed
+
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            super(DeepSpeedStrategy, self).setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        trained = self.module.trained_roles if fitting else ()
+        for name, optimizer in zip(trained, self.optimizers if fitting else (), strict=True):
+            role = getattr(self.module, name)
+            self._engines[name], *_ = deepspeed.initialize(
+                model=role,
+                optimizer=optimizer,
+                model_parameters=[p for p in role.parameters() if p.requires_grad],
+                config=self.role_config(name),
+                dist_init_required=False,
+            )
+        for name in (*self.module.trained_roles, *self.module.frozen_roles):
+            if name in self._engines:
+                continue
+            role = getattr(self.module, name)
+            if not self.zero_stage_3:
+                role.to(self.root_device)
+                continue
+            self._engines[name], *_ = deepspeed.initialize(
+                model=role, config=self.role_config(name), dist_init_required=False
+            )
+        self.barrier()
+
+    def role(self, name: str) -> Callable[..., Any]:
+        """See :meth:`Roles.role`."""
+        return self._engines.get(name) or super().role(name)
+
+    def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
+        """Reduce gradients with the last micro-batch only; stages 2 and 3 hold a share of them and reduce each time."""
+        self._engines[name].set_gradient_accumulation_boundary(sync)
+        return nullcontext()
+
+    def backward_role(self, name: str, loss: Tensor) -> None:
+        """See :meth:`Roles.backward_role`."""
+        self.module.manual_backward(loss, engine=self._engines[name])
+
+    def clip_role(self, name: str, max_norm: float | None) -> Tensor:
+        """See :meth:`Roles.clip_role`; DeepSpeed clips when it steps."""
+        set_clipping(self._engines[name], max_norm)
+        return gradient_norm(self._engines[name])
+
+    def step_role(self, name: str) -> None:
+        """See :meth:`Roles.step_role`."""
+        optimizer = self.optimizers[self.module.trained_roles.index(name)]
+        self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
+
+    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Roles.iter_full_params`; the values that the role computes with, in the dtype of its source."""
+        dtype = getattr(torch, self.module.sources[name].dtype)
+        for layer in layers(getattr(self.module, name).lm):
+            with self._whole([parameter for _, parameter in layer]):
+                for parameter_name, parameter in layer:
+                    yield parameter_name, parameter.detach().to(dtype)
+
+    def _whole(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+        if not self.zero_stage_3:
+            return nullcontext()
+        import deepspeed
+
+        gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
+        return gathered
+
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def role_state(self, name: str) -> RoleState:
+        """See :meth:`ReshardableCheckpoints.role_state`."""
+        from lightning_rlhf.strategies.zero_state import zero_state
+
+        return zero_state(getattr(self.module, name), self._zero_optimizer(name))
+
+    def load_role_state(self, name: str, folder: Path) -> None:
+        """See :meth:`ReshardableCheckpoints.load_role_state`."""
+        from lightning_rlhf.strategies.zero_state import zero_load
+
+        zero_load(getattr(self.module, name), self._zero_optimizer(name), folder)
+
+    def _zero_optimizer(self, name: str) -> Any:
+        return self._engines[name].optimizer if self._fitting else None
+
+    def teardown(self) -> None:
+        """Take the engines' hooks and buffers off the roles."""
+        for engine in self._engines.values():
+            engine.destroy()
+        self._engines.clear()
+        super().teardown()
+
+
+class RolePrecision(DeepSpeedPrecision):
+    """DeepSpeed's precision, with the engine of the role that is meant; neither inputs nor modules are cast by it.
+
+    Roles are cast as they are built, and what the module computes itself, losses above all, stays in float32.
+    """
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Leave it."""
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Leave it."""
+        return data
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *, engine: Any
+    ) -> None:
+        """Through the engine, which reduces gradients."""
+        engine.backward(tensor, scale_wrt_gas=False)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], *, engine: Any
+    ) -> None:
+        """Hooks, then the engine's step, which clears gradients too."""
+        closure()
+        self._after_closure(model, optimizer)
+        engine.step()
+
+
+def _close_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

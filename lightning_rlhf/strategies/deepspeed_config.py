@@ -1,0 +1,94 @@
+"""What DeepSpeed is told: defaults, what a user lays over them, and what differs from role to role."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+# What the module and the Trainer say already, and would be overruled by.
+_SAID_ELSEWHERE = {
+    "optimizer": "the module's optimizer",
+    "scheduler": "the module's scheduler",
+    "gradient_clipping": "the module's max_grad_norm",
+    "gradient_accumulation_steps": "the module's micro_batch_tokens",
+    "fp16": "the Trainer's precision",
+    "bf16": "the Trainer's precision",
+    "torch_autocast": "the Trainer's precision",
+}
+
+
+def configuration(
+    stage: int, offload_optimizer: bool, offload_params: bool, offload_frozen: bool, over: dict[str, Any]
+) -> dict[str, Any]:
+    """The configuration that the engines of all roles share.
+
+    Args:
+        stage: of ZeRO.
+        offload_optimizer: whether the optimizer's state lies on the CPU.
+        offload_params: whether weights lie on the CPU.
+        offload_frozen: whether those of frozen roles do.
+        over: laid over it; dictionaries inside are merged.
+
+    Raises:
+        ValueError: an argument contradicts another, or what the module or the Trainer says.
+    """
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage must be 1, 2 or 3, got {stage}; to spread nothing, take rlhf_ddp")
+    if stage < 3 and (offload_params or offload_frozen):
+        raise ValueError(f"DeepSpeed offloads weights in stage 3 only, got stage {stage}: take rlhf_deepspeed_stage_3")
+    for key in over.keys() & _SAID_ELSEWHERE.keys():
+        raise ValueError(f"config may not hold {key!r}, which would contradict {_SAID_ELSEWHERE[key]}: set that")
+    if "stage" in over.get("zero_optimization", {}):
+        raise ValueError("config may not hold zero_optimization.stage: give the argument stage")
+    zero: dict[str, Any] = {"stage": stage}
+    if offload_optimizer:
+        zero["offload_optimizer"] = _on_cpu()
+    if offload_params:
+        zero["offload_param"] = _on_cpu()
+    ours = {
+        # The module cuts its batches itself and says which micro-batch is the last; only throughput logs read these.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        # The optimizer is the user's, whatever DeepSpeed thinks of it.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    return _merged(ours, over)
+
+
+def of_role(shared: dict[str, Any], frozen: bool, offload_frozen: bool, bfloat16: bool) -> dict[str, Any]:
+    """The configuration of one role's engine.
+
+    Args:
+        shared: by all roles.
+        frozen: whether the role is; then it has no optimizer.
+        offload_frozen: whether its weights lie on the CPU if it is.
+        bfloat16: whether it computes in bfloat16. Gradients of micro-batches are added up in float32 all the same.
+    """
+    config = copy.deepcopy(shared)
+    if bfloat16:
+        precision = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config = _merged(precision, config)
+    if frozen:
+        zero = config["zero_optimization"]
+        zero.pop("offload_optimizer", None)
+        offload = zero.pop("offload_param", _on_cpu())
+        if offload_frozen:
+            zero["offload_param"] = offload
+    return config
+
+
+def _on_cpu() -> dict[str, Any]:
+    return {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both dictionaries, ``above`` winning; dictionaries inside are merged in turn."""
+    merged = {**below, **copy.deepcopy(above)}
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _merged(below[key], above[key])
+    return merged

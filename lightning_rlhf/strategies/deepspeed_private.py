@@ -1,0 +1,45 @@
+"""Every use of what DeepSpeed's optimizers keep to themselves, in one place, so that an upgrade breaks it here.
+
+Checked against deepspeed 0.19.8; tests/strategies/test_deepspeed_private.py says what changed when a name is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gradient_norm(engine: Any) -> Tensor:
+    """Norm of an engine's gradients over all ranks, before clipping and before any weight moves. All ranks.
+
+    DeepSpeed itself works it out inside ``step()``, too late to refuse it.
+
+    Args:
+        engine: behind the backward pass of its last micro-batch.
+
+    Returns:
+        Not negative; infinite where any gradient is infinite or no number.
+    """
+    norms = torch.stack([norm.detach().float() for norm in _norms(engine.optimizer)])
+    # DeepSpeed writes -1 where a norm is not finite.
+    invalid = (norms < 0).any() | ~norms.isfinite().all()
+    return torch.where(invalid, torch.inf, norms.norm())
+
+
+def set_clipping(engine: Any, max_norm: float | None) -> None:
+    """Let the next ``step()`` clip to a norm; None leaves gradients as they are."""
+    engine.optimizer.clip_grad = 0.0 if max_norm is None else max_norm
+
+
+def _norms(optimizer: Any) -> list[Tensor]:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # what stage 1 becomes with bfloat16 weights
+    from deepspeed.runtime.utils import get_global_norm_of_tensors
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return list(optimizer._get_norm_groups())
+    if isinstance(optimizer, BF16_Optimizer):
+        return [get_global_norm_of_tensors(optimizer.get_grads_for_norm()[0], norm_type=optimizer.norm_type)]
+    return [optimizer.scaled_global_norm()]

@@ -10,14 +10,14 @@ trap 'rm -rf "$work"' EXIT
 # compile EXTRA [OPTION...]: one resolution for all of Python 3.10 to 3.13; the platform is set in pyproject.toml
 compile() {
     .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.10 --annotation-style line --no-header \
-        --extra "$1" --extra dev --extra math --extra peft "${@:2}" setup.cfg
+        --extra "$1" --extra dev --extra math --extra peft --extra deepspeed "${@:2}" setup.cfg
 }
 
 # tidy NAME: a header, and the conditions that hold on every platform we lock for taken off each line
 tidy() {
     cat <<HEADER
 # $1: made by "make lock" from setup.cfg; do not edit.
-# For CPython 3.10 to 3.13 on Linux x86_64, without deepspeed. Install with: uv pip install --no-deps -r constraints/$1
+# For CPython 3.10 to 3.13 on Linux x86_64. Install with: uv pip install --no-deps -r constraints/$1
 HEADER
     sed -E "
         s/ --override [^ ]*,//

@@ -15,11 +15,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_rlhf.strategies import ranks
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
 
-class RLHFFSDPStrategy(DistributedRoles, ModelParallelStrategy):
+class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelStrategy):  # type: ignore[misc]
     """One ``fully_shard`` root per role: weights, gradients and optimizer states lie in shards, layer by layer.
 
     With ``precision: bf16-mixed``, weights are kept and gradients are reduced in float32, and layers compute in
@@ -104,16 +106,9 @@ class RLHFFSDPStrategy(DistributedRoles, ModelParallelStrategy):
             ValueError: tensor parallelism is not known for this model, or it was not built the same everywhere.
         """
         with torch.device("meta"):
-            role: Any = build()
-        tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)  # before weights are loaded
-        if self.global_rank == 0:
-            elsewhere, role = _layout(role), build()
-            different = sorted(_layout(role) ^ elsewhere)
-            if different:
-                raise ValueError(
-                    f"the {name} must have the same tensors on rank 0, where its weights are loaded, as on the others, "
-                    f"where its configuration alone is read; these differ: {different[:2]}"
-                )
+            bare: Any = build()
+        tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # refused before weights are loaded
+        role: Any = ranks.together(lambda: _like(bare, build(), name) if self.global_rank == 0 else bare)
         trained = name in self.module.trained_roles
         if trained and self.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -233,6 +228,17 @@ def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:
             yield from (block for block in child if any(True for _ in block.parameters()))
         else:
             yield from _repeated_blocks(child)
+
+
+def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
+    """The loaded role, which has the same tensors as the bare one that other ranks have."""
+    different = sorted(_layout(loaded) ^ _layout(bare))
+    if different:
+        raise ValueError(
+            f"the {name} must have the same tensors where its weights are loaded (rank 0) as where its configuration "
+            f"alone is read (all others), but these differ: {'; '.join(different[:3])}"
+        )
+    return loaded
 
 
 def _layout(role: nn.Module) -> set[str]:

@@ -24,6 +24,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
+_LEFT_WHOLE = ("embedding_rowwise",)  # takes and gives whole tensors, so that whole weights do as well
 _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -42,6 +43,7 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         return {}
     config = model.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan = {path: style for path, style in plan.items() if style not in _LEFT_WHOLE}
     unknown = sorted(set(plan.values()) - set(_STYLES))
     if unknown or not plan:
         reason = f"splits by {', '.join(unknown)}" if unknown else "publishes no plan"

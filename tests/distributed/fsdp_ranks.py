@@ -1,0 +1,199 @@
+"""What test_fsdp.py asks the ranks to do."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
+from tests.distributed.tasks import Record, parts, whole
+from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
+
+# Neither the vocabulary of 11 nor the scalar head's one row is divided by the number of ranks.
+ARCHITECTURES = {
+    kind: TINY_LLAMA | {"model_type": kind, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for kind in ("llama", "qwen2", "qwen3")
+}
+LARGE = FromConfig(TINY_LLAMA | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 16}, seed=0)
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Watched(RLHFFSDPStrategy):
+    """Notes of every backward whether gradients are to be reduced after it, and whether none and whether all were."""
+
+    def accumulate(self, name, sync):
+        self.sync = sync
+        return super().accumulate(name, sync)
+
+    def backward_role(self, name, loss):
+        super().backward_role(name, loss)
+        there = [p.grad is not None for p in getattr(self.module, name).parameters()]
+        self.backwards = [*getattr(self, "backwards", []), [name, self.sync, any(there), all(there)]]
+
+
+class Look(Callback):
+    """Notes what lies on this rank behind every step, and in which type blocks compute."""
+
+    def __init__(self):
+        self.lies_here, self.types = [], set()
+
+    def on_train_start(self, trainer, pl_module):
+        def note(block, inputs, output):
+            self.types.add(str(output.dtype))
+
+        for block in getattr(pl_module, pl_module.trained_roles[0]).lm.base_model.layers:
+            block.register_forward_hook(note)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        roles = (*pl_module.trained_roles, *pl_module.frozen_roles)
+        self.lies_here.append({name: sizes(getattr(pl_module, name)) for name in roles})
+
+
+def sizes(role):
+    """By name, the shape of each parameter and the elements of it that lie on this rank."""
+    return {
+        name: [list(p.shape), (p.to_local() if isinstance(p, DTensor) else p).numel()]
+        for name, p in role.named_parameters()
+    }
+
+
+def train(runs):
+    """Train one after the other; each is described by the arguments of :func:`_train`."""
+    return [_train(**run) for run in runs]
+
+
+def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, precision="32-true"):
+    """Three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights."""
+    L.seed_everything(7, verbose=False)
+    torch.use_deterministic_algorithms(True)
+    module, data, callbacks = parts(kind)
+    values = ARCHITECTURES[architecture] | {"tie_word_embeddings": tied}
+    module.sources = {name: replace(source, architecture=values) for name, source in module.sources.items()}
+    strategy = "rlhf_single" if options is None else Watched(**options)
+    record, look = Record(), Look()
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=RANKS,
+        precision=precision,
+        callbacks=[*callbacks, record, look],
+        max_steps=3,
+        max_epochs=-1,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, datamodule=data)
+    trained = whole(module, module.trained_roles)
+    if trainer.is_global_zero:
+        save_file(trained, weights)
+    first = getattr(module, module.trained_roles[0])
+    return {
+        "norms": [{name: value for name, value in step.items() if "grad_norm" in name} for step in record.steps],
+        "lies here": look.lies_here,
+        "types": sorted(look.types),
+        "backwards": getattr(strategy, "backwards", []),
+        "data": [module.roles.data_rank, module.roles.data_ranks],
+        "tied": first.lm.get_input_embeddings().weight is first.lm.get_output_embeddings().weight,
+        "kept in": sorted({str(p.dtype) for p in first.parameters()}),
+        "names": list(trained),
+        "sum": sum(float(tensor.double().sum()) for tensor in trained.values()),
+    }
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Noted(TinyModel):
+    """Notes on which device it is built."""
+
+    devices: ClassVar[list[str]] = []
+
+    def causal(self):
+        self.devices.append(torch.get_default_device().type)
+        return super().causal()
+
+
+class InFit(Callback):
+    """Calls a function once, with the strategy."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def on_train_start(self, trainer, pl_module):
+        self.result = self.function(trainer.strategy)
+        trainer.should_stop = True
+
+
+def build(folder):
+    """Build several models under the strategy; what came of it."""
+    module, data, _ = parts("sft")
+    module.sources = {"actor": Noted()}
+    call = InFit(lambda strategy: {"same": _same(strategy, folder), "refused": _refused(strategy), **_memory(strategy)})
+    trainer = quiet_trainer(strategy="rlhf_fsdp", devices=RANKS, callbacks=[call], use_distributed_sampler=False)
+    trainer.fit(module, datamodule=data)
+    return {"devices": Noted.devices, **call.result}
+
+
+def _same(strategy, folder):
+    """Which models are, tensor by tensor and bit by bit, what one process builds: weights, names and buffers."""
+    tied = TinyModel(TINY_LLAMA | {"tie_word_embeddings": True})
+    sources = {"fresh": TinyModel(), "tied": tied, "bf16": TinyModel(dtype="bfloat16"), "stored": Pretrained(folder)}
+    found = {}
+    for name, source in sources.items():
+        for model in ("causal", "scalar"):
+            make = getattr(source, model)
+            alone, role = make(), strategy.build_role("actor", make)
+            strategy.module.probe = role
+            got = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe")}
+            expected = dict(alone.lm.named_parameters())
+            buffers = dict(role.named_buffers())
+            found[f"{name} {model}"] = (
+                got.keys() == expected.keys()
+                and all(torch.equal(got[key], expected[key]) for key in got)
+                and all(torch.equal(buffers[key], buffer) for key, buffer in alone.named_buffers())
+                and len(buffers) > 0
+            )
+            del strategy.module.probe
+    return found
+
+
+def _refused(strategy):
+    """What is said where the tensors of rank 0 are not those of the others."""
+
+    def make():
+        tied = torch.get_default_device().type != "meta"
+        return TinyModel(TINY_LLAMA | {"tie_word_embeddings": tied}).causal()
+
+    try:
+        strategy.build_role("actor", make)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _memory(strategy):
+    """Bytes of host memory taken at most while a large model is built, and while its weights are brought together."""
+    with torch.device("meta"):
+        model = LARGE.causal()
+    built = _most_taken(lambda: setattr(strategy.module, "probe", strategy.build_role("actor", LARGE.causal)))
+    gathered = _most_taken(lambda: [None for _ in strategy.iter_full_params("probe")])
+    model, layer = (sum(p.nbytes for p in part.parameters()) for part in (model, model.lm.model.layers[0]))
+    return {"built": built, "gathered": gathered, "model": model, "layer": layer}
+
+
+def _most_taken(function):
+    def of_process(what):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(what)).split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the most ever resident is what is resident now
+    before = of_process("VmRSS")
+    function()
+    return of_process("VmHWM") - before

@@ -1,0 +1,245 @@
+"""FSDP2: really sharded, built on one rank, and with every option the numbers of one process."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rlhf import SFTModule
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
+from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
+from tests.distributed.fsdp_ranks import ARCHITECTURES
+from tests.distributed.launch import run_ranks
+from tests.distributed.tasks import largest_differences
+from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
+
+MiB = 2**20
+TWO = {
+    "plain": {"options": {}},
+    "untied": {"options": {}, "tied": False},
+    "checkpointed": {"options": {"activation_checkpointing": True}},
+    "offloaded": {"options": {"cpu_offload": True}},
+    "resharded": {"options": {"reshard_after_forward": True}},
+    "kept whole": {"options": {"reshard_after_forward": False}},
+    "reduced often": {"options": {"reduce_every_micro_batch": True}},
+    "bf16": {"options": {}, "precision": "bf16-mixed"},
+}
+SPLIT = {"tensor_parallel_size": 2}
+EVERYTHING = SPLIT | {"cpu_offload": True, "activation_checkpointing": True, "reduce_every_micro_batch": True}
+FOUR = {
+    "on four": {"options": {}},
+    "split": {"options": SPLIT},
+    "split, with everything": {"options": EVERYTHING, "tied": False},
+    "split qwen2": {"options": SPLIT, "architecture": "qwen2", "kind": "sft"},
+    "split qwen3": {"options": SPLIT, "architecture": "qwen3", "kind": "sft"},
+}
+FLOAT32 = [name for name in (*TWO, *FOUR) if name != "bf16"]
+
+
+def alone(run):
+    """The same run in a single process."""
+    return {key: value for key, value in run.items() if key != "options"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Of each run, and of the same in one process: what every rank says, and the file of weights."""
+    folder = tmp_path_factory.mktemp("weights")
+    found = {}
+    references = {repr(alone(run)): alone(run) for run in (*TWO.values(), *FOUR.values())}
+    for ranks, runs in ((1, references), (2, TWO), (4, FOUR)):
+        described = [run | {"weights": str(folder / f"{ranks}-{i}")} for i, run in enumerate(runs.values())]
+        said = run_ranks("tests.distributed.fsdp_ranks:train", ranks, described, seconds=600)
+        for i, name in enumerate(runs):
+            found[name] = {"ranks": [of_rank[i] for of_rank in said], "weights": described[i]["weights"]}
+    for name, run in (TWO | FOUR).items():
+        found[name]["alone"] = found[repr(alone(run))]
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What each of two ranks says of building models."""
+    folder = tmp_path_factory.mktemp("model")
+    TinyModel(seed=5).causal().save_pretrained(folder)
+    return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder))
+
+
+# -- the numbers of one process ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOAT32)
+def test_three_updates_give_the_weights_and_gradient_norms_of_one_process(trained, name):
+    (reference,), ranks = trained[name]["alone"]["ranks"], trained[name]["ranks"]
+    assert len(reference["norms"]) == 3
+    for said in ranks:
+        assert said["names"] == reference["names"]
+        for step, expected in zip(said["norms"], reference["norms"], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
+    assert min(min(step.values()) for step in reference["norms"]) > 0.5  # so that clipping has something to do
+    differences = largest_differences(trained[name]["alone"]["weights"], trained[name]["weights"])
+    assert max(differences.values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["checkpointed", "offloaded", "resharded", "kept whole"])
+def test_where_tensors_lie_and_what_is_computed_twice_changes_no_bit(trained, name):
+    assert set(largest_differences(trained["plain"]["weights"], trained[name]["weights"]).values()) == {0.0}
+
+
+@pytest.mark.slow
+def test_every_rank_is_given_the_same_whole_weights(trained):
+    for name in (*TWO, *FOUR):
+        assert len({said["sum"] for said in trained[name]["ranks"]}) == 1
+
+
+@pytest.mark.slow
+def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_float32(trained):
+    (reference,), ranks = trained["bf16"]["alone"]["ranks"], trained["bf16"]["ranks"]
+    for said in ranks:
+        assert said["types"] == ["torch.bfloat16"]
+        assert said["kept in"] == ["torch.float32"]
+        for step, expected in zip(said["norms"], reference["norms"], strict=True):
+            assert step == pytest.approx(expected, rel=5e-2)
+    assert trained["plain"]["ranks"][0]["types"] == ["torch.float32"]
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TWO, "on four"])
+def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_step(trained, name):
+    ranks = trained[name]["ranks"]
+    for rank, said in enumerate(ranks):
+        assert len(said["lies here"]) == 3
+        for roles in said["lies here"]:
+            assert roles.keys() == {"actor", "critic", "ref", "reward_model"}
+            for weights in roles.values():
+                for shape, here in weights.values():
+                    assert here == len(rows_of(rank, shape[0], len(ranks))) * math.prod(shape[1:])
+
+
+def rows_of(rank, rows, ranks):
+    """Of so many rows, those of a rank: as ``torch.chunk`` cuts them."""
+    most = -(-rows // ranks)
+    return range(rows)[rank * most : (rank + 1) * most]
+
+
+@pytest.mark.slow
+def test_layers_that_are_split_lie_in_quarters_and_ranks_that_split_them_share_their_rows(trained):
+    for name in FOUR:
+        if name == "on four":
+            continue
+        ranks = trained[name]["ranks"]
+        assert [said["data"] for said in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+        for said in ranks:
+            for roles in said["lies here"]:
+                for weights in roles.values():
+                    quarters = {key: value for key, value in weights.items() if "_proj." in key}
+                    assert len(quarters) >= 14
+                    for key, (shape, here) in quarters.items():
+                        whole_row = key.endswith(("o_proj.bias", "down_proj.bias"))
+                        assert here * (2 if whole_row else 4) == math.prod(shape)
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_once_an_update_unless_asked_for_more(trained):
+    for name in ("plain", "split", "reduced often"):
+        for said in trained[name]["ranks"]:
+            syncs = [sync for _, sync, _, _ in said["backwards"]]
+            assert 0 < sum(syncs) < len(syncs)
+            for _, sync, any_there, all_there in said["backwards"]:
+                assert any_there == all_there == (sync or name == "reduced often")
+
+
+@pytest.mark.slow
+def test_tied_weights_stay_tied(trained):
+    for name, run in (TWO | FOUR).items():
+        assert {said["tied"] for said in trained[name]["ranks"]} == {run.get("tied", True)}
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_weights_are_loaded_on_rank_0_alone(built):
+    assert [said["devices"] for said in built] == [["meta", "cpu"], ["meta"]]
+
+
+@pytest.mark.slow
+def test_weights_names_and_buffers_are_bit_by_bit_those_of_a_model_built_in_one_process(built):
+    for said in built:
+        assert len(said["same"]) == 8
+        assert all(said["same"].values()), said["same"]
+
+
+@pytest.mark.slow
+def test_building_takes_the_memory_of_the_model_on_rank_0_and_elsewhere_that_of_the_shards_and_a_layer(built):
+    first, second = built
+    assert first["built"] < first["model"] + first["layer"] + 16 * MiB
+    assert second["built"] < second["model"] / 2 + 2 * second["layer"] + 16 * MiB < second["model"]
+
+
+@pytest.mark.slow
+def test_bringing_weights_together_takes_the_memory_of_one_layer(built):
+    for said in built:
+        assert said["gathered"] < said["layer"] + 8 * MiB < said["model"] / 4
+
+
+@pytest.mark.slow
+def test_a_model_that_is_another_one_without_its_weights_is_refused_on_every_rank(built):
+    for said in built:
+        assert "must have the same tensors" in said["refused"]
+        assert "lm.lm_head.weight" in said["refused"]
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def bare(**architecture):
+    with torch.device("meta"):
+        return FromConfig(TINY_LLAMA | architecture).causal().lm
+
+
+@pytest.mark.parametrize(
+    ("size", "architecture", "sentence"),
+    [
+        (2, {}, "tensor_parallel_size: 2 does not divide the actor's num_attention_heads, which is 1"),
+        (4, ARCHITECTURES["llama"], "4 does not divide the actor's num_key_value_heads, which is 2"),
+        (
+            2,
+            ARCHITECTURES["llama"] | {"intermediate_size": 47},
+            "2 does not divide the actor's intermediate_size, which is 47",
+        ),
+        (2, {"model_type": "gpt2"}, "the actor's GPT2LMHeadModel, which publishes no plan"),
+        (2, {"model_type": "olmo2"}, "Olmo2ForCausalLM, which splits by colwise_gather_output, rowwise_split_input"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(size, architecture, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tensor_parallel_plan("actor", bare(**architecture), size)
+
+
+def test_a_layer_that_is_no_plain_linear_one_is_not_split():
+    class Other(torch.nn.Linear):
+        pass
+
+    model = bare(**ARCHITECTURES["llama"])
+    model.model.layers[1].mlp.up_proj = Other(32, 48)
+    with pytest.raises(ValueError, match="splits plain linear layers, but the actor has Other:"):
+        tensor_parallel_plan("actor", model, 2)
+
+
+def test_nothing_is_asked_of_a_model_that_is_not_split():
+    assert tensor_parallel_plan("actor", bare(model_type="gpt2"), 1) == {}
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_processes_is_refused():
+    trainer = quiet_trainer(strategy=RLHFFSDPStrategy(tensor_parallel_size=2), devices=1)
+    with pytest.raises(ValueError, match="tensor_parallel_size: 2 does not divide the 1 processes of this run"):
+        trainer.fit(SFTModule(TinyModel()), [])
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        RLHFFSDPStrategy(tensor_parallel_size=0)

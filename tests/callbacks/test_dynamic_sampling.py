@@ -63,6 +63,21 @@ def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, kept
     }
 
 
+def test_ranks_find_their_part_of_the_prompts_and_tell_of_all_together():
+    asked, sampling = [], DynamicSampling(4)
+    shares = [[SAME, DIFFERENT, DIFFERENT, SAME], [SAME] * 4]
+    both = [sampling(prompts(4), rolling(rewards, asked), 2) for rewards in shares]
+    assert asked == 2 * [[0, 1], [2, 3]]
+    assert [rollout.kept.tolist() for rollout, _ in both] == [[True] * 4, [False] * 4]
+    total = {name: both[0][1][name] + both[1][1][name] for name in both[0][1]}
+    assert sampling.metrics(total) == {
+        "rollout/generated_prompts": 8.0,
+        "rollout/contrast_fraction": 2 / 8,
+        "rollout/filled_fraction": 2 / 4,
+        "reward/generated_mean": pytest.approx((2 + 1 + 1 + 2 + 8) / 16),
+    }
+
+
 def test_the_reward_that_must_differ_can_be_named():
     def roll(batch):
         rollout = rollout_of([Response([3], [4], 0.5 * i) for i in range(4)])

@@ -17,12 +17,13 @@ from lightning_rlhf import (
     RLOOModule,
     SFTModule,
 )
-from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.strategies.roles import PlainRoles
 from tests.callbacks.conftest import ROWS, exact
 from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
@@ -380,3 +381,22 @@ def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, m
         quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True).fit(module, datamodule=data)
     told = [record.message for record in caplog.records if "is right for one update per rollout" in record.message]
     assert told == ["ReinforceLoss() is right for one update per rollout, this run makes 2"] * warned
+
+
+@pytest.mark.parametrize(
+    ("loop", "data", "model", "ranks", "told"),
+    [
+        ({}, {}, {}, 3, "batch_size 2 and minibatch_size 2 count over all 3 ranks: give at least 3 of each"),
+        (
+            {"dynamic_sampling": DynamicSampling(3), "group_size": 2},
+            {"batch_size": 3},
+            {"minibatch_size": 3},
+            2,
+            "2 ranks share batch_size 3 and prompts_per_step 3 equally: give multiples of 2",
+        ),
+    ],
+)
+def test_what_leaves_a_rank_with_nothing_is_refused(run, monkeypatch, loop, data, model, ranks, told):
+    monkeypatch.setattr(PlainRoles, "data_ranks", ranks)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        run(loop=loop, data=data, model=model).fit()

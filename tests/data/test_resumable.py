@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_rlhf.data.resumable import EpochOrder, ResumableLoader
+from lightning_rlhf.data.resumable import EpochOrder, HeldOutBatches, ResumableLoader
 
 
 def loader(shuffle=True, rows=11):
@@ -75,3 +75,61 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 def test_fewer_rows_than_a_batch_are_refused():
     with pytest.raises(ValueError, match="1 rows make no batch of 2"):
         loader(rows=1)
+
+
+LENGTHS = [1, 9, 2, 8, 3, 7, 4, 6, 5, 1, 9]
+
+
+def of_rank(rank, ranks, size=4):
+    """A loader of one rank's share that says numbers and places."""
+    rows = list(range(11))
+    return ResumableLoader(
+        rows, size, lambda _, numbers, places, __: (numbers, places), seed=3, lengths=LENGTHS, rank=rank, ranks=ranks
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_ranks_together_read_the_batches_of_one_rank_each_row_at_its_place(ranks):
+    for number in (0, 1):
+        shares = [epoch(of_rank(rank, ranks), number) for rank in range(ranks)]
+        for batch, (numbers, places) in enumerate(epoch(of_rank(0, 1), number)):
+            assert places == [0, 1, 2, 3]
+            dealt = {place: row for share in shares for row, place in zip(*share[batch], strict=True)}
+            assert [dealt[place] for place in places] == numbers
+            assert all(share[batch][0] for share in shares)
+
+
+def test_a_position_means_the_same_on_any_number_of_ranks():
+    first = iter(of_rank(1, 2))
+    next(first)
+    state = {"batches": 1}
+    resumed = [of_rank(rank, 4) for rank in range(4)]
+    for loader in resumed:
+        loader.load_state_dict(state)
+    rest = [row for loader in resumed for numbers, _ in epoch(loader, 0) for row in numbers]
+    assert sorted(rest) == sorted(epoch(of_rank(0, 1), 0)[1][0])
+
+
+def test_a_batch_that_leaves_a_rank_without_a_row_is_refused():
+    with pytest.raises(ValueError, match="batch_size 4 leaves some of 5 ranks without a row"):
+        of_rank(0, 5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [4, 5, 8, 9, 11])
+def test_held_out_rows_come_once_and_every_rank_has_one_in_every_batch(rows, ranks):
+    shares = [list(HeldOutBatches(rows, 4, rank, ranks)) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {len(HeldOutBatches(rows, 4, 0, ranks))}
+    assert all(batch for share in shares for batch in share)
+    together = [sorted(row for batch in batches for row in batch) for batches in zip(*shares, strict=True)]
+    assert [row for batch in together for row in batch] == list(range(rows))
+    assert all(len(batch) <= 4 + ranks - 1 for batch in together)
+
+
+def test_alone_held_out_batches_are_what_a_loader_would_make():
+    assert list(HeldOutBatches(9, 4, 0, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_fewer_held_out_rows_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="2 validation rows cannot be shared by 3 ranks: give at least 3"):
+        HeldOutBatches(2, 4, 0, 3)

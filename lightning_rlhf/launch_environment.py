@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +58,7 @@ class Variable:
         value: the value for a machine; None where it does not apply.
         reason: in one sentence.
         read_by: module whose import reads the variable; setting it later is of no use. Empty where it is read at use.
+        required: an engine does not work with another value, so that its process gets this one whatever is set.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Variable:
     value: Callable[[Machine], str | None]
     reason: str
     read_by: str = ""
+    required: bool = False
 
 
 def _always(value: str) -> Callable[[Machine], str]:
@@ -119,7 +121,7 @@ VARIABLES = (
     ),
     Variable(
         "VLLM_ENABLE_V1_MULTIPROCESSING", "vLLM", "engine", "always", _always("0"),
-        "The engine has a process of its own already, and is driven step by step within it.",
+        "The engine has a process of its own already, and is driven step by step within it.", required=True,
     ),
     Variable(
         "VLLM_LOGGING_LEVEL", "vLLM", "engine", "always", _always("ERROR"),
@@ -172,14 +174,16 @@ def apply(processes: int | None = None) -> dict[str, str]:
     return found
 
 
-def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(environ: Mapping[str, str], has_gpu: bool | None = None) -> dict[str, str]:
     """What a rollout engine's process is given beside what it inherits.
 
     Args:
-        environ: what it inherits; its values win.
+        environ: what it inherits; its values win, but for those that the engine does not work with.
+        has_gpu: whether the engine uses one; None looks for one.
     """
     machine = Machine.here(environ)
-    values = {v.name: v.value(machine) for v in VARIABLES if v.process == "engine" and v.name not in environ}
+    machine = machine if has_gpu is None else replace(machine, has_gpu=has_gpu)
+    values = {v.name: v.value(machine) for v in VARIABLES if v.required or v.name not in environ}
     return {name: value for name, value in values.items() if value is not None}
 
 

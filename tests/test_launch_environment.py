@@ -100,15 +100,25 @@ def test_who_set_what_is_known_in_child_processes_too(bare, monkeypatch):
 
 def test_the_engine_has_variables_of_its_own(bare):
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert engine_environment(hidden) == {
+    own = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    assert "VLLM_LOGGING_LEVEL" not in engine_environment({"VLLM_LOGGING_LEVEL": "DEBUG"})
+    shared = {"TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu", "VLLM_NO_USAGE_STATS": "1"}
+    assert engine_environment(hidden) == own | shared
+    assert engine_environment(hidden | shared) == own
+    assert "TORCH_COMPILE_DISABLE" not in engine_environment(hidden, has_gpu=True)
     assert origin(BY_NAME["VLLM_LOGGING_LEVEL"], hidden, LAPTOP) == ("ERROR", "us")
     assert origin(BY_NAME["TORCH_COMPILE_DISABLE"], {}, BOX) == ("", "not applicable")
+
+
+def test_a_users_value_reaches_the_engine_unless_it_would_not_work():
+    given = {"VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    found = engine_environment(given)
+    assert "VLLM_LOGGING_LEVEL" not in found
+    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.parametrize(("files", "has_gpu"), [((), False), (("nvidia0",), True), (("kfd",), True), (("dxg",), True)])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, gpus
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.supervisor import EngineProcess
@@ -23,7 +24,6 @@ from lightning_rlhf.types import Completion, SamplingParams
 log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1 << 28
 _TEMPERATURES = (0.01, 2.0)  # vLLM 0.32 refuses more, and quietly takes 0.01 for less
-_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # one process; nothing phones home
 _START = "the engine to be ready"
 
 
@@ -73,12 +73,9 @@ class VLLMEngine(RolloutEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""
-        environment = {**_ENVIRONMENT, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}
+        environment = engine_environment(os.environ, torch.cuda.is_available())
         if not torch.cuda.is_available():
-            # Nothing is compiled when vLLM runs eagerly, but its samplers would be, for a quarter of a minute.
-            environment |= {"OMP_NUM_THREADS": str(self._cpu_threads), "TORCH_COMPILE_DISABLE": "1"}
-            # Workers that share an engine would be bound to cores, each engine of a machine's to the same ones.
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         module = "lightning_rlhf.rollout.vllm_worker"
@@ -201,8 +198,8 @@ class InProcessVLLMEngine(VLLMEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Start and wait."""
-        os.environ.update(_ENVIRONMENT)
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        environment = engine_environment(os.environ, torch.cuda.is_available())
+        os.environ.update({name: value for name, value in environment.items() if name.startswith("VLLM_")})
         with _same_random_state():
             from lightning_rlhf.rollout.vllm_core import VLLMCore
 

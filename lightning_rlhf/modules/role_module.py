@@ -20,6 +20,8 @@ from lightning_rlhf.compat import count_training_step, optimizer_at
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.role_state import check_optimizer
 from lightning_rlhf.strategies.roles import Roles, roles_of
 from lightning_rlhf.types import _TensorBatch
 
@@ -61,9 +63,10 @@ class RoleModule(LightningModule):
         raise NotImplementedError
 
     def setup(self, stage: str) -> None:
-        """Refuse, before any model is loaded, scaled gradients and models that read other token ids than the data has.
+        """Refuse, before any model is loaded, what the run could not do or could not keep.
 
-        Several optimizers would clip scaled gradients before they are unscaled.
+        That is: scaled gradients, which several optimizers would clip before they are unscaled; models that read other
+        token ids than the data has; optimizers whose state no checkpoint could give to another number of processes.
         """
         if self.trainer.precision == "16-mixed":
             raise ValueError(
@@ -76,6 +79,10 @@ class RoleModule(LightningModule):
             )
         tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
         check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
+        strategy = self.trainer.strategy
+        if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
+            for name in self.trained_roles:
+                check_optimizer(self.optimizer_of(name)[0], strategy.optimizer_device)
 
     def configure_model(self) -> None:
         """Build every role: trained ones in train mode, frozen ones without gradients."""
@@ -221,9 +228,13 @@ class RoleModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint without all weights of the trained roles: what is not strict lets any weight be absent.
 
+        Role strategies keep roles apart and look for themselves.
+
         Raises:
             ValueError: weights are missing.
         """
+        if isinstance(self.trainer.strategy, ReshardableCheckpoints):
+            return
         prefixes = tuple(f"{name}." for name in self.trained_roles)
         missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in checkpoint["state_dict"]]
         if missing:

@@ -53,18 +53,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise ValueError(
                 f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
             )
-        try:
-            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(
-                f"{path} is no checkpoint of tensors and plain values, and nothing else is loaded, because it could "
-                f"run code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
-            ) from None
+        return load_plain(path, map_location)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint and its checksum."""
         super().remove_checkpoint(path)
         Path(f"{path}.sha256").unlink(missing_ok=True)
+
+
+def load_plain(path: Path, map_location: Any = None) -> dict[str, Any]:
+    """Tensors and plain values of a file.
+
+    Raises:
+        ValueError: it holds anything else.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is no checkpoint of tensors and plain values, and nothing else is loaded, because it could run "
+            f"code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
+        ) from None
+    return state
 
 
 def digest(path: Path) -> str:

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rlhf.strategies import manifest, ranks
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.checkpoint_io import load_plain
 from lightning_rlhf.strategies.role_files import RoleState, write_role
 from lightning_rlhf.strategies.role_state import native_load, native_state
 
@@ -37,6 +38,11 @@ class ReshardableCheckpoints:
 
     # -- what another way of spreading a role overrides -------------------------------------------------------
 
+    @property
+    def optimizer_device(self) -> torch.device:
+        """Where optimizers step."""
+        return self.root_device  # type: ignore[attr-defined, no-any-return]
+
     def role_state(self, name: str) -> RoleState:
         """What to write of a trained role. All ranks."""
         return native_state(getattr(self._owner, name), self._optimizer(name))
@@ -60,7 +66,7 @@ class ReshardableCheckpoints:
             write_role(version / name, state)
             del state
         rest = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
-        ranks.on_first_rank(lambda: AtomicCheckpointIO().save_checkpoint(rest, version / _REST))
+        ranks.on_first_rank(lambda: _write_rest(rest, version / _REST))
         manifest.publish(version)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -85,7 +91,7 @@ class ReshardableCheckpoints:
             )
         for name in trained:
             ranks.together(lambda name=name: self.load_role_state(name, version / name))  # type: ignore[misc]
-        return ranks.together(lambda: AtomicCheckpointIO().load_checkpoint(version / _REST))
+        return ranks.together(lambda: load_plain(version / _REST))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; one that is half removed counts for nothing."""
@@ -134,3 +140,8 @@ class ReshardableCheckpoints:
             return None
         optimizers: list[Optimizer] = self.optimizers  # type: ignore[attr-defined]
         return optimizers[self._owner.trained_roles.index(name)]
+
+
+def _write_rest(rest: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(rest, file)

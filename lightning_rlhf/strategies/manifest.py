@@ -180,9 +180,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         json.dump({"sha256": _sum_of(content), "checkpoint": content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(draft, path / NAME)
-    sync_folder(path)
+    _put(draft, path / NAME)
+
+
+def _put(draft: Path, path: Path) -> None:
+    os.replace(draft, path)
     sync_folder(path.parent)
+    sync_folder(path.parent.parent)
 
 
 def _sum_of(content: Any) -> str:

@@ -1,9 +1,9 @@
 """The state of a role that DeepSpeed spreads, in the same form as any other's, and all that DeepSpeed keeps to itself.
 
-Checked against deepspeed 0.19.8; tests/strategies/test_zero_state.py says what changed when a name is gone. ZeRO cuts
-the parameters of a group, laid end to end in float32, into flat pieces, one or several per rank, and the optimizer knows
-nothing but these. Here each parameter is put together, one at a time, and rank ``i % world`` keeps what it will write,
-so that nobody ever holds a whole role.
+Checked against deepspeed 0.19.8; tests/strategies/test_zero_state.py says what changed when a name is gone. ZeRO lays
+the parameters of a group end to end, in float32, and cuts them into flat pieces, one or several per rank; the optimizer
+knows nothing but these. Here each parameter is put together, one at a time, and rank ``i % world`` keeps what it will
+write, so that nobody ever holds a whole role.
 """
 
 from __future__ import annotations

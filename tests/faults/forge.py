@@ -29,7 +29,7 @@ def die():
 def die_at(place, number, when):
     """Make the ``number``-th call of ``module:name`` the last thing this process does.
 
-    ``when`` is before, after, or half: after half of the bytes that ``torch.save`` was to write.
+    ``when`` is before, after, or half: after half of the bytes that ``torch.save`` was to write to a file.
     """
     module, _, path = place.partition(":")
     *owners, name = path.split(".")

@@ -13,6 +13,9 @@ import numpy
 import torch
 import yaml
 
+from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.role_files import StoredRole
+
 KILLED = -signal.SIGKILL
 ROOT = Path(__file__).parents[2]
 _VARYING = ("time/", "perf/")  # and whatever ends with tokens_per_s
@@ -206,10 +209,16 @@ def varies(name):
 
 
 def checkpoint(directory, name="last"):
-    """A checkpoint without times and speeds."""
-    state = torch.load(directory / "run" / "checkpoints" / f"{name}.ckpt", weights_only=True)
+    """A checkpoint without times and speeds: what is in no role, and of each role tensors and settings."""
+    version = manifest.verified(directory / "run" / "checkpoints" / f"{name}.ckpt")
+    state = torch.load(version / "state.pt", weights_only=True)
     metrics = state["lightning_rlhf"]["metrics"]
     state["lightning_rlhf"]["metrics"] = {k: v for k, v in metrics.items() if not varies(k)}
+    for folder in sorted(path for path in version.iterdir() if path.is_dir()):
+        role = StoredRole(folder)
+        tensors = {key: torch.zeros(role.shapes[key], dtype=role.dtypes[key]) for key in sorted(role.shapes)}
+        role.read(tensors)
+        state[f"role {folder.name}"] = {"tensors": tensors, "settings": role.settings}
     return state
 
 
@@ -253,3 +262,5 @@ def assert_same(directory, reference, names=("last", "best")):
     if reports[1].exists():
         assert len({json.dumps(json.loads(report.read_text())["before"]) for report in reports}) == 1
     assert list((directory / "run").rglob("*.new*")) == []
+    for folder in (directory / "run/checkpoints").iterdir():
+        assert len(list(folder.iterdir())) == 2, f"leftovers in {folder}"

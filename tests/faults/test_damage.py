@@ -1,43 +1,99 @@
 """A damaged or hostile checkpoint ends the command with one sentence, before anything of the run is touched."""
 
+import hashlib
+import json
 import pickle
+from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import output, ppo, rows
 from tests.strategies.test_checkpoint_io import Malicious
 
+LAST = "run/checkpoints/last.ckpt"
 
-def flipped(path):
+
+def version_of(folder):
+    return next(folder.glob("v*"))
+
+
+def flipped(folder):
+    path = next((version_of(folder) / "critic").glob("*.safetensors"))
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
 
 
-def truncated(path):
+def truncated(folder):
+    path = version_of(folder) / "state.pt"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def hostile(path):
-    path.with_name("last.ckpt.sha256").unlink()
-    path.write_bytes(pickle.dumps(Malicious(path.with_name("proof")), protocol=2))
+def lost(folder):
+    (version_of(folder) / "actor" / "optimizer.json").unlink()
 
 
-@pytest.mark.parametrize("resume", ["last", "run/checkpoints/last.ckpt"])
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [(flipped, "is damaged"), (truncated, "is damaged"), (hostile, "is no checkpoint of tensors and plain values")],
-)
-def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tmp_path, damage, said, resume):
+def added(folder):
+    (version_of(folder) / "actor" / "mine.safetensors").write_bytes(b"")
+
+
+def unfinished(folder):
+    (folder / "manifest.json").unlink()
+
+
+def garbled(folder):
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"bytes": ', '"bytes": 1', 1))
+
+
+def hostile(folder):
+    """Whoever can write the files can write a manifest that fits them."""
+    state, path = version_of(folder) / "state.pt", folder / "manifest.json"
+    state.write_bytes(pickle.dumps(Malicious(folder.parent / "proof"), protocol=2))
+    content = json.loads(path.read_text())["checkpoint"]
+    content["files"]["state.pt"] = {
+        "bytes": state.stat().st_size,
+        "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
+    }
+    its_sum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": its_sum, "checkpoint": content}))
+
+
+def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tmp_path):
     config = ppo(1, max_steps=2)
     assert forge.attempt(tmp_path, config) == 0
-    before, table = output(tmp_path), rows(tmp_path)
-    damage(tmp_path / "run/checkpoints/last.ckpt")
-    assert forge.attempt(tmp_path, config, resume=resume) in (1, 2)
-    last = output(tmp_path).removeprefix(before).strip().splitlines()[-1]
-    assert last.startswith("lightning-rlhf: ")
-    assert "run/checkpoints/last.ckpt" in last
-    assert said in last
-    assert "Traceback" not in output(tmp_path)
-    assert rows(tmp_path) == table
-    assert not (tmp_path / "run/checkpoints/proof").exists()
+    table = rows(tmp_path)
+    whole = {path: path.read_bytes() for path in (tmp_path / LAST).rglob("*") if path.is_file()}
+    for damage, said in [
+        (flipped, "is damaged: v000002/critic/shard-00001-model-00001-of-00001.safetensors does not have the size"),
+        (truncated, "is damaged: v000002/state.pt does not have the size and SHA-256"),
+        (lost, "is damaged: v000002/actor/optimizer.json is missing"),
+        (added, "is damaged: v000002/actor/mine.safetensors was added"),
+        (garbled, "is damaged: manifest.json does not have the content"),
+        (hostile, "is no checkpoint of tensors and plain values"),
+        (unfinished, "is incomplete: it has no manifest.json"),
+    ]:
+        before = output(tmp_path)
+        damage(tmp_path / LAST)
+        assert forge.attempt(tmp_path, config, resume=LAST) in (1, 2), damage
+        last = output(tmp_path).removeprefix(before).strip().splitlines()[-1]
+        assert last.startswith("lightning-rlhf: "), last
+        assert LAST in last
+        assert said in last
+        assert "Traceback" not in output(tmp_path)
+        assert rows(tmp_path) == table
+        assert not (tmp_path / "run/checkpoints/proof").exists()
+        for path in (tmp_path / LAST).rglob("*"):
+            if path.is_file() and path not in whole:
+                path.unlink()
+        for path, content in whole.items():
+            Path(path).write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [flipped, garbled])
+def test_the_last_one_is_checked_as_well_when_it_is_asked_for_by_name(forge, tmp_path, damage):
+    config = ppo(1, max_steps=1)
+    assert forge.attempt(tmp_path, config) == 0
+    damage(tmp_path / LAST)
+    assert forge.attempt(tmp_path, config, resume="last") in (1, 2)
+    assert "is damaged" in output(tmp_path).strip().splitlines()[-1]

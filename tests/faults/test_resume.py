@@ -12,7 +12,7 @@ from tests.faults.runs import KILLED, ROOT, assert_same, checkpoint, output, ppo
 
 _LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
 _SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
-_FILE = "lightning_rlhf.strategies.checkpoint_io:"
+_MANIFEST = "lightning_rlhf.strategies.manifest:"
 _EXPORT = "lightning_rlhf.callbacks.hf_export:HFExport."
 
 # In the order in which one run can meet them all; the numbers count calls since the run was last resumed.
@@ -26,9 +26,13 @@ DEATHS = {
     "while the best is written": (_SAVE + "on_validation_end", 2, "before"),
     "between generation and learning": (_LOOP + "verify", 2, "before"),
     "behind an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
-    "with a draft nobody renamed": (_FILE + "digest", 2, "after"),
-    "with both checksums": (_FILE + "_write_sums", 2, "after"),
-    "with the new file and both checksums": (_FILE + "sync_folder", 2, "before"),
+    "between the weights of two models": ("safetensors.torch:save", 2, "before"),
+    "while files are summed": (_MANIFEST + "digest", 2, "before"),
+    "with a version that no manifest names": (_MANIFEST + "_write", 1, "before"),
+    "with a manifest nobody renamed": (_MANIFEST + "_put", 1, "before"),
+    "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
+    "while leftovers are removed": ("shutil:rmtree", 1, "before"),
+    "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
     "in the middle of generation": (_LOOP + "_generate", 3, "after"),
     "behind the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
     "in the last validation": (_LOOP + "on_validation_batch_end", 1, "before"),

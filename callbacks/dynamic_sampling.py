@@ -64,7 +64,11 @@ class DynamicSampling:
             )
 
     def __call__(
-        self, batch: PromptBatch, roll: Callable[[PromptBatch], Rollout], ranks: int = 1
+        self,
+        batch: PromptBatch,
+        roll: Callable[[PromptBatch], Rollout],
+        ranks: int = 1,
+        anyone: Callable[[bool], bool] = bool,
     ) -> tuple[Rollout, dict[str, float]]:
         """The rollout of this rank's part of ``prompts_per_step`` prompts.
 
@@ -72,6 +76,8 @@ class DynamicSampling:
             batch: prompts, a multiple of that part.
             roll: generates and judges the responses to some prompts.
             ranks: that share the step; each has as many prompts to find.
+            anyone: from whether this rank wants another round to whether all take one; where ranks share an engine,
+                they must ask it equally often.
 
         Returns:
             The rollout, and counts of what was generated for it, for :meth:`metrics`.
@@ -79,7 +85,7 @@ class DynamicSampling:
         wanted = self.prompts_per_step // ranks
         with_contrast, without, rewards = list[Rollout](), list[Rollout](), list[Tensor]()
         found = generated = 0
-        while found < wanted and generated < len(batch):
+        while anyone(found < wanted) and generated < len(batch):
             rollout = roll(batch[generated : generated + wanted])
             rewards.append(rollout.reward)
             contrast = self._contrast(rollout)

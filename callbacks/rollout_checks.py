@@ -51,6 +51,17 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
             f"({prompts} prompts x group_size {loop.group_size}); {nearest} would"
         )
     _check_ranks(loop, data, module)
+    splitting = tensor_ranks(trainer, module)
+    if loop._engine_choice != "auto" and loop._engine_choice.ranks % splitting:
+        raise ValueError(
+            f"{splitting} ranks split the actor between them and hold the same prompts, so they must share one engine: "
+            f"say engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+        )
+
+
+def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
+    """Ranks that split each tensor of a model between them, and so hold the same prompts."""
+    return trainer.world_size // module.roles.data_ranks
 
 
 def _check_ranks(loop: RolloutLoop, data: PromptDataModule, module: RLHFModule) -> None:

@@ -19,13 +19,13 @@ from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import collect
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, gpus
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
 from .clock import Clock, over_ranks
 from .dynamic_sampling import DynamicSampling
-from .rollout_checks import check_run
+from .rollout_checks import check_run, tensor_ranks
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RolloutLoop(Callback):
         source = pl_module.sources["actor"]
         reason = "chosen in the configuration"
         if self._engine_choice == "auto":
-            self.engine, reason = choose_engine(source.hf_config())
+            self.engine, reason = choose_engine(source.hf_config(), tensor_ranks(trainer, pl_module))
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
@@ -119,8 +119,8 @@ class RolloutLoop(Callback):
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
-        setup = EngineSetup(directory, source.dtype, longest, directory.with_suffix(".log"))
-        self.engine.start(setup)
+        log_file, devices = directory.with_suffix(".log"), gpus(trainer.strategy.root_device)
+        self.engine.start(EngineSetup(directory, source.dtype, longest, log_file, devices))
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Prompts that a step learns from."""
@@ -171,7 +171,9 @@ class RolloutLoop(Callback):
         if self.dynamic_sampling is None:
             rollout = sample(batch)
         else:
-            rollout, counts = self.dynamic_sampling(batch, sample, roles.data_ranks)
+            together = self.engine is not None and self.engine.ranks > tensor_ranks(trainer, pl_module)
+            anyone = partial(self._anyone, pl_module) if together else bool
+            rollout, counts = self.dynamic_sampling(batch, sample, roles.data_ranks, anyone)
             metrics = self.dynamic_sampling.metrics(over_ranks(counts, roles.sum_over_ranks, pl_module.device))
         greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
@@ -182,6 +184,10 @@ class RolloutLoop(Callback):
         metrics["rollout/tokens_per_s"] = total / metrics["time/generate_s"]
         for name, value in metrics.items():
             pl_module.log(name, value, batch_size=1)
+
+    def _anyone(self, module: RLHFModule, wants: bool) -> bool:
+        """Whether any rank wants to go on; all of them then do, because they ask a shared engine together."""
+        return bool(module.roles.max_over_ranks(torch.tensor(float(wants), device=module.device)))
 
     def push_weights(self, trainer: Trainer, module: RLHFModule) -> None:
         """Give the engine the actor's weights, unless it has them; the version is the number of steps taken."""

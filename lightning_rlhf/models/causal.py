@@ -1,5 +1,6 @@
 """The language model in the roles of actor and reference: token ids in, log-probabilities out."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
+from lightning_rlhf.models.lora import adapters_off, own_weights
 
 
 class CausalLM(nn.Module):
@@ -37,6 +39,7 @@ class CausalLM(nn.Module):
         mask: Tensor,
         temperature: float = 1.0,
         squares: bool = False,
+        adapters: bool = True,
     ) -> TokenScores:
         """Log-probability of each target token and entropy of the distribution it was drawn from.
 
@@ -47,11 +50,14 @@ class CausalLM(nn.Module):
             mask: (B, T) bool, which targets to score.
             temperature: divides the logits, positive.
             squares: whether to compute ``sum_pi_squared`` too.
+            adapters: False asks the model as it was before LoRA adapters were added. An argument, because whoever
+                spreads the model over devices acts on calls.
 
         Returns:
             (B, T) each, 0 where the mask is False.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        with nullcontext() if adapters else adapters_off(self.lm):
+            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         rows = torch.arange(len(index), device=index.device).unsqueeze(1).expand_as(index)
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
@@ -74,8 +80,9 @@ class CausalLM(nn.Module):
         Args:
             directory: where to.
             weights: the whole parameters by name, where this process has only parts of them; None takes its own.
+                Adapters are merged into them.
         """
-        self.lm.save_pretrained(directory, state_dict=weights)
+        self.lm.save_pretrained(directory, state_dict=weights or own_weights(self.lm))
 
 
 def _logit_scale(config: object) -> float:

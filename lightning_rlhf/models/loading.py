@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.seeding import derive_seed, run_seed
 
@@ -36,11 +37,13 @@ class Pretrained:
         path: directory that ``save_pretrained`` wrote, or hub id.
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters; with a mixed-precision Trainer keep float32.
+        lora: train adapters and leave the weights as they are; None trains the weights.
     """
 
     path: str
     revision: str | None = None
     dtype: Dtype = "float32"
+    lora: LoRA | None = None
 
     def hf_config(self) -> PretrainedConfig:
         """The model's configuration, with dropout off.
@@ -60,7 +63,7 @@ class Pretrained:
 
     def causal(self) -> CausalLM:
         """The language model."""
-        return CausalLM(self._load(AutoModelForCausalLM, self.hf_config(), may_lack=()))
+        return CausalLM(_adapted(self._load(AutoModelForCausalLM, self.hf_config(), may_lack=()), self.lora))
 
     def scalar(self) -> ScalarModel:
         """The scalar model; started from a language model it gets a head of zeros, so all scores start at 0.
@@ -79,7 +82,7 @@ class Pretrained:
         model = self._load(AutoModelForSequenceClassification, config, may_lack=() if trained_head else ("score.",))
         if not trained_head:
             torch.nn.init.zeros_(model.get_parameter("score.weight"))
-        return ScalarModel(model)
+        return ScalarModel(_adapted(model, self.lora))
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
         if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
@@ -110,11 +113,13 @@ class FromConfig:
         architecture: what ``config.json`` would hold: ``model_type`` and the fields of that architecture.
         seed: of the initial weights; None derives it from the run's seed.
         dtype: of the parameters.
+        lora: train adapters and leave the weights as they are; None trains the weights.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     dtype: Dtype = "float32"
+    lora: LoRA | None = None
 
     def hf_config(self) -> PretrainedConfig:
         """The model's configuration, with dropout off.
@@ -137,7 +142,7 @@ class FromConfig:
 
     def causal(self) -> CausalLM:
         """The language model."""
-        return CausalLM(self._build(AutoModelForCausalLM, self.hf_config()))
+        return CausalLM(_adapted(self._build(AutoModelForCausalLM, self.hf_config()), self.lora))
 
     def scalar(self) -> ScalarModel:
         """The scalar model, with a head of zeros."""
@@ -145,7 +150,7 @@ class FromConfig:
         config.num_labels = 1
         model = self._build(AutoModelForSequenceClassification, config)
         torch.nn.init.zeros_(model.get_parameter("score.weight"))
-        return ScalarModel(model)
+        return ScalarModel(_adapted(model, self.lora))
 
     def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
         seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
@@ -172,6 +177,12 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
     config = source.hf_config()
     config.dtype = getattr(torch, source.dtype)
     config.save_pretrained(directory)
+
+
+def _adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+    if lora is not None:
+        lora.add_to(model)
+    return model
 
 
 def _expect_model_directory(path: str) -> None:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_rlhf.models.lora import own_weights
+
 
 class ScalarModel(nn.Module):
     """A transformers sequence classifier with one label, read at every position.
@@ -66,6 +68,7 @@ class ScalarModel(nn.Module):
         Args:
             directory: where to.
             weights: the whole parameters by name, where this process has only parts of them; None takes its own.
+                Adapters are merged into them.
         """
         self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
-        self.lm.save_pretrained(directory, state_dict=weights)
+        self.lm.save_pretrained(directory, state_dict=weights or own_weights(self.lm))

@@ -39,22 +39,23 @@ class WeightPush(ABC):
             RuntimeError: the prefix cache could not be emptied.
             EngineDied: the server failed; what it then generates carries neither the old nor the new label.
         """
+        weights = self._prepare(parameters)
         self._server.post("/pause", mode="wait")
         try:
-            self._replace(parameters, label)
+            self._replace(weights, label)
         except (RuntimeError, ValueError):
             with suppress(RuntimeError):  # the first fault is the one to tell
                 self._server.post("/resume")
             raise
         self._server.post("/resume")
 
-    def _replace(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
+    def _replace(self, weights: Any, label: str) -> None:
         self._server.post("/update_weight_version", {"new_version": f"unfinished {label}"})
         if not self._open:
             self._connect()
             self._open = True
         self._begin()
-        self._send(parameters)
+        self._send(weights)
         if not self._server.post("/reset_prefix_cache")["success"]:
             raise RuntimeError(f"the vLLM server at {self._server.url} kept its prefix cache, which is of old weights")
         self._server.post("/finish_weight_update", {"weight_version": label})
@@ -72,8 +73,12 @@ class WeightPush(ABC):
     def _connect(self) -> None:
         """Agree with the server on how the weights come."""
 
+    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Any:
+        """What can be done while the server still generates; what :meth:`_send` is given."""
+        return parameters
+
     @abstractmethod
-    def _send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def _send(self, weights: Any) -> None:
         """Between start and end of an update."""
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -94,8 +99,11 @@ class SharedMemoryPush(WeightPush):
     def _connect(self) -> None:
         self._server.post("/init_weight_transfer_engine", {"init_info": {}})
 
-    def _send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._server.post("/update_weights", {"update_info": self._sender.write(parameters)})
+    def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        return self._sender.write(parameters)
+
+    def _send(self, weights: dict[str, Any]) -> None:
+        self._server.post("/update_weights", {"update_info": weights})
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`WeightPush.first_difference`."""
@@ -122,8 +130,8 @@ class NCCLPush(WeightPush):
             info, client=_Chunks(self._server), source=self._chunk
         )
 
-    def _send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        for self._chunk.pairs in chunks(parameters, _CHUNK_BYTES):
+    def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for self._chunk.pairs in chunks(weights, _CHUNK_BYTES):
             self._engine.send_weights()
 
     def close(self) -> None:

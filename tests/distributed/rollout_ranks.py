@@ -1,0 +1,154 @@
+"""What ranks do with real engines, run by :func:`tests.distributed.launch.run_ranks`."""
+
+import dataclasses
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from lightning_rlhf.rollout.server_engine import VLLMServerEngine
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
+
+PROMPTS, SEEDS = prompts_of(21), list(range(100, 121))  # shares of unequal size
+SAMPLING = SamplingParams(32, stop_token_ids=(END,))
+
+
+def joined():
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def said(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def rolled(engine, actor, rank, ranks=2):
+    """This rank's share, and whether the engine says what the trainer computes."""
+    prompts, seeds = PROMPTS[rank::ranks], SEEDS[rank::ranks]
+    completions = engine.generate(prompts, SAMPLING, seeds)
+    likeliest = engine.generate(prompts[:2], SamplingParams(10, temperature=0), [0, 0])
+    return {
+        "completions": [[c.token_ids, c.logprobs, c.finish_reason] for c in completions],
+        "versions": sorted({c.policy_version for c in completions}),
+        "gap": largest_gap(actor, prompts, completions),
+        "greedy": [c.token_ids for c in likeliest] == [greedy(actor, prompt, 10) for prompt in prompts[:2]],
+    }
+
+
+def own_and_shared(folder):
+    """An engine for each rank, then one for both."""
+    rank = joined()
+    own, shared = VLLMEngine(), SharedEngine(VLLMEngine(), 2)
+    own.start(setup_of(source_of(), Path(folder, f"rank{rank}")))
+    shared.start(setup_of(source_of(), Path(folder, f"shared{rank}")))
+    found = {"ready": [own.wait(), shared.wait()]}
+    child = psutil.Process(own._process.process.pid).environ()
+    found["inherited"] = sorted(set(child) & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"})
+    for name, engine in (("own", own), ("shared", shared)):
+        found[name] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
+        found[f"{name} same"] = [c.token_ids for c in engine.generate(PROMPTS[:4], SAMPLING, SEEDS[:4])]
+    own.close()
+    if rank == 0:
+        os.kill(shared._engine._process.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    found["killed"] = [
+        said(lambda: shared.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])),
+        said(lambda: pushed(shared, source_of(), 5)),
+    ]
+    found["seconds"] = time.monotonic() - began
+    shared.close()
+    dist.destroy_process_group()
+    return found
+
+
+def tensor_parallel(folder):
+    """One engine of two workers for two ranks."""
+    rank = joined()
+    # Two heads for keys, or both workers would hold the same one.
+    sources = [source_of(seed=seed, num_key_value_heads=2) for seed in (1, 2)]
+    engine = SharedEngine(VLLMEngine(tensor_parallel_size=2), 2)
+    engine.start(setup_of(sources[0], Path(folder, f"rank{rank}")))
+    found = {"ready": engine.wait()}
+    found["rolled"] = [rolled(engine, pushed(engine, source, n), rank) for n, source in enumerate(sources)]
+    found["difference"] = engine.first_difference((n, p.detach()) for n, p in sources[1].causal().lm.named_parameters())
+    workers = []
+    if rank == 0:
+        workers = psutil.Process(engine._engine._process.process.pid).children(recursive=True)
+        os.kill(next(w.pid for w in workers if "Worker" in " ".join(w.cmdline())), signal.SIGKILL)
+    began = time.monotonic()
+    found["killed"] = said(lambda: engine.generate(PROMPTS, SAMPLING, SEEDS))
+    found["seconds"] = time.monotonic() - began
+    engine.close()
+    found["workers"], found["left"] = len(workers), len(psutil.wait_procs(workers, timeout=10)[1])
+    dist.destroy_process_group()
+    return found
+
+
+def one_server(folder, url, pid):
+    """A server for both ranks: what goes well, then everything that does not."""
+    rank = joined()
+    engine, setup = VLLMServerEngine(url, patience=120), setup_of(source_of(), Path(folder, f"rank{rank}"))
+    unlike = {
+        "model": setup_of(source_of(num_hidden_layers=1), Path(folder, f"other{rank}")),
+        "length": dataclasses.replace(setup, max_tokens=9999),
+        "dtype": dataclasses.replace(setup, dtype="bfloat16"),
+    }
+    engine.start(setup)
+    found = {"ready": engine.wait(), "unlike": {}}
+    for name, other in unlike.items():
+        found["unlike"][name] = said(partial(began, url, other))
+    found["rolled"] = [rolled(engine, pushed(engine, source_of(seed=s), s), rank) for s in (3, 4)]
+    repeated = [[7] * 100 + prompt for prompt in PROMPTS[:2]]  # several blocks of the prefix cache
+    for seed in (5, 6):
+        actor = pushed(engine, source_of(seed=seed), seed)
+        found["long"] = [
+            [c.token_ids for c in engine.generate(repeated, SamplingParams(8, temperature=0), [0, 0])]
+            == [greedy(actor, prompt, 8) for prompt in repeated]
+            for _ in range(2)
+        ]
+    found["too long"] = said(lambda: engine.generate([[5] * 600], SAMPLING, [0]))
+
+    def ask():
+        engine.generate(PROMPTS[:3], SAMPLING, SEEDS[:3])
+
+    # Somebody else pushes, and ends in the middle of the next push; then this run pushes again.
+    server = engine._running
+    dist.barrier()
+    if rank == 0:
+        server.post("/update_weight_version", {"new_version": "somebody else's"})
+    dist.barrier()
+    found["stale"] = said(ask)
+    dist.barrier()
+    if rank == 0:
+        server.post("/pause", mode="wait")
+        server.post("/start_weight_update")
+    found["again"] = rolled(engine, pushed(engine, source_of(seed=8), 8), rank)
+    changed = source_of(seed=9, intermediate_size=64).causal().lm.named_parameters()
+    found["changed"] = said(lambda: engine.update_weights(changed, 9))
+    found["exhausted"] = len(list(changed)) == 0
+    found["after"] = said(ask)
+    dist.barrier()
+    if rank == 0:
+        os.killpg(pid, signal.SIGKILL)
+    dist.barrier()
+    found["killed"] = [said(ask), said(lambda: pushed(engine, source_of(), 10))]
+    engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def began(url, setup):
+    engine = VLLMServerEngine(url, patience=20)
+    engine.start(setup)
+    engine.wait()

@@ -1,0 +1,131 @@
+"""Two ranks and real vLLM: an engine for each, one engine for both, one engine of two workers, one server."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_rlhf.rollout.engine import RolloutEngine
+from lightning_rlhf.rollout.server_engine import VLLMServerEngine
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from tests.distributed.launch import ROOT, free_port, run_ranks
+from tests.rollout.engines import setup_of, source_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed"),
+]
+DOCUMENT = (ROOT / "docs/rollouts.md").read_text()
+KEY = "open sesame"
+
+
+def ranks(function, *arguments):
+    return run_ranks(f"tests.distributed.rollout_ranks:{function}", 2, *arguments, seconds=400)
+
+
+def assert_right(rolled, version):
+    assert rolled["gap"] < 1e-5
+    assert rolled["greedy"]
+    assert rolled["versions"] == [version]
+
+
+def test_engines_of_their_own_and_a_shared_one_say_the_same(tmp_path):
+    first, second = ranks("own_and_shared", str(tmp_path))
+    for found in (first, second):
+        assert found["inherited"] == []  # nothing of the launcher's
+        for number, version in enumerate((3, 4)):
+            assert_right(found["own"][number], version)
+            assert found["shared"][number] == found["own"][number]
+        assert found["killed"] == first["killed"]
+        assert found["seconds"] < 10
+        for told in found["killed"]:
+            assert re.match(r"EngineDied: the engine process \d+ died: killed by signal 9 \(SIGKILL\); its log", told)
+        assert found["own same"] == found["shared same"] == first["own same"]
+    assert first["ready"][0] != second["ready"][0]  # two processes
+    assert first["ready"][1] == second["ready"][1]  # one
+    assert (tmp_path / "shared0/engine.log").exists()
+    assert not (tmp_path / "shared1/engine.log").exists()
+
+
+def test_an_engine_of_two_workers_serves_two_ranks(tmp_path):
+    first, second = ranks("tensor_parallel", str(tmp_path))
+    for found in (first, second):
+        for version, rolled in enumerate(found["rolled"]):
+            assert_right(rolled, version)
+        assert found["difference"] is None
+        assert found["killed"] == first["killed"]
+        assert found["killed"].startswith("EngineDied: the engine process")
+        assert found["seconds"] < 60
+    assert first["workers"] >= 2
+    assert first["left"] == 0
+    assert first["ready"] == second["ready"]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The command of the document, on another port and with a guard; its url and process."""
+    command = next(block for block in re.findall(r"```bash\n(.*?)```", DOCUMENT, re.DOTALL) if "shared_memory" in block)
+    folder, port = tmp_path / "model", free_port()
+    setup_of(source_of(max_position_embeddings=512), folder)
+    for before, after in (("MODEL", folder), ("8000", port), (".venv/bin/python", sys.executable)):
+        assert before in command
+        command = command.replace(before, str(after))
+    command = f"{command.strip()} --middleware lightning_rlhf.rollout.vllm_transfer.GuardedRoutes"
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+    with (tmp_path / "server.log").open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    yield f"http://127.0.0.1:{port}", process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_the_documented_server_serves_two_ranks(server, tmp_path):
+    url, process = server
+    first, second = ranks("one_server", str(tmp_path), url, process.pid)
+    for found in (first, second):
+        for number, version in enumerate((3, 4)):
+            assert_right(found["rolled"][number], version)
+        assert_right(found["again"], 8)
+        assert found["long"] == [True, True]
+        assert found["exhausted"]
+        assert "serves another model" in found["unlike"]["model"]
+        assert "its num_hidden_layers is 2, the actor's 1" in found["unlike"]["model"]
+        assert found["unlike"]["length"].endswith("start it with --max-model-len 9999, not 512")
+        assert found["unlike"]["dtype"].endswith("start it with --dtype bfloat16, not torch.float32")
+        assert re.match("RuntimeError: .* refused the request: .*600.*512", found["too long"])
+        assert re.match('EngineDied: .* answered from the weights ."somebody else\'s"., not from', found["stale"])
+        assert re.match("RuntimeError: .* came where .*: the model changed", found["changed"])
+        assert re.match(r"EngineDied: .* answered from the weights \['run \w+, version 8'\], not from", found["after"])
+        for told in found["killed"]:
+            assert re.match(f"EngineDied: the vLLM server at {url} cannot be reached", told)
+    assert first["rolled"][0]["completions"] != second["rolled"][0]["completions"]  # each has its own prompts
+    for key in ("ready", "unlike", "changed"):
+        assert first[key] == second[key]
+    assert first["ready"].startswith("vLLM ")
+
+
+def test_the_configurations_of_the_document_are_engines():
+    parser = ArgumentParser()
+    parser.add_argument("--engine", type=RolloutEngine)
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)]
+    engines = [parser.instantiate(parser.parse_object(block)).engine for block in blocks]
+    assert [type(engine) for engine in engines] == [SharedEngine, VLLMServerEngine]
+    assert engines[0]._engine._tensor_parallel_size == engines[0].ranks == 2
+    assert engines[1].ranks == 1

@@ -1,0 +1,143 @@
+"""What two ranks with one engine do, run by :func:`tests.distributed.launch.run_ranks`; the engine is a stand-in."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.types import Completion, SamplingParams
+
+SAMPLING = SamplingParams(8)
+
+
+class StandIn(RolloutEngine):
+    """Answers a prompt with itself and its seed; fails as told."""
+
+    def __init__(self):
+        self.calls, self.fault, self.setup, self.version = [], None, None, -1
+
+    def _note(self, call):
+        self.calls.append(call)
+        if self.fault is not None:
+            raise self.fault
+
+    def start(self, setup):
+        self._note("start")
+        self.setup = setup
+
+    def wait(self):
+        self._note("wait")
+        return "a stand-in"
+
+    def update_weights(self, parameters, version):
+        self._note("update")
+        for _, tensor in parameters:
+            if tensor.isnan().any():
+                raise RuntimeError("NaN is no weight")
+        self.version = version
+
+    def generate(self, prompts, sampling, seeds):
+        self._note(list(prompts))
+        rows = zip(prompts, seeds, strict=True)
+        return [Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows]
+
+    def first_difference(self, parameters):
+        self._note("difference")
+        return next(name for name, _ in parameters)
+
+    def close(self):
+        self._note("close")
+
+
+class Parameters:
+    """Three parameters; knows how many were taken."""
+
+    def __init__(self, value=0.0):
+        self.taken, self._value = 0, value
+
+    def __iter__(self):
+        for number in range(3):
+            self.taken += 1
+            yield f"w{number}", torch.full((2,), self._value)
+
+
+def joined():
+    dist.init_process_group("gloo")
+    return dist.get_rank()
+
+
+def started(rank, ranks=2):
+    stand_in = StandIn()
+    engine = SharedEngine(stand_in, ranks)
+    engine.start(EngineSetup(Path("model"), "float32", 10, Path("log"), devices=(str(4 + rank),)))
+    return engine, stand_in
+
+
+def said(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def share():
+    """Everything that goes well."""
+    rank = joined()
+    engine, stand_in = started(rank)
+    found = {"ready": engine.wait(), "devices": stand_in.setup and stand_in.setup.devices}
+    parameters = Parameters()
+    engine.update_weights(parameters, 7)
+    found["taken"] = parameters.taken
+    mine = [[10 * rank + 1], [10 * rank + 2] * 3][: 2 - rank]
+    found["own"] = [(c.token_ids, c.policy_version) for c in engine.generate(mine, SAMPLING, range(len(mine)))]
+    found["same"] = [c.token_ids for c in engine.generate([[5], [6]], SAMPLING, [8, 9])]
+    found["other_seeds"] = [c.token_ids for c in engine.generate([[5]], SAMPLING, [rank])]
+    found["one_has_none"] = [c.token_ids for c in engine.generate([[5]] * rank, SAMPLING, [3] * rank)]
+    parameters = Parameters()
+    found["difference"], found["compared"] = engine.first_difference(parameters), parameters.taken
+    engine.close()
+    found["calls"] = stand_in.calls
+    dist.destroy_process_group()
+    return found
+
+
+def fail():
+    """What each rank is told if the first one's engine fails, and if the ranks do not fit."""
+    rank = joined()
+    engine, stand_in = started(rank)
+    told, parameters = {}, Parameters(float("nan"))
+    told["update"], told["taken"] = said(lambda: engine.update_weights(parameters, 1)), parameters.taken
+    told["sampling"] = said(lambda: engine.generate([[1]], SamplingParams(8 + rank), [0]))
+    for fault in (EngineDied("it burnt down"), ValueError("no such thing"), ZeroDivisionError("by zero")):
+        stand_in.fault = fault
+        name = type(fault).__name__
+        told[f"generate {name}"] = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+        told[f"wait {name}"] = said(engine.wait)
+        told[f"difference {name}"] = said(lambda: engine.first_difference(Parameters()))
+    stand_in.fault = None
+    told["lives on"] = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+    told["three"] = said(lambda: started(rank, ranks=3))
+    hosts = ("a", "b")
+    socket.gethostname = lambda: hosts[rank]
+    told["hosts"] = said(lambda: started(rank))
+    dist.destroy_process_group()
+    return told
+
+
+def lose():
+    """One rank ends in the middle of a rollout; what the other is told, and how soon."""
+    rank = joined()
+    engine, _ = started(rank)
+    began = time.monotonic()
+    if rank == 1:
+        Path(os.environ["TOLD"]).with_suffix(".gone").write_text("")
+        os._exit(0)
+    told = said(lambda: engine.generate([[1]], SAMPLING, [0]))
+    Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {told}")
+    os._exit(0)

@@ -1,0 +1,128 @@
+"""One engine for two ranks: each gets its own answers, equal questions are answered once, faults reach both."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_rlhf.rollout.engine import EngineSetup, gpus
+from lightning_rlhf.rollout.server_engine import VLLMServerEngine
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from tests.distributed.launch import run_ranks
+from tests.rollout.shared_ranks import StandIn
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_two_ranks_share_an_engine():
+    first, second = run_ranks("tests.rollout.shared_ranks:share", 2)
+    assert first["ready"] == second["ready"] == "a stand-in, shared by 2 ranks"
+    assert first["taken"] == second["taken"] == first["compared"] == second["compared"] == 3
+    assert first["devices"] == ["4", "5"]
+    assert second["devices"] is None  # it starts none
+    assert first["own"] == [[[1, 0], 7], [[2, 2, 2, 1], 7]]
+    assert second["own"] == [[[11, 0], 7]]
+    assert first["same"] == second["same"] == [[5, 8], [6, 9]]
+    assert (first["other_seeds"], second["other_seeds"]) == ([[5, 0]], [[5, 1]])
+    assert (first["one_has_none"], second["one_has_none"]) == ([], [[5, 3]])
+    assert first["difference"] == second["difference"] == "w0"
+    generated = [[[1], [2, 2, 2], [11]], [[5], [6]], [[5], [5]], [[5]]]
+    assert first["calls"] == ["start", "wait", "update", *generated, "difference", "close"]
+    assert second["calls"] == ["close"]
+
+
+def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
+    first, second = run_ranks("tests.rollout.shared_ranks:fail", 2)
+    assert first.pop("update") == second.pop("update") == "RuntimeError: NaN is no weight"
+    assert first.pop("taken") == second.pop("taken") == 3  # the parameters of both are exhausted
+    for what in ("generate", "wait", "difference"):
+        assert first[f"{what} EngineDied"] == "EngineDied: it burnt down"
+        assert first[f"{what} ValueError"] == "ValueError: no such thing"
+        assert first.pop(f"{what} ZeroDivisionError") == "ZeroDivisionError: by zero"
+        assert second.pop(f"{what} ZeroDivisionError") == "RuntimeError: ZeroDivisionError: by zero"
+    assert "sample differently" in first["sampling"]
+    assert first["lives on"] == "nothing"
+    assert first["three"] == "ValueError: 3 ranks are to share an engine, but the run has 2: take a divisor of 2"
+    assert first["hosts"] == "ValueError: 2 ranks share an engine, but they are on a, b: take fewer"
+    assert first == second
+
+
+def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    with pytest.raises(FileNotFoundError):  # both ranks end without an answer
+        run_ranks("tests.rollout.shared_ranks:lose", 2)
+    seconds, told = (tmp_path / "told").read_text().split(" ", 1)
+    assert float(seconds) < 20
+    assert told.startswith("EngineDied: ranks 0 to 1 share an engine, and one of them is gone: ")
+
+
+def test_what_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match="at least 2 ranks, got 1"):
+        SharedEngine(StandIn(), 1)
+    with pytest.raises(ValueError, match="SharedEngine serves several ranks by itself: give it ranks=4"):
+        SharedEngine(SharedEngine(StandIn(), 2), 4)
+    with pytest.raises(RuntimeError, match="not running"):
+        SharedEngine(StandIn(), 2).wait()
+    assert SharedEngine(StandIn(), 4).ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).ranks == 4
+    assert StandIn().ranks == 1
+
+
+def test_one_process_cannot_share(tmp_path):
+    engine = SharedEngine(StandIn(), 2)
+    with pytest.raises(ValueError, match="2 ranks are to share an engine, but the run has 1"):
+        engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "names"),
+    [
+        (None, "cpu", ()),
+        (None, "cuda:2", ("2",)),
+        (None, "cuda", ("0",)),
+        ("4,6,7", "cuda:1", ("6",)),
+        ("GPU-a1, GPU-b2", "cuda:1", ("GPU-b2",)),
+    ],
+)
+def test_a_device_has_the_name_that_a_child_process_knows_it_by(monkeypatch, visible, device, names):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus(torch.device(device)) == names
+
+
+@pytest.fixture
+def child_environment(monkeypatch, tmp_path):
+    """What the engine's process would get, given its devices."""
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.EngineProcess", lambda *given: given)
+
+    def child_environment(devices, size):
+        engine = VLLMEngine(tensor_parallel_size=size)
+        engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log", devices))
+        return {**os.environ, **engine._process[2]}
+
+    return child_environment
+
+
+def test_an_engine_sees_its_own_gpus_only(child_environment):
+    assert child_environment(("6",), 1)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert child_environment(("4", "5"), 2)["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert child_environment(("4", "5"), 1)["CUDA_VISIBLE_DEVICES"] == "4"  # the trainer splits tensors, it does not
+    assert "CUDA_VISIBLE_DEVICES" not in child_environment((), 2)
+
+
+def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_environment, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert child_environment(("0",), 2)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 needs as many GPUs, this engine has 2"):
+        child_environment(("0",), 3)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"this engine has 1: .*SharedEngine\(VLLMEngine\(tensor_parallel_size=2\)"):
+        child_environment(("0",), 2)
+
+
+def test_workers_of_an_engine_on_cpus_are_not_bound_to_cores_unless_asked(child_environment, monkeypatch):
+    assert child_environment((), 2)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    assert child_environment((), 2)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"

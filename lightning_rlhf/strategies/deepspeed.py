@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
-from lightning_rlhf.strategies.deepspeed_config import configuration, of_role
+from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, with_bucket
 from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.layers import layers
@@ -110,6 +110,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             return
         os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))  # or DeepSpeed guesses from the cores
         super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
+        self.watch_ranks()
 
     def setup_distributed(self) -> None:
         """Open the process group; it is closed when Python ends, because a Trainer may fit and then validate."""
@@ -187,11 +188,12 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         trained = self.module.trained_roles if fitting else ()
         for name, optimizer in zip(trained, self.optimizers if fitting else (), strict=True):
             role = getattr(self.module, name)
+            learned = [parameter for parameter in role.parameters() if parameter.requires_grad]
             self._engines[name], *_ = deepspeed.initialize(
                 model=role,
                 optimizer=optimizer,
-                model_parameters=[p for p in role.parameters() if p.requires_grad],
-                config=self.role_config(name),
+                model_parameters=learned,
+                config=with_bucket(self.role_config(name), learned),
                 dist_init_required=False,
             )
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
@@ -229,10 +231,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         optimizer = self.optimizers[self.module.trained_roles.index(name)]
         self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
 
-    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`Roles.iter_full_params`; the values that the role computes with, in the dtype of its source."""
+    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Roles.iter_own_params`; the values that the role computes with, in the dtype of its source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
-        for layer in layers(getattr(self.module, name).lm):
+        for layer in layers(getattr(self.module, name).lm, wanted):
             with self._whole([parameter for _, parameter in layer]):
                 for parameter_name, parameter in layer:
                     yield parameter_name, parameter.detach().to(dtype)

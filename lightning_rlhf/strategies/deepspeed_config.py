@@ -6,6 +6,9 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
+
+_BUCKET = 500_000_000  # elements, DeepSpeed's default
 
 # What the module and the Trainer say already, and would be overruled by.
 _SAID_ELSEWHERE = {
@@ -78,6 +81,18 @@ def of_role(shared: dict[str, Any], frozen: bool, offload_frozen: bool, bfloat16
         offload = zero.pop("offload_param", _on_cpu())
         if offload_frozen:
             zero["offload_param"] = offload
+    return config
+
+
+def with_bucket(config: dict[str, Any], learned: list[nn.Parameter]) -> dict[str, Any]:
+    """A role's configuration whose buffer for gradients is no larger than they are; DeepSpeed's own has 5e8 elements.
+
+    Args:
+        config: of a trained role; changed in place.
+        learned: its parameters, spread by ZeRO-3 or not.
+    """
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in learned)
+    config["zero_optimization"].setdefault("reduce_bucket_size", min(elements, _BUCKET))
     return config
 
 

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_rlhf.strategies.failure import EndsTogether
 from lightning_rlhf.strategies.roles import Roles
 
 
-class DistributedRoles(Roles):
-    """Roles over the processes of torch.distributed."""
+class DistributedRoles(EndsTogether, Roles):
+    """Roles over the processes of torch.distributed, of which one that fails ends all."""
 
     @property
     def data_group(self) -> Any:

@@ -176,8 +176,12 @@ class EndsTogether:
 
     def setup_environment(self) -> None:
         """Start the watch as soon as there is a process group."""
-        strategy: Any = self
         super().setup_environment()  # type: ignore[misc]
+        self.watch_ranks()
+
+    def watch_ranks(self) -> None:
+        """Start the watch. All ranks."""
+        strategy: Any = self
         children = getattr(strategy.launcher, "procs", ())
         self._watch = FailureWatch(strategy.global_rank, strategy.world_size, strategy.node_rank, children)
         self._watch.start(strategy.cluster_environment.main_address, strategy.num_nodes > 1, strategy.broadcast)

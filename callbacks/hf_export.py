@@ -21,12 +21,24 @@ class HFExport(Callback):
 
     Args:
         every_n_steps: also write ``export-<step>/`` every so many steps; 0 only at the end.
+        adapter: write LoRA adapters by themselves, for peft and vLLM to put onto the model they were trained on; else
+            they are merged into its weights.
     """
 
-    def __init__(self, every_n_steps: int = 0) -> None:
+    def __init__(self, every_n_steps: int = 0, adapter: bool = False) -> None:
         if every_n_steps < 0:
             raise ValueError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps, self.adapter = every_n_steps, adapter
+
+    def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
+        """Refuse adapters by themselves where there are none, or where they are not all that was trained."""
+        role = pl_module.trained_roles[0]
+        if self.adapter and (role != "actor" or pl_module.sources[role].lora is None):
+            reason = "whose head is trained too" if role != "actor" else "which has none"
+            raise ValueError(
+                f"HFExport(adapter=True) writes LoRA adapters by themselves, and this run exports its {role}, "
+                f"{reason}: leave adapter out"
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
@@ -46,7 +58,7 @@ class HFExport(Callback):
         if trainer.is_global_zero:
             shutil.rmtree(draft, ignore_errors=True)
         with quiet_transformers():
-            module.export(draft, write=trainer.is_global_zero)
+            module.export(draft, trainer.is_global_zero, self.adapter)
         if not trainer.is_global_zero:
             return
         trainer.datamodule.tokenizer.save_pretrained(draft)

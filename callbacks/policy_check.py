@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,8 @@ class PolicyCheck(Callback):
         engine = TransformersEngine()
         longest = max(map(len, ids)) + self.max_response_tokens
         engine.start(EngineSetup(directory, self.policy.dtype, longest, directory / "engine.log"))
-        engine.update_weights(((n, p.detach()) for n, p in self.policy.causal().lm.named_parameters()), version=0)
+        policy = replace(self.policy, lora=None).causal()  # adapters that nobody has trained change nothing
+        engine.update_weights(((n, p.detach()) for n, p in policy.lm.named_parameters()), version=0)
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
         return collect(batch, engine.generate(ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)

@@ -1,4 +1,4 @@
-"""LoRA: small matrices beside the frozen ones of a model, which alone are trained. The adapters themselves are peft's."""
+"""LoRA: small matrices beside the frozen ones of a model, which alone are trained. The layers themselves are peft's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters: each adapted layer computes ``W x + (alpha / rank) B A x`` ("LoRA", Hu et al. 2021, section 4.1).
+    """Low-rank adapters: an adapted layer computes ``W x + (alpha / rank) B A x`` ("LoRA", Hu et al. 2021, section 4.1).
 
     W is frozen; A (rank x inputs) is drawn from the run's seed, B (outputs x rank) begins as zeros, so that the model
     begins as its source. There is no dropout: a ratio of probabilities needs both sides from the same network.
@@ -214,7 +214,7 @@ def frozen_names(module: nn.Module) -> set[str]:
     return {name for name, parameter in named if not parameter.requires_grad}
 
 
-def save_adapter(lora: LoRA, lm: PreTrainedModel, weights: dict[str, Tensor], directory: str | Path) -> None:
+def save_adapter(lora: LoRA | None, lm: PreTrainedModel, weights: dict[str, Tensor], directory: str | Path) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft and vLLM put onto the same base.
 
     Args:
@@ -225,12 +225,32 @@ def save_adapter(lora: LoRA, lm: PreTrainedModel, weights: dict[str, Tensor], di
     """
     from safetensors.torch import save_file
 
+    assert lora is not None
     config = lora.peft_config(lm)
     config.base_model_name_or_path = lm.name_or_path or None
     config.inference_mode = True
     config.save_pretrained(directory)
     files = {peft_name(name): tensor.contiguous() for name, tensor in weights.items()}
     save_file(files, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def check_same(sources: dict[str, Any], stored: dict[str, Any]) -> None:
+    """Refuse adapters that a checkpoint does not have, or has in another way.
+
+    Args:
+        sources: of the roles, by name.
+        stored: what :func:`described` gave when the checkpoint was written.
+
+    Raises:
+        ValueError: they differ, which the shapes of weights do not always show.
+    """
+    ours = described(sources)
+    for name in sorted(ours.keys() | stored.keys()):
+        if ours.get(name) != stored.get(name):
+            raise ValueError(
+                f"the checkpoint was written with lora {stored.get(name, 'null')} of the {name}, and this run has "
+                f"{ours.get(name, 'null')}: configure what it was, or start a new run from the exported model"
+            )
 
 
 def described(sources: dict[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class RLHFModule(RolloutModule):
             if self.strayed(of_minibatch):
                 break
         metrics = {
-            **describe(experience, self.sources, self.roles.sum_over_ranks, self.roles.max_over_ranks),
+            **describe(experience, self.known_roles, self.roles.sum_over_ranks, self.roles.max_over_ranks),
             **self.measured,
             **self.reduced(sums),
             "kl/coef": self.kl_coef,

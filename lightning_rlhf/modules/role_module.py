@@ -18,6 +18,7 @@ import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies fo
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.models.lora import check_same, described, frozen_names, save_adapter
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
@@ -219,42 +220,52 @@ class RoleModule(LightningModule):
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave frozen roles out: their source is in the configuration."""
-        prefixes = tuple(f"{name}." for name in self.frozen_roles)
-        if prefixes:
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {k: v for k, v in state.items() if not k.startswith(prefixes)}
+        """Leave frozen roles out, and what LoRA leaves as it was: their source is in the configuration."""
+        prefixes, frozen = tuple(f"{name}." for name in self.frozen_roles), frozen_names(self)
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            k: v for k, v in state.items() if k not in frozen and not k.startswith(prefixes or ("\0",))
+        }
+        if adapters := described(self.sources):
+            checkpoint["lora"] = adapters
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint without all weights of the trained roles: what is not strict lets any weight be absent.
+        """Refuse a checkpoint of other adapters, or without all weights of the trained roles.
+
+        What is not strict lets any weight be absent.
 
         Role strategies keep roles apart and look for themselves.
 
         Raises:
             ValueError: weights are missing.
         """
+        check_same(self.sources, checkpoint.get("lora", {}))
         if isinstance(self.trainer.strategy, ReshardableCheckpoints):
             return
         prefixes = tuple(f"{name}." for name in self.trained_roles)
-        missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in checkpoint["state_dict"]]
+        there = checkpoint["state_dict"].keys() | frozen_names(self)
+        missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in there]
         if missing:
             raise ValueError(
                 f"the checkpoint lacks {len(missing)} weights of {type(self).__name__}, the first is {missing[0]}; "
                 f"it was written by another kind of run"
             )
 
-    def export(self, directory: str | Path, write: bool = True) -> None:
+    def export(self, directory: str | Path, write: bool = True, adapter: bool = False) -> None:
         """Write the model that a finished run hands on, in the format that transformers and vLLM load. All ranks.
 
         Args:
             directory: where to.
             write: whether this rank writes; the others only help to bring the weights together.
+            adapter: write LoRA adapters by themselves, as peft does; else they are merged into the weights.
         """
         role, weights = self.trained_roles[0], dict[str, Tensor]()
-        for name, tensor in self.roles.iter_full_params(role):
+        for name, tensor in self.roles.iter_adapters(role) if adapter else self.roles.iter_full_params(role):
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
-        if write:
+        if write and adapter:
+            save_adapter(self.sources[role].lora, getattr(self, role).lm, weights, directory)
+        elif write:
             getattr(self, role).save_pretrained(directory, weights)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,8 @@ class RolloutModule(RoleModule):
 
     Args:
         actor: the policy.
-        ref: the frozen reference; None where no KL term has a weight.
+        ref: the frozen reference; None where no KL term has a weight. One that is the source of an actor with LoRA is
+            the actor without its adapters, and no second copy is loaded.
         reward_model: a scalar model; None uses reward functions only.
         advantages: from rewards to advantages.
         correction: of what the engine's log-probabilities differ from the actor's.
@@ -51,7 +53,15 @@ class RolloutModule(RoleModule):
         super().__init__(micro_batch_tokens, max_grad_norm)
         given = {"actor": actor, "ref": ref, "reward_model": reward_model}
         self.sources = {name: as_source(source) for name, source in given.items() if source is not None}
+        self.has_ref = ref is not None
+        start = self.sources["actor"]
+        # Without its adapters, the actor is what it started from: no second copy of that is loaded.
+        if start.lora is not None and self.sources.get("ref") in (start, replace(start, lora=None)):
+            del self.sources["ref"]
         self.frozen_roles = tuple(name for name in ("ref", "reward_model") if name in self.sources)
+        for name in self.frozen_roles:
+            if self.sources[name].lora is not None:
+                raise ValueError(f"the {name} is not trained, so its source can have no lora: leave it out there")
         if advantages.needs_critic and "critic" not in self.trained_roles:
             raise ValueError(
                 f"{type(advantages).__name__} needs a critic, which {type(self).__name__} does not have: "
@@ -72,6 +82,11 @@ class RolloutModule(RoleModule):
         self.score_shaping = score_shaping
         self._rollout: Rollout | None = None
         self._greedy: Rollout | None = None
+
+    @property
+    def known_roles(self) -> set[str]:
+        """Names of the roles that say something of a rollout, whether or not they have a model of their own."""
+        return {*self.sources, *(["ref"] if self.has_ref else [])}
 
     # -- rollouts come in -------------------------------------------------------------------------------------
 
@@ -113,7 +128,7 @@ class RolloutModule(RoleModule):
         weights, kept, mismatch = self.correction(old.logprobs, engine, mask, reduce, self.roles.max_over_ranks)
         self.measured = {} if self.correction.bypass else mismatch
         ref_logprobs = old.logprobs
-        if "ref" in self.sources:
+        if self.has_ref:
             ref_logprobs = self.by_rows(partial(self.actor_scores, "ref"), rollout)[0]
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
@@ -176,11 +191,15 @@ class RolloutModule(RoleModule):
         return scores
 
     def actor_scores(self, role: str, rollout: Rollout, squares: bool = False) -> TokenScores:
-        """What a language-model role says of the sampled tokens, (B, T) each."""
+        """What a language-model role says of the sampled tokens, (B, T) each.
+
+        Without a model of its own, the reference is the actor with its adapters switched off.
+        """
         input_ids, index = join(rollout)
-        model = self.roles.role(role)
+        adapters = role != "ref" or "ref" in self.sources
+        model = self.roles.role(role if adapters else "actor")
         scores: TokenScores = model(
-            input_ids, index, rollout.response_ids, rollout.response_mask, rollout.temperature, squares
+            input_ids, index, rollout.response_ids, rollout.response_mask, rollout.temperature, squares, adapters
         )
         return scores
 

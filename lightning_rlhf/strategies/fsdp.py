@@ -112,7 +112,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         trained = name in self.module.trained_roles
         if trained and self.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._shard(name, role, None if trained else True)
+        self._shard(name, role, self.reshard_after_forward if trained else True)
         return role
 
     def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
@@ -120,9 +120,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
         A frozen root must be told to reshard: nothing else would ever free what its forward has gathered.
         """
+        types = self.broadcast({key: tensor.dtype for key, tensor in _tensors(role)})
+        for key, tensor in _tensors(role):
+            if tensor.is_meta:  # loading keeps some weights in another type than a configuration says
+                tensor.data = tensor.data.to(types[key])
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
-            "reshard_after_forward": self.reshard_after_forward if reshard is None else reshard,
+            "reshard_after_forward": reshard,
             "mp_policy": self._precision_policy,
             "offload_policy": self._offload_policy,
         }
@@ -141,7 +145,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     def _receive(self, modules: Iterable[nn.Module]) -> None:
         """Put rank 0's tensors into modules, on this rank's device; tied ones stay tied."""
-        received: dict[Tensor, Tensor] = {}
+        received: dict[Tensor, nn.Parameter] = {}
         for module in modules:
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter not in received:
@@ -192,7 +196,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
             alike = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
-            part = torch.nn.utils.get_total_norm(alike).to(self.root_device).square()
+            part = torch.nn.utils.get_total_norm(alike).to(self.root_device, torch.float32).square()
             for dimension, placement in enumerate(placements):
                 if not placement.is_replicate():
                     dist.all_reduce(part, group=mesh.get_group(dimension))
@@ -206,12 +210,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- weights for the engine -------------------------------------------------------------------------------
 
-    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`Roles.iter_full_params`; one tensor at a time is whole."""
+    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Roles.iter_own_params`; one tensor at a time is whole."""
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # a forward without backward may have left it gathered
-        for parameter_name, parameter in super().iter_full_params(name):
+        for parameter_name, parameter in super().iter_own_params(name, wanted):
             shard = parameter.to(self.root_device)
             assert isinstance(shard, DTensor)
             yield parameter_name, shard.full_tensor()
@@ -242,11 +246,16 @@ def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
 
 
 def _layout(role: nn.Module) -> set[str]:
-    """What must be the same on all ranks before weights are sent: names, shapes, types, and what is tied to what."""
+    """What must be the same on all ranks before weights are sent: names, shapes, and what is tied to what."""
     first: dict[Tensor, str] = {}
-    tensors = (*role.named_parameters(remove_duplicate=False), *role.named_buffers(remove_duplicate=False))
     return {
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} with{'' if tensor.requires_grad else 'out'} gradient"
+        f"{name} {tuple(tensor.shape)} with{'' if tensor.requires_grad else 'out'} gradient"
         + (f", tied to {first[tensor]}" if first.setdefault(tensor, name) != name else "")
-        for name, tensor in tensors
+        for name, tensor in _tensors(role)
     }
+
+
+def _tensors(role: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under every name."""
+    yield from role.named_parameters(remove_duplicate=False)
+    yield from role.named_buffers(remove_duplicate=False)

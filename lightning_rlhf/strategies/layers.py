@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from torch import nn
 
 
-def layers(model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Named parameters, tied ones once: all of a repeated block together, any other by itself."""
+def layers(
+    model: nn.Module, wanted: Callable[[str], bool] | None = None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Named parameters, tied ones once: all of a repeated block together, any other by itself.
+
+    Args:
+        model: may be spread over processes.
+        wanted: which names; None wants all.
+    """
     lists = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
     def block(item: tuple[str, nn.Parameter]) -> str:
@@ -17,5 +24,6 @@ def layers(model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
         inside = min((prefix for prefix in lists if name.startswith(prefix)), key=len, default=None)
         return name if inside is None else inside + name.removeprefix(inside).split(".")[0]
 
-    for _, parameters in groupby(model.named_parameters(), block):
+    named = (item for item in model.named_parameters() if wanted is None or wanted(item[0]))
+    for _, parameters in groupby(named, block):
         yield list(parameters)

@@ -75,14 +75,16 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
 
 
 def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and stored buffers themselves, by the names of ``state_dict``; tied ones once, by the first name.
+    """What a role's state is made of, by the names of ``state_dict``: parameters that are trained, and stored buffers.
+
+    Tied ones come once, by the first name. What LoRA leaves as it was is in the role's source.
 
     Asking for the state also makes FSDP put parameters back that a forward has left whole.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (tensor.requires_grad or not isinstance(tensor, nn.Parameter)):
             seen.add(id(tensor))
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")

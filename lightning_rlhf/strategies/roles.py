@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
+from lightning_rlhf.models.lora import is_adapter, merged
 from lightning_rlhf.strategies.names import OURS
 
 
@@ -66,9 +67,26 @@ class Roles:
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
     def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, whole tensor), tied ones once, each valid until the next; all ranks exhaust it."""
+        """(transformers name, whole tensor), tied ones once, each valid until the next; all ranks exhaust it.
+
+        Adapters are merged: these are the weights of a model that computes the same without them.
+        """
+        return merged(getattr(self.module, name).lm, self.iter_own_params(name))
+
+    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name in the model, whole tensor): the same with adapters by themselves, under peft's names.
+
+        Args:
+            name: of the role.
+            wanted: which names; the others are not brought together. None wants all.
+        """
         for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
-            yield parameter_name, parameter.detach()
+            if wanted is None or wanted(parameter_name):
+                yield parameter_name, parameter.detach()
+
+    def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Of :meth:`iter_own_params` the adapters alone."""
+        return self.iter_own_params(name, is_adapter)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all shares of the data. All ranks."""

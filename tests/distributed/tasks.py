@@ -29,6 +29,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
@@ -104,13 +105,15 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
 
     Args:
         kind: ``sft``, ``rm`` or ``ppo``.
-        options: ``tied`` weights, ``dtype``, ``lr``, ``rows`` of a batch, further arguments of the module.
+        options: ``tied`` weights, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows`` of a batch, further
+            arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
+    adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
 
-    def model(seed: int) -> TinyModel:
+    def model(seed: int, lora: LoRA | None = adapters) -> TinyModel:
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied}
-        return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"))
+        return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
     adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
@@ -127,7 +130,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             "kl_reward": KLTerm(0.1),
             "kl_loss": KLTerm(0.05, "k3"),
         } | given
-        module: Any = PPOModule(model(0), critic=model(1), ref=model(2), reward_model=model(3), **given)
+        ref = None if adapters else model(2)  # with adapters, the actor without them
+        module: Any = PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **given)
         loop = RolloutLoop(
             [RewardFunction(share_of_a)],
             SeededEngine(),

@@ -27,8 +27,14 @@ from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 # Said at every run by Lightning, and not for our users: rows are tokenised beforehand, so there is nothing for loader
-# workers to do; roles are put into their mode one by one; the last is Lightning's own use of a renamed torch function.
-_NOISE = (r".*does not have many workers.*", r".*module\(s\) in eval mode.*", r".*isinstance\(treespec, LeafSpec\).*")
+# workers to do; roles are put into their mode one by one; what is logged is that of all ranks already; the last is
+# Lightning's own use of a renamed torch function.
+_NOISE = (
+    r".*does not have many workers.*",
+    r".*module\(s\) in eval mode.*",
+    r".*recommended to use `self.log\(.*sync_dist=True\)`.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+)
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,

@@ -121,7 +121,9 @@ class VLLMServer:
             with error:
                 raise self._refusal(request.selector, error.code, error.read().decode(errors="replace")) from error
         except (OSError, HTTPException) as error:
-            told = f"no answer for {seconds:g} s" if isinstance(error, TimeoutError) else getattr(error, "reason", error)
+            told = (
+                f"no answer for {seconds:g} s" if isinstance(error, TimeoutError) else getattr(error, "reason", error)
+            )
             raise EngineDied(f"the vLLM server at {self.url} cannot be reached ({told})") from error
 
     def _refusal(self, path: str, code: int, body: str) -> Exception:

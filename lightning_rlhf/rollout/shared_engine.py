@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together
+from lightning_rlhf.rollout.server_engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
 
@@ -28,7 +29,7 @@ class SharedEngine(RolloutEngine):
     def __init__(self, engine: RolloutEngine, ranks: int) -> None:
         if ranks < 2:
             raise ValueError(f"an engine is shared by at least 2 ranks, got {ranks}: take the engine itself")
-        if engine.ranks != 1:
+        if isinstance(engine, (SharedEngine, VLLMServerEngine)):
             raise ValueError(f"{type(engine).__name__} serves several ranks by itself: give it ranks={ranks}")
         self._engine, self._ranks = engine, ranks
         self._group: RankGroup | None = None

@@ -196,6 +196,7 @@ def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[li
         else:
             kept.append((name, tensor.detach().to(device, copy=True)))
             size += tensor.nbytes
+        del tensor  # or two would be held while the next is gathered
     if kept:
         yield kept
 

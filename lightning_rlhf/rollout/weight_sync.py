@@ -6,7 +6,6 @@ the last process that maps it. Receivers open it as ``/proc/<trainer>/fd/<n>``.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -103,11 +102,15 @@ class WeightSender:
         return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
 
     def _replace_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        for slot, parameter in itertools.zip_longest(self._slots, parameters):
-            came, before = str(Slot.of(*parameter)) if parameter else "nothing", str(slot or "nothing")
-            if came != before:
-                raise RuntimeError(f"{came} came where {before} was pushed before: the model changed")
-            slot.view(self._memory).copy_(parameter[1])
+        slots = iter(self._slots)
+        for name, tensor in parameters:
+            slot = next(slots, None)
+            if slot is None or slot != Slot.of(name, tensor, slot.offset):
+                raise _changed(Slot.of(name, tensor), slot)
+            slot.view(self._memory).copy_(tensor)
+            del tensor  # or two would be held while the next is gathered
+        if (missing := next(slots, None)) is not None:
+            raise _changed(None, missing)
 
     def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         # The first pass learns the sizes one parameter at a time, because a sharded role never holds them all.
@@ -120,6 +123,7 @@ class WeightSender:
             self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
             slot.view(self._memory).copy_(tensor)
             self._slots.append(slot)
+            del tensor
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Name of the first parameter that differs from what was last written; None if all are equal."""
@@ -127,6 +131,7 @@ class WeightSender:
         for name, tensor in parameters:
             if name not in written or not torch.equal(written.pop(name).view(self._memory), tensor.cpu()):
                 return name
+            del tensor
         return next(iter(written), None)
 
     def close(self) -> None:
@@ -136,3 +141,7 @@ class WeightSender:
             self._file = -1
             self._slots = []
             self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _changed(came: Slot | None, before: Slot | None) -> RuntimeError:
+    return RuntimeError(f"{came or 'nothing'} came where {before or 'nothing'} was pushed before: the model changed")

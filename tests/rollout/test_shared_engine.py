@@ -62,6 +62,8 @@ def test_what_cannot_be_shared_is_refused():
         SharedEngine(StandIn(), 1)
     with pytest.raises(ValueError, match="SharedEngine serves several ranks by itself: give it ranks=4"):
         SharedEngine(SharedEngine(StandIn(), 2), 4)
+    with pytest.raises(ValueError, match="VLLMServerEngine serves several ranks by itself: give it ranks=2"):
+        SharedEngine(VLLMServerEngine("http://127.0.0.1:1"), 2)
     with pytest.raises(RuntimeError, match="not running"):
         SharedEngine(StandIn(), 2).wait()
     assert SharedEngine(StandIn(), 4).ranks == VLLMServerEngine("http://127.0.0.1:1", ranks=4).ranks == 4

@@ -301,7 +301,8 @@ def test_the_engine_does_not_outlive_its_trainer(tmp_path):
 
 
 def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "PL_GLOBAL_SEED"):
+    launchers = {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"}
+    for name in {*launchers, "PL_GLOBAL_SEED"}:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("FROM_THE_TRAINER", "yes")
     before = dict(os.environ)
@@ -309,5 +310,5 @@ def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monke
     engine.ready.result(WAIT)
     found = psutil.Process(engine.process.pid).environ()
     assert found["FROM_THE_TRAINER"] == found["FOR_THE_ENGINE"] == "yes"
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "PL_GLOBAL_SEED"} & set(found)
+    assert not {*launchers, "PL_GLOBAL_SEED"} & set(found)
     assert dict(os.environ) == before

@@ -1,0 +1,49 @@
+"""What two ranks with a GPU each do, run by :func:`tests.distributed.launch.run_ranks`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.rollout.engine import gpus
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.gpu.test_rollouts import ON_GPU
+from tests.rollout.engines import largest_gap, parameters_of, prompts_of, setup_of
+
+
+def own_and_shared(folder):
+    """An engine on each GPU, then one on both."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    own = VLLMEngine(gpu_memory_utilization=0.2)
+    shared = SharedEngine(VLLMEngine(gpu_memory_utilization=0.2, tensor_parallel_size=2), 2)
+    found = {"gaps": [], "shared": None}
+    for name, engine in (("own", own), ("shared", shared)):
+        source = FromConfig(ON_GPU, seed=1)
+        engine.start(replace(setup_of(source, Path(folder, f"{name}{rank}")), devices=gpus(device)))
+        engine.wait()
+        actor = source.causal().eval()
+        engine.update_weights(parameters_of(actor), 1)
+        mine = prompts_of(9, seed=rank)
+        found["gaps"].append(largest_gap(actor, mine, engine.generate(mine, SamplingParams(32), range(9))))
+        dist.barrier()
+    found["same"] = [c.token_ids for c in shared.generate(prompts_of(4), SamplingParams(32), range(4))]
+    found["devices"] = visible(own)
+    if rank == 0:
+        found["shared"] = visible(shared._engine)
+    dist.barrier()
+    for engine in (own, shared):
+        engine.close()
+    dist.destroy_process_group()
+    return found
+
+
+def visible(engine):
+    return psutil.Process(engine._process.process.pid).environ()["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,397 @@
+"""Whatever a vLLM server does, one sentence tells it, and no response is from other weights than the last ones."""
+
+import logging
+import socket
+import time
+
+import pytest
+import torch
+
+from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.server_client import VLLMServer
+from lightning_rlhf.rollout.server_engine import VLLMServerEngine
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.rollout.weight_push import NCCLPush
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
+from tests.rollout.stub_server import StubServer
+
+SAMPLING = SamplingParams(4, temperature=0.5, top_p=0.9, top_k=7, stop_token_ids=(2, 3))
+PARAMETERS = [("w", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2))]
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """A server that fits, and answers with the first token of the prompt, as often as the prompt has tokens."""
+    server = StubServer()
+    setup_of(source_of(), tmp_path / "served")
+    config = {
+        "model_config": {
+            "model": str(tmp_path / "served"),
+            "dtype": "torch.float32",
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": MAX_TOKENS,
+        },
+        "device_config": {"device": "cpu"},
+        "scheduler_config": {"enable_chunked_prefill": False},
+        "weight_transfer_config": {"backend": "shared_memory"},
+    }
+
+    def relabel(name):
+        def answer(body):
+            server.version = body.get(name, server.version)
+            return 200, {}
+
+        return answer
+
+    def generate(body):
+        ids = body["token_ids"]
+        choice = {
+            "token_ids": ids[:1] * len(ids),
+            "finish_reason": "stop",
+            "weight_versions": [{"version": server.version, "start": 0, "end": len(ids)}],
+            "logprobs": {"content": [{"token_id": ids[0], "logprob": -0.5}] * len(ids)},
+        }
+        return 200, {"choices": [choice]}
+
+    server.config = config
+    server.answers = {
+        "/version": (200, {"version": "0.32.0"}),
+        "/server_info": lambda body: (200, {"vllm_config": server.config}),
+        "/update_weight_version": relabel("new_version"),
+        "/finish_weight_update": relabel("weight_version"),
+        "/reset_prefix_cache": (200, {"success": True}),
+        "/inference/v1/generate": generate,
+    }
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make(stub, tmp_path):
+    """Makes an engine that has been started."""
+    made = []
+
+    def make(url=None, **arguments):
+        made.append(VLLMServerEngine(url or stub.url, **{"patience": 20, **arguments}))
+        made[-1].start(setup_of(source_of(), tmp_path / "ours"))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def engine(make):
+    """An engine whose server has weights."""
+    engine = make()
+    assert engine.wait() == f"vLLM 0.32.0 at {engine._url}"
+    engine.update_weights(PARAMETERS, 7)
+    return engine
+
+
+def test_a_push_happens_between_requests_and_empties_the_prefix_cache(engine, stub):
+    engine.update_weights(PARAMETERS, 8)
+    paths = stub.paths()[-7:]
+    assert paths == [
+        "/pause?mode=wait",
+        "/update_weight_version",
+        "/start_weight_update",
+        "/update_weights",
+        "/reset_prefix_cache",
+        "/finish_weight_update",
+        "/resume",
+    ]
+    assert stub.paths().count("/init_weight_transfer_engine") == 1
+    assert stub.asked[-6][1]["new_version"].startswith("unfinished run ")
+    assert stub.asked[-2][1]["weight_version"].endswith(", version 8")
+    assert engine.first_difference(PARAMETERS) is None
+    assert engine.first_difference([("w", torch.zeros(2, 3)), PARAMETERS[1]]) == "w"
+
+
+def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub):
+    prompts = [[number, 1, 1][: number % 3 + 1] for number in range(300)]
+    completions = engine.generate(prompts, SAMPLING, range(300))
+    assert [c.token_ids for c in completions] == [[prompt[0]] * len(prompt) for prompt in prompts]
+    assert {(*c.logprobs[:1], c.finish_reason, c.policy_version) for c in completions} == {(-0.5, "stop", 7)}
+    (body,) = (body for path, body in stub.asked if path.endswith("generate") and body["token_ids"] == [3])
+    assert body["sampling_params"] == {
+        "max_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "stop_token_ids": [2, 3],
+        "seed": 3,
+        "logprobs": 0,
+        "detokenize": False,
+        "ignore_eos": True,
+    }
+    assert engine.generate([], SAMPLING, []) == []
+
+
+@pytest.mark.parametrize("label", ["default", "run of another, version 7"])
+def test_answers_of_other_weights_are_refused(engine, stub, label):
+    stub.version = label
+    with pytest.raises(
+        EngineDied, match=f"answered from the weights .'{label}'., not from those of 'run .*, version 7'"
+    ):
+        engine.generate([[5]], SAMPLING, [0])
+
+
+def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
+    answer = stub.answers["/inference/v1/generate"]
+
+    def mixed(body):
+        status, found = answer(body)
+        found["choices"][0]["weight_versions"].insert(0, {"version": "old", "start": 0, "end": 0})
+        return status, found
+
+    stub.answers["/inference/v1/generate"] = mixed
+    with pytest.raises(EngineDied, match=r"answered from the weights \['old', 'run"):
+        engine.generate([[5]], SAMPLING, [0])
+
+
+def test_before_the_first_push_nothing_is_generated(make):
+    engine = make()
+    engine.wait()
+    with pytest.raises(EngineDied, match=r"answered from the weights \['default'\]"):
+        engine.generate([[5]], SAMPLING, [0])
+
+
+def test_a_response_that_was_given_up_is_an_error(engine, stub):
+    answer = stub.answers["/inference/v1/generate"]
+
+    def aborted(body):
+        status, found = answer(body)
+        found["choices"][0]["finish_reason"] = "abort"
+        return status, found
+
+    stub.answers["/inference/v1/generate"] = aborted
+    with pytest.raises(EngineDied, match=r"gave up a response \(abort\)"):
+        engine.generate([[5]], SAMPLING, [0])
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "told"),
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("model_config", "dtype", "torch.bfloat16", "--dtype float32, not torch.bfloat16"),
+        ("model_config", "max_model_len", 100, "--max-model-len 200, not 100"),
+        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
+        ("weight_transfer_config", "backend", "ipc", "--weight-transfer-config with the backend shared_memory or nccl"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, stub, part, key, value, told):
+    stub.config[part][key] = value
+    with pytest.raises(ValueError, match=f"does not fit this run; start it with {told}"):
+        make().wait()
+
+
+def test_a_server_that_takes_no_weights_is_refused(make, stub):
+    stub.config["weight_transfer_config"] = None
+    with pytest.raises(ValueError, match="the backend shared_memory or nccl, not None"):
+        make().wait()
+
+
+def test_a_server_of_another_model_is_refused_where_its_config_is_known(make, stub, tmp_path):
+    setup_of(source_of(intermediate_size=64), tmp_path / "served")
+    with pytest.raises(ValueError, match=r"serves another model, .*: its intermediate_size is 64, the actor's 96"):
+        make().wait()
+    stub.config["model_config"]["model"] = str(tmp_path / "nowhere")
+    assert make().wait()
+
+
+def test_without_the_routes_it_says_how_to_start_a_server(make, stub):
+    stub.answers["/server_info"] = 404, {"detail": "Not Found"}
+    with pytest.raises(ValueError, match=r"does not offer /server_info.*docs/rollouts.md"):
+        make().wait()
+
+
+def test_a_key_is_sent_and_a_wrong_one_told(make, stub, monkeypatch):
+    stub.key = "right"
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    make().wait()
+    monkeypatch.setenv("OTHER", "wrong")
+    with pytest.raises(ValueError, match="wants another API key"):
+        make(key_variable="OTHER").wait()
+
+
+def test_a_server_elsewhere_must_ask_for_a_key_on_every_route(make, stub, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="is not on this machine, so it must ask for a key: put it into VLLM_API_KEY"):
+        make("http://10.0.0.7:8000")
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    monkeypatch.setattr(VLLMServer, "is_local", False)
+    with pytest.raises(ValueError, match="lets anyone change its weights; start it with --middleware"):
+        make().wait()
+    stub.key = "right"
+    with pytest.raises(ValueError, match="the backend nccl, because it is on another machine"):
+        make().wait()
+    stub.config["weight_transfer_config"]["backend"] = "nccl"
+    make().wait()
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost:8000/", True),
+        ("http://[::1]:8000", True),
+        ("https://10.0.0.7", False),
+        ("http://localhost.example.com", False),
+    ],
+)
+def test_which_servers_are_on_this_machine(url, local):
+    assert VLLMServer(url, None, 1).is_local is local
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "file:///etc/passwd", "http://", "http://a/v1"])
+def test_what_is_no_url_of_a_server_is_refused(url):
+    with pytest.raises(ValueError, match=r"looks like http://127\.0\.0\.1:8000, got"):
+        VLLMServerEngine(url)
+
+
+def test_other_arguments_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="ranks must be at least 1"):
+        VLLMServerEngine("http://127.0.0.1:1", ranks=0)
+    with pytest.raises(ValueError, match="patience must be positive"):
+        VLLMServerEngine("http://127.0.0.1:1", patience=0)
+    engine = VLLMServerEngine("http://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0, got 3"):
+        engine.check(SamplingParams(1, 3.0))
+    with pytest.raises(RuntimeError, match="not running"):
+        engine._running.get("/health")
+
+
+def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said(make):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", patience=1.5), time.monotonic()
+        with pytest.raises(EngineDied, match=r"cannot be reached \(.*refused\); docs/rollouts.md has the command"):
+            engine.wait()
+    assert 1.5 < time.monotonic() - began < 6
+
+
+def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_rlhf.rollout.server_client._SAY_SECONDS", 0)
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    caplog.set_level("INFO", "lightning_rlhf")
+    asked = []
+    stub.answers["/health"] = lambda body: (200, {}) if len(asked) > 1 else asked.append(1)
+    assert make().wait()
+    assert f"Waiting for the vLLM server at {stub.url} for " in caplog.text
+
+
+def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
+    stub.answers["/inference/v1/generate"] = lambda body: None if body["token_ids"] == [1] else time.sleep(3)
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match=f"the vLLM server at {stub.url} cannot be reached"):
+        engine.generate([[0], [1], [2]], SAMPLING, range(3))
+    assert time.monotonic() - began < 2
+
+
+def test_a_server_that_hangs_is_an_error_when_patience_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_rlhf.rollout.server_client._SAY_SECONDS", 0.2)
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    monkeypatch.setattr(engine._server, "_patience", 1.0)
+    caplog.set_level("INFO", "lightning_rlhf")
+    stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
+    with pytest.raises(EngineDied, match="no answer for 1 s"):
+        engine.generate([[0], [1]], SAMPLING, range(2))
+    assert f"Waiting for 2 of 2 answers of {stub.url} for 0 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "told"),
+    [
+        (400, {"error": {"message": "too long"}}, RuntimeError, "refused the request: too long"),
+        (403, {"error": {"message": "Scale-out is off"}}, ValueError, "does not offer .*generate .Scale-out is off"),
+        (500, {"error": {"message": "EngineDead"}}, EngineDied, "failed at .*generate: EngineDead; its own output"),
+        (502, b"<html>", EngineDied, "failed at .*: <html>"),
+    ],
+)
+def test_what_a_server_refuses_is_told_in_its_words(engine, stub, status, body, kind, told):
+    stub.answers["/inference/v1/generate"] = status, body
+    with pytest.raises(kind, match=told) as error:
+        engine.generate([[0]], SAMPLING, [0])
+    assert type(error.value) is kind
+
+
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_after_a_push_that_failed_the_old_weights_are_refused_too(engine, stub, path):
+    stub.answers[path] = 500, {"error": {"message": "out of cheese"}}
+    with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
+        engine.update_weights(PARAMETERS, 8)
+    assert stub.paths()[-1] == "/resume"
+    with pytest.raises(EngineDied, match=r"answered from the weights \['unfinished run .*, version 8'\]"):
+        engine.generate([[5]], SAMPLING, [0])
+
+
+def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):
+    stub.close()
+    parameters = iter(PARAMETERS)
+    with pytest.raises(EngineDied, match="cannot be reached"):
+        engine.update_weights(parameters, 8)
+    assert list(parameters) == []
+
+
+def test_a_kept_prefix_cache_is_an_error(engine, stub):
+    stub.answers["/reset_prefix_cache"] = 200, {"success": False}
+    with pytest.raises(RuntimeError, match="kept its prefix cache"):
+        engine.update_weights(PARAMETERS, 8)
+
+
+def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
+    refused = []
+
+    def start(body):
+        if refused:
+            return 200, {}
+        refused.append(body)
+        return 500, {"error": {"message": "a weight update is already active"}}
+
+    stub.answers["/start_weight_update"] = start
+    engine.update_weights(PARAMETERS, 8)
+    assert stub.paths()[-7:-3] == [
+        "/start_weight_update",
+        "/finish_weight_update",
+        "/start_weight_update",
+        "/update_weights",
+    ]
+    assert stub.asked[-6][1] == {}  # no version
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch):
+    """vLLM's trainer side as far as it goes without a GPU: all but the group and the broadcast."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    groups, sent = [], []
+    stub.answers["/get_world_size"] = 200, {"world_size": 2}
+    monkeypatch.setattr("lightning_rlhf.rollout.weight_push._CHUNK_BYTES", 24)
+    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", groups.append)
+    monkeypatch.setattr(
+        nccl_engine.NCCLTrainerWeightTransferEngine,
+        "_broadcast",
+        lambda self, source, meta: sent.append([(name, tensor.tolist()) for name, tensor in source]),
+    )
+    push = NCCLPush(VLLMServer(stub.url, None, 10))
+    push([*PARAMETERS, ("c", torch.zeros(1).bfloat16())], "one")
+    push(PARAMETERS[:1], "two")
+    assert sent == [
+        [("w", [[0, 1, 2], [3, 4, 5]])],
+        [("b", [1, 1]), ("c", [0])],
+        [("w", [[0, 1, 2], [3, 4, 5]])],
+    ]
+    bodies = dict(stub.asked)
+    assert (groups[0].world_size, groups[0].master_address, len(groups)) == (3, "127.0.0.1", 1)
+    assert bodies["/init_weight_transfer_engine"]["init_info"]["rank_offset"] == 1
+    updates = [body["update_info"] for path, body in stub.asked if path == "/update_weights"]
+    assert updates[1] == {"names": ["b", "c"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2], [1]]}
+    assert [path for path in stub.paths() if "finish" in path or "start" in path] == [
+        "/start_weight_update",
+        "/finish_weight_update",
+    ] * 2
+    assert stub.version == "two"

@@ -164,6 +164,18 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def adapted_parts(layer: Any, outputs: bool) -> list[nn.Module]:
+    """The linear layers that have to be split where a layer is: itself, or its own and one of its adapter's.
+
+    Args:
+        layer: with or without an adapter.
+        outputs: whether its outputs are split, else its inputs are.
+    """
+    if not hasattr(layer, "base_layer"):
+        return [layer]
+    return [layer.base_layer, (layer.lora_B if outputs else layer.lora_A)[_NAME]]
+
+
 @torch.no_grad()
 def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The parameters of the model without adapters that computes the same: ``W + (alpha / rank) B A`` for each W.

@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from lightning_rlhf.models.lora import adapted_parts
+
 # What a plan calls a style, and what it is in torch. The last is a norm over the width of each head: every rank has
 # some heads and the whole weight, whose gradient is the sum over ranks. To such a norm it makes no difference which
 # dimension is split, as long as it is not the last.
@@ -57,10 +59,11 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         if value % size:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the {name}'s {field}, which is {value}")
     found = {
-        module: _STYLES[style]()
+        part: _STYLES[style]()
         for path, module in model.base_model.named_modules()
         for pattern, style in plan.items()
         if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path)
+        for part in adapted_parts(module, outputs=style == "colwise")
     }
     other = next(
         (m for m, style in found.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None

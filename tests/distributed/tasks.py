@@ -105,14 +105,16 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
 
     Args:
         kind: ``sft``, ``rm`` or ``ppo``.
-        options: ``tied`` weights, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows`` of a batch, further
-            arguments of the module.
+        options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
+            of a batch, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
+    heads = {"num_attention_heads": options.pop("heads", 1)}
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
 
     def model(seed: int, lora: LoRA | None = adapters) -> TinyModel:
-        architecture = {**TinyModel().architecture, "tie_word_embeddings": tied}
+        architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
+        architecture["num_key_value_heads"] = heads["num_attention_heads"]
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
     adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01)

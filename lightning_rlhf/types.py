@@ -46,11 +46,6 @@ class SamplingParams:
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top-p or top-k cut the distribution, so that its log-probabilities are not the model's."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
 
 @dataclass(frozen=True)
 class Completion:
@@ -86,7 +81,7 @@ class PromptBatch:
         texts: the same prompts as text, for rewards and logs.
         columns: further columns of the data, one value per prompt each.
         epoch: how often the data had been read through before, 0 at first.
-        places: of each prompt in the whole batch, of which these may be one rank's share; none means all of it.
+        places: of each prompt in the whole batch, of which this may be a rank's share; empty if it is the whole.
     """
 
     indices: list[int]
@@ -96,24 +91,14 @@ class PromptBatch:
     epoch: int = 0
     places: list[int] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if not self.places:
-            object.__setattr__(self, "places", list(range(len(self.indices))))
-
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, prompts: slice) -> PromptBatch:
         """Some of the prompts."""
         columns = {name: values[prompts] for name, values in self.columns.items()}
-        return PromptBatch(
-            self.indices[prompts],
-            self.token_ids[prompts],
-            self.texts[prompts],
-            columns,
-            self.epoch,
-            self.places[prompts],
-        )
+        indices, ids, texts = self.indices[prompts], self.token_ids[prompts], self.texts[prompts]
+        return PromptBatch(indices, ids, texts, columns, self.epoch, self.places[prompts])
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
@@ -203,14 +188,12 @@ class Rollout(_TensorBatch):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        rows = len(self.prompt_ids)
-        tokens = self.response_ids.shape
+        rows, tokens = len(self.prompt_ids), self.response_ids.shape
         _expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
-        for name in ("response_mask", "rollout_logprobs"):
-            _expect_shape(f"Rollout.{name}", getattr(self, name), tokens)
-        per_row = "prompt_lengths response_lengths reward group truncated policy_version kept place"
-        for name in per_row.split():
-            _expect_shape(f"Rollout.{name}", getattr(self, name), (rows,))
+        shapes = {"prompt_ids": self.prompt_ids.shape, "response_mask": tokens, "rollout_logprobs": tokens}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "response_ids":
+                _expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
         for name, values in self.rewards.items():
             _expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
 

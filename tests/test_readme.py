@@ -12,6 +12,7 @@ RUN_BY = {
     ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": (
         "tests/learning/test_quickstart.py"
     ),
+    ".venv/bin/lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8": "tests/cli/test_plan.py",
     ".venv/bin/python examples/01_ppo_from_python.py": "tests/test_examples.py",
 }
 

@@ -68,20 +68,6 @@ def test_sampling_parameters_that_make_no_sense_are_refused(arguments, message):
 
 def test_sampling_is_from_the_whole_distribution_by_default():
     assert SamplingParams(1) == SamplingParams(1, temperature=1.0, top_p=1.0, top_k=0, stop_token_ids=())
-    assert not SamplingParams(1).truncates
-
-
-@pytest.mark.parametrize(
-    ("arguments", "truncates"),
-    [
-        ({"top_p": 0.9}, True),
-        ({"top_k": 1}, True),
-        ({"temperature": 0.5}, False),
-        ({"temperature": 0.0, "top_p": 0.9, "top_k": 5}, False),  # greedy: nothing is drawn that could be cut
-    ],
-)
-def test_top_p_and_top_k_cut_the_distribution_and_temperature_does_not(arguments, truncates):
-    assert SamplingParams(8, **arguments).truncates is truncates
 
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [([], []), ([1, 2], [-1.0]), ([1], [-1.0, -2.0])])

@@ -66,7 +66,7 @@ def collect(
         truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
         policy_version=torch.tensor([completion.policy_version for completion in completions]),
         kept=torch.ones(len(completions), dtype=torch.bool),
-        place=torch.tensor([place * size + k for place in batch.places for k in range(size)]),
+        place=torch.tensor([place * size + k for place in batch.places or range(len(batch)) for k in range(size)]),
         temperature=temperature,
     )
 

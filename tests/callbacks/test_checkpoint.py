@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf.callbacks import RunCheckpoint, complete
+from lightning_rlhf.strategies import manifest
 from tests.stand_ins import quiet_trainer
 
 
@@ -33,12 +34,32 @@ def test_half_written_files_of_a_killed_run_are_taken_away_and_nothing_else_is(t
     assert names == ["best.ckpt.new", "last.ckpt", "last.ckpt.sha256", "my.new"]
 
 
-def test_the_last_checkpoint_is_found_before_setup(tmp_path):
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_versions_that_a_killed_run_did_not_finish_are_taken_away_before_a_fit(tmp_path, stage):
+    folder = tmp_path / "checkpoints"
+    for name in ("last.ckpt", "best.ckpt"):
+        manifest.publish(manifest.begin(folder / name))
+        manifest.begin(folder / name)
     last = RunCheckpoint()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        last.setup(trainer_with(tmp_path, last), None, stage)
+    left = {name: len(list((folder / name).glob("v*"))) for name in ("last.ckpt", "best.ckpt")}
+    assert left == {"last.ckpt": 1 if stage == "fit" else 2, "best.ckpt": 2}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_the_last_checkpoint_is_found_before_setup(tmp_path, kind):
+    last, path = RunCheckpoint(), tmp_path / "checkpoints/last.ckpt"
     trainer = trainer_with(tmp_path, last)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/last.ckpt").touch()
-    assert last._find_last_checkpoints(trainer) == {str(tmp_path / "checkpoints/last.ckpt")}
+    path.parent.mkdir()
+    if kind == "file":
+        path.touch()
+    else:
+        version = manifest.begin(path)
+        assert last._find_last_checkpoints(trainer) == set()  # none was ever finished
+        manifest.publish(version)
+    assert last._find_last_checkpoints(trainer) == {str(path)}
 
 
 def test_no_last_checkpoint_is_said_and_is_no_error(tmp_path, caplog):

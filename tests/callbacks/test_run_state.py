@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import RunState
-from lightning_rlhf.callbacks.run_state import random_state, restore_random_state
+from lightning_rlhf.callbacks.run_state import continue_random_state, random_state, restore_random_state
+from lightning_rlhf.strategies import ranks
 
 
 def draws():
@@ -39,6 +40,34 @@ def test_every_generator_goes_on_where_it_was_also_behind_a_file_that_may_hold_n
     assert [draws() for _ in range(3)] != following
     restore_random_state(state)
     assert [draws() for _ in range(3)] == following
+
+
+def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
+    states, following = [], []
+    for seed in range(3):
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        states.append(random_state())
+        following.append(draws())
+    monkeypatch.setattr(ranks, "world", lambda: 3)
+    for number in range(3):
+        monkeypatch.setattr(ranks, "rank", lambda number=number: number)
+        continue_random_state(through_a_file(states), step=5)
+        assert draws() == following[number]
+
+
+def test_on_another_number_of_ranks_each_draws_anew_and_the_same_at_each_resume(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+
+    def drawn(rank, step):
+        monkeypatch.setattr(ranks, "rank", lambda: rank)
+        continue_random_state([random_state()], step)
+        return draws()
+
+    assert drawn(0, 5) == drawn(0, 5)
+    assert len({str(drawn(rank, step)) for rank in (0, 1) for step in (5, 6)}) == 4
 
 
 def test_env_json_says_where_a_run_came_from(tmp_path):

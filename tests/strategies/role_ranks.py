@@ -13,14 +13,16 @@ from lightning_rlhf.strategies.role_state import native_load, native_state
 
 
 class OddRole(nn.Module):
-    """Sizes that nothing divides, a tied head, a parameter that is frozen and a buffer that is kept."""
+    """Sizes that ranks do not divide, a tied head, a parameter that is frozen and a buffer that is kept."""
 
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(19, 5)
-        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.up, self.down = nn.Linear(5, 14), nn.Linear(14, 5)
         self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+        with torch.no_grad():  # its source is known
+            self.frozen.weight.copy_(torch.linspace(-0.5, 0.5, 25).view(5, 5))
         self.gain = nn.Parameter(torch.rand(1))
         self.head = nn.Linear(5, 19, bias=False)
         self.head.weight = self.embed.weight
@@ -79,14 +81,12 @@ def stored(path):
     return tensors, role.settings
 
 
-def difference(ours, theirs, leave_out=()):
+def difference(ours, theirs):
     """The first tensor in which two checkpoints differ by a bit; None if there is none."""
     (tensors, settings), (others, other_settings) = ours, theirs
     if odd := sorted(tensors.keys() ^ others.keys()):
         return f"only one has {odd[0]}"
     for key, tensor in tensors.items():
-        if key in leave_out:
-            continue
         if tensor.dtype != others[key].dtype or not torch.equal(tensor, others[key]):
             return key
     return None if settings == other_settings else "settings"
@@ -107,13 +107,13 @@ def trained_alone(optimizer, path, steps=2):
     save(native_state(role, optimizer), f"{path}/after")
 
 
-def back_alone(optimizer, path, leave_out=()):
+def back_alone(optimizer, path):
     """Read a checkpoint into a fresh role of a single process and write it again; the difference."""
     role = OddRole(seed=1)
     optimizer = OPTIMIZERS[optimizer](role)
     native_load(role, optimizer, manifest.verified(Path(path)) / "actor")
     save(native_state(role, optimizer), f"{path}-back")
-    return difference(stored(path), stored(f"{path}-back"), leave_out)
+    return difference(stored(path), stored(f"{path}-back"))
 
 
 def largest_error(path, reference):
@@ -196,9 +196,7 @@ def zero_ranks(folder, names):
         before = f"{folder}/{optimizer}/before"
         zero_load(engine.module, engine.optimizer, manifest.verified(Path(before)) / "actor")
         save(zero_state(engine.module, engine.optimizer), f"{folder}/{name} again")
-        # what is frozen has no copy in float32
-        rounded = ("model.frozen.weight",) if bf16 else ()
-        again = difference(stored(before), stored(f"{folder}/{name} again"), rounded)
+        again = difference(stored(before), stored(f"{folder}/{name} again"))
         loss = float(loss_of(engine, batches(1)[0]))
         engine.backward(loss_of(engine, batches(3)[-1]))
         engine.step()
@@ -246,3 +244,43 @@ def _weights_only(deepspeed, folder, zero_load, zero_state):
     tensors, settings = stored(f"{folder}/weights only")
     expected = {k: v for k, v in stored(f"{folder}/adamw/before")[0].items() if k.startswith("model.")}
     return [difference((tensors, settings), (expected, None)), loss]
+
+
+def disagreeing_ranks(folder):
+    """What each rank raises when only one of them finds something wrong."""
+    from lightning_rlhf.strategies import ranks
+
+    dist.init_process_group("gloo")
+    path, said = Path(folder, "last.ckpt"), []
+
+    def attempt(work):
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            said.append(str(error))
+
+    version = manifest.begin(path)
+    if ranks.rank() == 0:
+        for name in ("a", "b"):
+            (version / name).write_bytes(b"whole")
+    dist.barrier()
+    manifest.publish(version)
+    if ranks.rank() == 0:
+        (version / "b").write_bytes(b"wholy")
+    dist.barrier()
+    attempt(lambda: manifest.verified(path))  # rank 1 looks at b
+    second = manifest.begin(path)
+    # as if rank 1 wrote to a disk of its own
+    mine = second if ranks.rank() == 0 else Path(folder, "of another node", second.name)
+    mine.mkdir(parents=True, exist_ok=True)
+    (mine / f"shard-0000{ranks.rank() + 1}-x").touch()
+    dist.barrier()
+    attempt(lambda: manifest.publish(mine))
+
+    def fail():
+        if ranks.rank() == 1:
+            raise ValueError("only rank 1")
+
+    attempt(lambda: ranks.together(fail))
+    dist.destroy_process_group()
+    return said

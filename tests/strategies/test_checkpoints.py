@@ -1,0 +1,145 @@
+"""Checkpoints under a role strategy: what is in them, and what they are refused for. One process stands for all."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+import lightning_rlhf.strategies.registry  # noqa: F401
+from lightning_rlhf import PPOModule
+from lightning_rlhf.modules.grpo import GRPOModule
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from tests.stand_ins import HandOver, TinyModel, fit, quiet_trainer, responses, rollout_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+MORE = {"strategy": "rlhf_single", "max_epochs": -1}
+
+
+def ppo(kind=PPOModule, critic_optimizer=ADAM, **options):
+    more = {"critic": TinyModel(seed=1), "critic_optimizer": critic_optimizer} if issubclass(kind, PPOModule) else {}
+    return kind(TinyModel(), actor_optimizer=ADAM, minibatch_size=4, **more, **options)
+
+
+def batches(count):
+    return [rollout_of(responses(4, seed=i)) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A module after two steps, and its checkpoint."""
+    module = ppo(kl_reward=KLTerm(0.1), ref=TinyModel(seed=3))
+    trainer = fit(module, batches(2), max_steps=2, **MORE)
+    path = tmp_path_factory.mktemp("saved") / "half.ckpt"
+    trainer.save_checkpoint(path)
+    return module, path
+
+
+def test_roles_are_beside_the_rest_and_frozen_ones_are_not_there(saved):
+    _, path = saved
+    version = manifest.verified(path)
+    assert sorted(entry.name for entry in version.iterdir()) == ["actor", "critic", "state.pt"]
+    rest = torch.load(version / "state.pt", weights_only=True)
+    assert rest["state_dict"] == {}
+    assert "optimizer_states" not in rest
+    assert rest["global_step"] == 2
+
+
+def test_training_goes_on_to_the_bit(saved):
+    _, path = saved
+    options = {"kl_reward": KLTerm(0.1), "ref": TinyModel(seed=3)}
+    straight, resumed = ppo(**options), ppo(**options)
+    fit(straight, batches(4), max_steps=4, **MORE)
+    fit(resumed, batches(4)[2:] * 2, ckpt=path, max_steps=4, **MORE)
+    for (name, ours), theirs in zip(straight.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def validated(module, path):
+    module.validation_step = lambda batch, batch_idx: None
+    quiet_trainer(strategy="rlhf_single", callbacks=[HandOver()]).validate(module, [torch.zeros(1)], ckpt_path=path)
+    return module
+
+
+def test_validation_reads_weights_only_of_the_roles_that_it_has(saved):
+    trained, path = saved
+    both, only_actor = validated(ppo(), path), validated(ppo(GRPOModule), path)
+    for module, roles in ((both, ("actor", "critic")), (only_actor, ("actor",))):
+        for role in roles:
+            ours, theirs = getattr(module, role).state_dict(), getattr(trained, role).state_dict()
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert both.trainer.strategy.optimizers == []
+
+
+def test_a_run_that_trains_other_roles_is_told_which_there_are(saved, tmp_path):
+    _, path = saved
+    with pytest.raises(ValueError, match=r"half\.ckpt holds actor, critic, and this run trains actor: it was written"):
+        fit(ppo(GRPOModule), batches(1), ckpt=path, **MORE)
+    trainer = fit(ppo(GRPOModule), batches(1), max_steps=1, **MORE)
+    trainer.save_checkpoint(tmp_path / "actor.ckpt")
+    message = r"actor\.ckpt holds actor, and this run trains actor, critic: it was written by another kind of run"
+    with pytest.raises(ValueError, match=message):
+        fit(ppo(), batches(1), ckpt=tmp_path / "actor.ckpt", **MORE)
+    with pytest.raises(ValueError, match=message):
+        validated(ppo(), tmp_path / "actor.ckpt")
+
+
+def test_another_optimizer_is_refused(saved):
+    _, path = saved
+    with pytest.raises(ValueError, match="the critic was optimized by AdamW when the checkpoint was written, and now"):
+        fit(ppo(critic_optimizer=partial(torch.optim.SGD, lr=0.1)), batches(1), ckpt=path, **MORE)
+
+
+def test_an_optimizer_that_no_checkpoint_can_hold_is_refused_before_any_model_is_built():
+    module = ppo(critic_optimizer=torch.optim.Adafactor)
+    with pytest.raises(ValueError, match="Adafactor keeps a tensor of shape"):
+        fit(module, batches(1), **MORE)
+    assert not module.built
+
+
+class WithMore(PPOModule):
+    """Has weights and a count of its own beside its roles."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.head = nn.Linear(2, 3)
+        self.register_buffer("count", torch.tensor(0))
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.count += 1
+
+
+def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
+    module = ppo(WithMore)
+    trainer = fit(module, batches(2), max_steps=2, **MORE)
+    trainer.save_checkpoint(tmp_path / "more.ckpt")
+    rest = torch.load(manifest.verified(tmp_path / "more.ckpt") / "state.pt", weights_only=True)
+    assert set(rest["state_dict"]) == {"head.weight", "head.bias", "count"}
+    again = ppo(WithMore)
+    fit(again, batches(4)[2:] * 2, ckpt=tmp_path / "more.ckpt", max_steps=3, **MORE)
+    assert int(again.count) == 3
+    assert torch.equal(again.head.weight, module.head.weight)
+    with pytest.raises(ValueError, match="only the checkpoint has count: the checkpoint was written by another kind"):
+        fit(ppo(), batches(1), ckpt=tmp_path / "more.ckpt", **MORE)
+    with pytest.raises(ValueError, match="only this run's module has count: the checkpoint was written by another"):
+        fit(ppo(WithMore, kl_reward=KLTerm(0.1)), batches(1), ckpt=saved[1], **MORE)
+
+
+def test_a_file_of_another_strategy_is_told_apart(tmp_path):
+    fit(ppo(), batches(1), max_steps=1, max_epochs=-1).save_checkpoint(tmp_path / "plain.ckpt")
+    assert (tmp_path / "plain.ckpt").is_file()
+    with pytest.raises(ValueError, match=r"plain\.ckpt is a file, and a checkpoint is a folder"):
+        fit(ppo(), batches(1), ckpt=tmp_path / "plain.ckpt", **MORE)
+
+
+def test_a_removed_checkpoint_is_gone(tmp_path):
+    strategy = type("Alone", (ReshardableCheckpoints,), {"lightning_module": LightningModule()})()
+    manifest.publish(manifest.begin(tmp_path / "old.ckpt"))
+    strategy.remove_checkpoint(tmp_path / "old.ckpt")
+    assert not (tmp_path / "old.ckpt").exists()
+    strategy.remove_checkpoint(tmp_path / "old.ckpt")

@@ -1,0 +1,249 @@
+"""Versions of a checkpoint: one is whole or counts for nothing, whatever happens while it is written."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_rlhf.strategies import manifest
+
+ROOT = Path(__file__).parents[2]
+
+# What both writers below share: a version whose number stands in all of its files.
+_COMMON = """
+import itertools, os, random, signal, sys, time, torch
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from lightning_rlhf.strategies import manifest
+
+path = Path(sys.argv[1])
+
+def save(number):
+    version = manifest.begin(path)
+    for role in ("actor", "critic"):
+        (version / role).mkdir()
+        save_file({"number": torch.full((3_000,), float(number))}, version / role / "shard-00001-x.safetensors")
+        (version / role / "optimizer.json").write_text(str(number))
+    manifest.publish(version)
+
+def load():
+    version = manifest.verified(path)
+    found = {int((version / role / "optimizer.json").read_text()) for role in ("actor", "critic")}
+    for role in ("actor", "critic"):
+        found |= set(load_file(version / role / "shard-00001-x.safetensors")["number"].tolist())
+    assert len(found) == 1, found
+    return found.pop()
+"""
+
+# Forks a child that saves one checkpoint after the other, kills it at a random time, and looks at what it left.
+_TIMES = """
+draw, kept = random.Random(0), 0
+save(0)
+started = time.perf_counter()
+save(0)
+took = time.perf_counter() - started
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        for number in itertools.count(kept + 1):
+            save(number)
+    time.sleep(draw.uniform(0, 3 * took))  # some are killed in their first save, some in a later one
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = load()
+    assert found >= kept, (found, kept)
+    kept = found
+assert kept > 20, kept
+"""
+
+# Forks a child that dies at every file operation of a save in turn; the survivor must be the old or the new version.
+_STEPS = """
+OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+
+def save_and_die(number, step):
+    count = 0
+    def trace(event, arguments):
+        nonlocal count
+        if event in OPERATIONS:
+            count += 1
+            if count == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(trace)
+    save(number)
+    os._exit(0)
+
+save(0)
+number, deaths, kept, survived = 0, 0, 0, False
+step = 0
+while not survived:  # until a save has fewer operations than that
+    step += 1
+    for second in (step, max(1, step // 2)):  # and a save of the resumed run that dies too
+        number += 1
+        child = os.fork()
+        if child == 0:
+            save_and_die(number, second)
+        died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+        deaths += died
+        survived = survived or (second == step and not died)
+        found = load()
+        assert found in (kept, number), (step, second, found)
+        kept = found
+save(-1)
+assert load() == -1
+assert len(list(path.iterdir())) == 2, list(path.iterdir())
+print(deaths)
+"""
+
+
+def python(code, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _COMMON + code, *map(str, arguments)]
+    return subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+
+
+def written(path, number=1, folders=("actor",)):
+    version = manifest.begin(path)
+    for folder in folders:
+        (version / folder).mkdir()
+        save_file({"number": torch.full((50,), float(number))}, version / folder / "shard-00001-x.safetensors")
+    (version / "state.pt").write_bytes(bytes([number]) * 100)
+    manifest.publish(version)
+    return version
+
+
+@pytest.fixture
+def path(tmp_path):
+    written(tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def test_a_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_path):
+    process = python(_STEPS, tmp_path / "last.ckpt")
+    assert process.returncode == 0
+    assert int(process.stdout) > 50
+
+
+def test_a_writer_killed_at_a_hundred_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path):
+    assert python(_TIMES, tmp_path / "last.ckpt").returncode == 0
+
+
+def test_the_version_that_counts_is_the_last_finished_one_and_the_only_one(path):
+    assert manifest.verified(path).name == "v000001"
+    written(path, number=2)
+    assert manifest.verified(path).name == "v000002"
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002"]
+
+
+def test_an_unfinished_version_counts_for_nothing_and_goes_with_the_next_save(path):
+    half = manifest.begin(path)
+    (half / "state.pt").write_bytes(b"half")
+    assert manifest.verified(path).name == "v000001"
+    again = written(path, number=3)
+    assert not half.exists() or half == again
+    assert manifest.verified(path) == again
+
+
+def test_leftovers_are_what_no_manifest_names(path, tmp_path):
+    manifest.begin(path)
+    (path / "manifest.json.new").touch()
+    (path / "mine").mkdir()
+    manifest.remove_leftovers(path)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "mine", "v000001"]
+    manifest.begin(tmp_path / "first.ckpt")
+    manifest.remove_leftovers(tmp_path / "first.ckpt")
+    assert not (tmp_path / "first.ckpt").exists()
+    manifest.remove_leftovers(tmp_path / "none.ckpt")
+
+
+def test_nothing_is_removed_where_the_manifest_cannot_be_read(path):
+    half = manifest.begin(path)
+    (path / "manifest.json").write_text("{}")
+    manifest.remove_leftovers(path)
+    assert half.exists()
+    written(path, number=2)  # and the next save puts things right
+    assert manifest.verified(path).name == "v000003"
+
+
+def test_every_flipped_bit_is_detected(path):
+    draw = random.Random(0)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert len(files) == 3
+    missed = 0
+    for _ in range(150):
+        for file in files:
+            whole = file.read_bytes()
+            damaged = bytearray(whole)
+            damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            try:
+                manifest.verified(path)
+            except ValueError as error:
+                assert "is damaged" in str(error)  # noqa: PT017
+                assert file.name in str(error)  # noqa: PT017
+            else:
+                assert file.name == "manifest.json"
+                missed += 1
+            file.write_bytes(whole)
+    assert missed < 30, "only a blank between two words of the manifest may change without being seen"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["manifest.json", "v000001/state.pt", "v000001/actor/shard-00001-x.safetensors"])
+def test_a_truncated_file_is_named(path, name, share):
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=f"the checkpoint {path} is damaged: {name} does not have"):
+        manifest.verified(path)
+
+
+def test_a_lost_and_an_added_file_are_named(path):
+    (path / "v000001/actor/more.safetensors").touch()
+    with pytest.raises(ValueError, match=r"is damaged: v000001/actor/more\.safetensors was added"):
+        manifest.verified(path)
+    (path / "v000001/actor/more.safetensors").unlink()
+    (path / "v000001/state.pt").unlink()
+    with pytest.raises(ValueError, match=r"is damaged: v000001/state\.pt is missing"):
+        manifest.verified(path)
+
+
+def test_what_is_no_checkpoint_is_told_apart(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt"):
+        manifest.verified(tmp_path / "none.ckpt")
+    manifest.begin(tmp_path / "half.ckpt")
+    with pytest.raises(ValueError, match=r"half\.ckpt is incomplete: it has no manifest\.json"):
+        manifest.verified(tmp_path / "half.ckpt")
+    (tmp_path / "file.ckpt").touch()
+    with pytest.raises(ValueError, match=r"file\.ckpt is a file, and a checkpoint is a folder: it was written by"):
+        manifest.verified(tmp_path / "file.ckpt")
+    with pytest.raises(ValueError, match=r"file\.ckpt is a file, and a checkpoint is a folder: move it"):
+        manifest.begin(tmp_path / "file.ckpt")
+
+
+def test_another_format_says_which(path):
+    manifest._write(path, {"format": 2, "version": "v000001", "files": {}})
+    with pytest.raises(ValueError, match="has format 2, and this release reads 1"):
+        manifest.verified(path)
+
+
+def test_a_manifest_cannot_point_elsewhere(path):
+    manifest._write(path, {"format": 1, "version": "../other", "files": {}})
+    with pytest.raises(ValueError, match="resume with the release that wrote it"):
+        manifest.verified(path)
+
+
+def test_a_full_disk_leaves_the_previous_version(path, monkeypatch):
+    def full(_):
+        raise OSError("No space left on device")
+
+    version = manifest.begin(path)
+    (version / "state.pt").touch()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        manifest.publish(version)
+    monkeypatch.undo()
+    assert manifest.verified(path).name == "v000001"

@@ -1,0 +1,261 @@
+"""A role's weights and optimizer are the same to the bit behind files, whoever wrote them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rlhf.strategies import manifest, role_files
+from lightning_rlhf.strategies.role_files import RoleState, StoredRole, write_role
+from lightning_rlhf.strategies.role_state import check_optimizer, native_load, native_state, owned_tensors
+from tests.distributed.launch import run_ranks
+from tests.strategies.role_ranks import (
+    OddRole,
+    adamw,
+    back_alone,
+    batches,
+    difference,
+    groups,
+    largest_error,
+    loss_of,
+    momentum,
+    save,
+    sgd,
+    stored,
+    trained_alone,
+)
+
+ELEMENTWISE = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adagrad", "RMSprop", "Adamax", "Adadelta", "ASGD", "Rprop")
+
+
+def stepped(optimizer_of, steps=2, seed=0):
+    role = OddRole(seed)
+    optimizer = optimizer_of(role)
+    for ids in batches(steps):
+        loss_of(role, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return role, optimizer
+
+
+def test_tied_weights_are_there_once_buffers_too_and_what_is_frozen_is_not():
+    names = {"embed.weight", "up.weight", "up.bias", "down.weight", "down.bias", "gain", "offset"}
+    assert set(owned_tensors(OddRole())) == names
+
+
+def test_names_of_wrappers_are_left_out():
+    role = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
+    assert set(owned_tensors(role)) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_elementwise_optimizer_goes_on_to_the_bit(name, tmp_path):
+    def make(role):
+        return getattr(torch.optim, name)([p for p in role.parameters() if p.requires_grad], lr=1e-2)
+
+    role, optimizer = stepped(make)
+    version = save(native_state(role, optimizer), tmp_path / "last.ckpt")
+    other, other_optimizer = stepped(make, steps=1, seed=1)
+    native_load(other, other_optimizer, version / "actor")
+    for one, its_optimizer in ((role, optimizer), (other, other_optimizer)):
+        loss_of(one, batches(3)[-1]).backward()
+        its_optimizer.step()
+    for ours, theirs in zip(role.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, sgd, momentum])
+def test_what_is_read_and_written_again_is_the_same(optimizer_of, tmp_path):
+    role, optimizer = stepped(optimizer_of)
+    save(native_state(role, optimizer), tmp_path / "last.ckpt")
+    assert back_alone(optimizer_of.__name__, tmp_path / "last.ckpt") is None
+
+
+def test_an_optimizer_that_never_stepped_has_no_state_and_gets_none(tmp_path):
+    role = OddRole()
+    state = native_state(role, adamw(role))
+    assert not [key for key in state.tensors if key.startswith("optim.")]
+    save(state, tmp_path / "last.ckpt")
+    other = OddRole(seed=1)
+    optimizer = adamw(other)
+    native_load(other, optimizer, manifest.verified(tmp_path / "last.ckpt") / "actor")
+    assert not optimizer.state
+    assert torch.equal(other.gain, role.gain)
+
+
+def test_settings_are_those_of_the_checkpoint_but_for_how_steps_are_computed(tmp_path):
+    role, optimizer = stepped(adamw)
+    optimizer.param_groups[1]["lr"] = 0.25
+    optimizer.param_groups[1]["betas"] = (0.5, 0.75)
+    version = save(native_state(role, optimizer), tmp_path / "last.ckpt")
+    other = OddRole(seed=1)
+    first, second = groups(other)
+    fresh = torch.optim.AdamW([{"params": first}, {"params": second}], lr=1.0, foreach=True)
+    native_load(other, fresh, version / "actor")
+    assert [group["lr"] for group in fresh.param_groups] == [1e-2, 0.25]
+    assert fresh.param_groups[1]["betas"] == (0.5, 0.75)
+    assert fresh.param_groups[1]["weight_decay"] == 0.1
+    assert [group["foreach"] for group in fresh.param_groups] == [True, True]
+
+
+def test_bfloat16_weights_and_moments_come_back_and_read_what_float32_wrote_rounded(tmp_path):
+    role, optimizer = stepped(adamw)
+    version = save(native_state(role, optimizer), tmp_path / "float32.ckpt")
+    half = OddRole(seed=1).bfloat16()
+    half_optimizer = adamw(half)
+    native_load(half, half_optimizer, version / "actor")
+    assert torch.equal(half.up.weight, role.up.weight.bfloat16())
+    rounded = optimizer.state[role.up.weight]["exp_avg_sq"].bfloat16()
+    assert torch.equal(half_optimizer.state[half.up.weight]["exp_avg_sq"], rounded)
+    assert half_optimizer.state[half.up.weight]["step"] == 2.0
+    save(native_state(half, half_optimizer), tmp_path / "half.ckpt")
+    other = OddRole(seed=2).bfloat16()
+    other_optimizer = adamw(other)
+    native_load(other, other_optimizer, manifest.verified(tmp_path / "half.ckpt") / "actor")
+    save(native_state(other, other_optimizer), tmp_path / "again.ckpt")
+    assert difference(stored(tmp_path / "half.ckpt"), stored(tmp_path / "again.ckpt")) is None
+
+
+def test_a_rank_writes_several_files_so_that_none_is_put_together_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(role_files, "_FILE_BYTES", 200)
+    role, optimizer = stepped(adamw)
+    version = save(native_state(role, optimizer), tmp_path / "last.ckpt")
+    files = list((version / "actor").glob("*.safetensors"))
+    assert len(files) > 4
+    assert len({file.name.rpartition("-of-")[2] for file in files}) == 1
+    assert back_alone("adamw", tmp_path / "last.ckpt") is None
+
+
+def test_files_are_safetensors_and_json_and_nothing_else(tmp_path):
+    version = save(native_state(*stepped(adamw)), tmp_path / "last.ckpt")
+    assert {path.suffix for path in (version / "actor").iterdir()} == {".safetensors", ".json"}
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save(native_state(*stepped(adamw)), tmp_path_factory.mktemp("checkpoint") / "last.ckpt") / "actor"
+
+
+def refused(module, optimizer, folder):
+    before = {name: tensor.clone() for name, tensor in owned_tensors(module).items()}
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        native_load(module, optimizer, folder)
+    assert all(torch.equal(before[name], tensor) for name, tensor in owned_tensors(module).items())
+    return str(raised.value)
+
+
+def test_weights_of_another_model_are_refused_and_named(checkpoint):
+    untied = OddRole()
+    untied.head.weight = nn.Parameter(torch.zeros(19, 5))
+    assert "lacks 1 weights, the first is head.weight; it was written by another kind of run" in refused(
+        untied, None, checkpoint
+    )
+    fewer = OddRole()
+    del fewer.gain
+    assert "has, and this run's model has not, 1 weights, the first is gain" in refused(fewer, None, checkpoint)
+    wider = OddRole()
+    wider.up = nn.Linear(5, 8)
+    assert "the actor's up.weight has shape (14, 5) in the checkpoint and (8, 5) in this run's model" in refused(
+        wider, None, checkpoint
+    )
+
+
+def test_another_optimizer_is_refused_and_one_that_keeps_the_same_state_is_not(checkpoint):
+    role = OddRole()
+    message = refused(role, sgd(role), checkpoint)
+    assert message == (
+        "the actor was optimized by AdamW when the checkpoint was written, and now by SGD: configure AdamW, or start a "
+        "new run from the exported model"
+    )
+    first, second = groups(role)
+    native_load(role, torch.optim.Adam([{"params": first}, {"params": second}]), checkpoint)
+
+
+def test_other_groups_are_refused_and_finer_ones_are_not(checkpoint):
+    role = OddRole()
+    everything = [parameter for group in groups(role) for parameter in group]
+    assert "the actor's parameters lie in other groups" in refused(role, torch.optim.AdamW(everything), checkpoint)
+    first, second = groups(role)
+    finer = torch.optim.AdamW([{"params": first}, {"params": second[:1]}, {"params": second[1:]}])
+    native_load(role, finer, checkpoint)
+    assert [group["lr"] for group in finer.param_groups] == [1e-2, 3e-2, 3e-2]
+
+
+def test_weights_without_an_optimizer_are_read_but_not_trained_on(tmp_path):
+    role = OddRole()
+    folder = save(native_state(role, None), tmp_path / "last.ckpt") / "actor"
+    other = OddRole(seed=1)
+    assert "weights of the actor and no optimizer" in refused(other, adamw(other), folder)
+    native_load(other, None, folder)
+    assert torch.equal(other.up.weight, role.up.weight)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_are_accepted_before_training(name):
+    check_optimizer(lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1), torch.device("cpu"))
+
+
+def test_an_optimizer_whose_state_has_another_shape_is_refused_by_name_before_training():
+    with pytest.raises(ValueError, match=r"Adafactor keeps a tensor of shape \(64, 1\) as 'row_var' of a parameter"):
+        check_optimizer(torch.optim.Adafactor, torch.device("cpu"))
+
+
+def test_it_is_refused_when_it_is_saved_all_the_same():
+    role = OddRole()
+    optimizer = torch.optim.Adafactor([parameter for parameter in role.parameters() if parameter.requires_grad])
+    loss_of(role, batches(1)[0]).backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="Adafactor keeps"):
+        native_state(role, optimizer)
+
+
+def test_a_full_disk_is_said_as_such(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_role(tmp_path / "actor", RoleState({"model.a": torch.ones(2)}, None))
+
+
+def test_the_list_of_tensors_is_read_once(checkpoint, monkeypatch):
+    role, calls = StoredRole(checkpoint), []
+    real = role_files.HuggingFaceStorageReader.read_metadata
+    monkeypatch.setattr(
+        role_files.HuggingFaceStorageReader, "read_metadata", lambda self: calls.append(1) or real(self)
+    )
+    for _ in range(3):
+        role.read({"model.gain": torch.zeros(1)})
+    assert calls == []
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ddp_and_fsdp2_read_write_and_go_on_with_sizes_that_do_not_divide(world, tmp_path):
+    trained_alone("adamw", tmp_path)
+    answers = run_ranks("tests.strategies.role_ranks:native_ranks", world, str(tmp_path))
+    assert set(answers[0]) == {"ddp", "fsdp", *(["tp and fsdp"] if world == 4 else [])}
+    for way, again in answers[0].items():
+        assert again is None, f"{way}: {again}"
+        assert largest_error(tmp_path / f"{way} on", tmp_path / "after") < 1e-6, way
+        assert back_alone("adamw", tmp_path / f"{way} on") is None, way
+
+
+def test_all_ranks_raise_what_one_rank_found(tmp_path):
+    answers = run_ranks("tests.strategies.role_ranks:disagreeing_ranks", 2, str(tmp_path))
+    (damaged, elsewhere, failed), other = answers
+    assert [damaged, elsewhere, failed] == other
+    assert damaged.endswith(
+        "is damaged: v000001/b does not have the size and SHA-256 that it was written with; resume from another"
+    )
+    assert "another process wrote shard-00002-x" in elsewhere
+    assert "choose a default_root_dir on a shared file system" in elsewhere
+    assert failed == "only rank 1"
+    assert Path(tmp_path, "last.ckpt", "v000001").is_dir()

@@ -395,3 +395,23 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
         "/finish_weight_update",
     ] * 2
     assert stub.version == "two"
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+def test_the_servers_part_is_registered_once_reads_only_memory_and_is_guarded_only_with_a_key(monkeypatch):
+    import importlib
+
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from lightning_rlhf.rollout import vllm_transfer
+
+    assert issubclass(WeightTransferEngineFactory._registry["shared_memory"](), vllm_transfer.SharedMemoryTransfer)
+    importlib.reload(vllm_transfer)  # vLLM would raise if the name were taken twice
+    for path in ("/etc/passwd", "/proc/1/fd/../../../etc/passwd", "/proc/self/mem"):
+        with pytest.raises(ValueError, match="weights come from the memory of a process"):
+            vllm_transfer.SharedMemoryUpdate(path, 1, [])
+    assert vllm_transfer.SharedMemoryUpdate("/proc/12/fd/3", 1, []).nbytes == 1
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ValueError, match="needs a key in the environment variable VLLM_API_KEY"):
+        vllm_transfer.GuardedRoutes(None)

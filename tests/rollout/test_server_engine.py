@@ -363,6 +363,7 @@ def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch):
     """vLLM's trainer side as far as it goes without a GPU: all but the group and the broadcast."""
@@ -398,6 +399,7 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 def test_the_servers_part_is_registered_once_reads_only_memory_and_is_guarded_only_with_a_key(monkeypatch):
     import importlib

@@ -123,6 +123,8 @@ class FailureWatch:
         while not self._wire.ended:
             for message in self._wire.receive():
                 if message["kind"] == "done":  # from now on the hub may go
+                    self._closing = True
+                    self._wire.connection.close()
                     return
                 if message["kind"] == "failed":
                     self._learn(message["text"])

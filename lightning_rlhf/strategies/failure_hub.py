@@ -118,8 +118,10 @@ class Hub:
                 self._blame(self._vanished, _without_a_word(self._vanished, list(self._members.values())))
             if self._guilty and self._guilty <= {member.rank for member in self._vanished}:
                 self._tell_all(kind="end")
-                return
+                break
         self._selector.close()
+        for member in self._members.values():
+            member.wire.connection.close()
 
     def _accept(self) -> None:
         connection, _ = self._socket.accept()
@@ -163,6 +165,7 @@ class Hub:
 
 def _without_a_word(gone: list[_Member], members: list[_Member]) -> str:
     """Who vanished: whole nodes by their number, single ranks by their name."""
+    gone = sorted(gone, key=lambda member: member.rank)
     nodes = {member.node for member in gone}
     whole = [node for node in sorted(nodes) if {m.rank for m in members if m.node == node} <= {m.rank for m in gone}]
     several = len({member.node for member in members}) > 1

@@ -1,0 +1,222 @@
+"""The launchers under examples/cluster/ run as they stand, each as two nodes of two processes on this machine."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lightning_rlhf.strategies import manifest
+from tests.cli.conftest import PPO
+from tests.distributed.launch import ROOT, free_port
+
+CLUSTER = ROOT / "examples" / "cluster"
+LAST = "runs/tiny/checkpoints/last.ckpt"
+SECONDS = 40  # from a node's end to that of all others; on an idle machine of two cores 4 s, most of them torchrun's
+
+# What srun does: starts every task with its number, and ends all when one fails.
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys, time
+nodes, tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+assert sys.argv[1:3] == ["--kill-on-bad-exit=1", "--label"] and os.environ["SRUN_CPUS_PER_TASK"] == "1"
+def start(rank):
+    number = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank % tasks, "SLURM_NODEID": rank // tasks}}
+    job = {{"SLURM_NTASKS": nodes * tasks, **number}}
+    return subprocess.Popen(sys.argv[3:], env={{**os.environ, **{{k: str(v) for k, v in job.items()}}}})
+ranks = [start(rank) for rank in range(nodes * tasks)]
+while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+    time.sleep(0.1)
+for rank in ranks:
+    rank.poll() is None and rank.kill()
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+def write_run(folder, reward="lightning_rlhf.data.addition.exact", steps=2):
+    """A configuration of PPO for two nodes, in a folder with the commands that the launchers call."""
+    config = copy.deepcopy(PPO)
+    config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    config["trainer"] |= {"strategy": "ddp", "max_steps": steps, "max_epochs": -1}
+    config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": reward}]
+    save = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
+    config["trainer"]["callbacks"].append(save)
+    (folder / "bin").mkdir(parents=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    write_command(folder, "lightning-rlhf", f'#!/bin/sh\nexec {sys.executable} -m lightning_rlhf "$@"\n')
+
+
+def write_command(folder, name, text):
+    (folder / "bin" / name).write_text(text)
+    (folder / "bin" / name).chmod(0o755)
+
+
+def start(folder, command, name, **variables):
+    """Start a node, or a job; its output goes to a file of that name."""
+    ours = ("SLURM", "TORCHELASTIC", "MASTER", "NODE_RANK", "LOCAL_", "RANK", "WORLD_SIZE", "PL_GLOBAL")
+    base = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    base |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / name).open("w") as output:
+        return subprocess.Popen(command, cwd=folder, env={**base, **variables}, stdout=output, stderr=subprocess.STDOUT)
+
+
+def torchrun(folder, *options):
+    """Two nodes as torchrun.sh starts them."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": "2", "PROCESSES": "2"}
+    command = [str(CLUSTER / "torchrun.sh"), "--config", "run.yaml", *options]
+    return [start(folder, command, f"node{i}.log", **place, NODE_RANK=str(i)) for i in range(2)]
+
+
+def slurm(folder):
+    """The job as sbatch starts it, with a srun that starts the tasks here."""
+    write_command(folder, "srun", SRUN)
+    command = ["bash", str(CLUSTER / "slurm.sbatch"), "--config", "run.yaml"]
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "lightning-rlhf", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    place = {"SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [start(folder, command, "job.log", **job, **place)]
+
+
+def jobset(folder):
+    """The pods as JobSet and Kubernetes start them; what depends on the cluster is set to this machine."""
+    (job,) = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    here = {"CONFIG": "run.yaml", "PROCESSES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    pods = []
+    for index in range(job["template"]["spec"]["completions"]):
+        variables = {"JOB_COMPLETION_INDEX": str(index)}
+        for variable in container["env"]:
+            if "valueFrom" in variable:
+                path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+                assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+                variables[variable["name"]] = str(index)
+            else:
+                variables[variable["name"]] = here.get(variable["name"], variable["value"])
+        command = [expanded(part, variables) for part in container["command"]]
+        pods.append(start(folder, command, f"pod{index}.log", **variables))
+    return pods
+
+
+def expanded(text, variables):
+    """What Kubernetes makes of ``$(NAME)``."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
+
+
+def finish(folder, processes, seconds=250):
+    """Exit codes and everything that was printed."""
+    until = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(0.1, until - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            kill(process)
+    return codes, "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+
+
+def kill(process):
+    """A machine that loses its power: everything on it is gone at once."""
+    if process.poll() is not None:
+        return
+    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    for member in family:
+        member.kill()
+    process.wait()
+    psutil.wait_procs(family)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process leaves of the same run."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_run(folder)
+    codes, printed = finish(folder, [start(folder, ["lightning-rlhf", "fit", "--config", "run.yaml"], "run.log")])
+    assert codes == [0], printed
+    return load_file(folder / "runs/tiny/export/model.safetensors")
+
+
+def assert_same_weights(folder, others):
+    weights = load_file(folder / "runs/tiny/export/model.safetensors")
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [torchrun, slurm, jobset])
+def test_two_nodes_of_two_processes_train_what_one_process_trains(launcher, alone, tmp_path):
+    folder = tmp_path / "run"
+    write_run(folder)
+    codes, printed = finish(folder, launcher(folder))
+    assert set(codes) == {0}, printed
+    assert printed.count("step 2: ") == 1  # one of the four speaks
+    assert_same_weights(folder, alone)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        write_run(folder, reward="tests.distributed.slow_rewards.exact", steps=5)
+    nodes = torchrun(killed)
+    until = time.monotonic() + 200
+    while not manifest.exists(killed / LAST) and time.monotonic() < until and nodes[0].poll() is None:
+        time.sleep(0.05)
+    time.sleep(0.3)  # into the next step
+    kill(nodes[1])
+    began = time.monotonic()
+    codes, printed = finish(killed, nodes[:1], SECONDS)
+    assert time.monotonic() - began < SECONDS
+    assert codes == [1], printed
+    said = [line for line in (killed / "node0.log").read_text().splitlines() if " ends" in line]
+    assert len(said) == 2, printed
+    for line in said:
+        assert re.search(
+            r"rank [01] \(node 0, .*ends.*: node 1: rank 2 .*, rank 3 .* ended without a word: killed", line
+        )
+    assert "step 5: " not in printed
+    codes, printed = finish(killed, torchrun(killed, "--ckpt_path", "last"))
+    assert codes == [0, 0], printed
+    assert "step 1: " not in printed  # it went on, and did not begin anew
+    assert "step 5: " in printed
+    command = ["lightning-rlhf", "fit", "--config", "run.yaml"]
+    codes, printed = finish(whole, [start(whole, command, "run.log")])
+    assert codes == [0], printed
+    assert_same_weights(killed, load_file(whole / "runs/tiny/export/model.safetensors"))
+
+
+def test_the_launchers_say_what_is_missing():
+    environment = {"PATH": os.environ["PATH"]}
+    done = subprocess.run([CLUSTER / "torchrun.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "MASTER_ADDR: is the machine of node 0" in done.stderr
+
+
+def test_the_job_files_agree_with_themselves():
+    jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert spec["parallelism"] == spec["completions"] == int(variables["NODES"])
+    assert variables["MASTER_ADDR"] == f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(variables["PROCESSES"])
+    assert (ROOT / variables["CONFIG"]).is_file()
+    batch = (CLUSTER / "slurm.sbatch").read_text()
+    tasks = re.search(r"#SBATCH --ntasks-per-node=(\d+)", batch)[1]
+    assert f"#SBATCH --gres=gpu:{tasks}\n" in batch
+    for script in ("torchrun.sh", "slurm.sbatch"):
+        named = re.findall(r"--config (\S+\.yaml)", (CLUSTER / script).read_text())
+        assert named
+        assert all((ROOT / path).is_file() for path in named)
+        assert subprocess.run(["bash", "-n", CLUSTER / script]).returncode == 0
+
+
+def test_everything_the_readme_links_to_is_there():
+    for link in re.findall(r"\]\(([^)]+)\)", (CLUSTER / "README.md").read_text()):
+        assert (CLUSTER / link).resolve().exists(), link

@@ -1,0 +1,176 @@
+"""The hub between the ranks, and what is said of failures; whole runs that fail are in tests/distributed."""
+
+import contextlib
+import os
+import socket
+import sys
+
+import pytest
+import torch
+
+from lightning_rlhf.strategies import failure, failure_hub
+from lightning_rlhf.strategies.failure import FailureWatch
+from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+
+
+def joined(hub, rank, node=0):
+    wire = Wire(socket.create_connection(("127.0.0.1", hub.port)))
+    wire.send(kind="join", token=hub.token, rank=rank, name=f"rank {rank}", node=node)
+    return wire
+
+
+def next_message(wire):
+    wire.connection.settimeout(20)
+    messages = []
+    while not messages and not wire.ended:
+        messages = wire.receive()
+    return messages[0] if messages else None
+
+
+@pytest.fixture
+def ranks():
+    """Four ranks on two nodes, as the hub sees them."""
+    hub = Hub(4, "secret", several_nodes=True)
+    wires = [joined(hub, rank, node=rank // 2) for rank in range(4)]
+    yield wires
+    for wire in wires:
+        wire.hang_up()
+        wire.connection.close()
+
+
+def test_what_failed_is_told_to_all_others_who_may_end_when_it_has(ranks):
+    ranks[2].send(kind="failed", text="rank 2 failed: why")
+    for other in (0, 1, 3):
+        assert next_message(ranks[other]) == {"kind": "failed", "text": "rank 2 failed: why"}
+    ranks[2].hang_up()
+    for other in (0, 1, 3):
+        assert next_message(ranks[other]) == {"kind": "end"}
+
+
+def test_only_the_first_failure_counts(ranks):
+    ranks[2].send(kind="failed", text="first")
+    assert next_message(ranks[0])["text"] == "first"
+    ranks[1].send(kind="failed", text="second")
+    ranks[2].hang_up()
+    assert next_message(ranks[0]) == {"kind": "end"}
+
+
+def test_ranks_that_vanish_are_named_with_their_node_if_it_is_gone(ranks):
+    ranks[3].hang_up()
+    ranks[2].hang_up()
+    assert next_message(ranks[0])["text"] == f"node 1: rank 2, rank 3 {WITHOUT_A_WORD}"
+
+
+def test_a_rank_that_vanishes_alone_is_named_alone(ranks):
+    ranks[3].hang_up()
+    assert next_message(ranks[0])["text"] == f"rank 3 {WITHOUT_A_WORD}"
+
+
+def test_a_rank_that_is_done_may_go(ranks):
+    for rank in (3, 2, 1):
+        ranks[rank].send(kind="done")
+        ranks[rank].hang_up()
+    ranks[0].send(kind="done")
+    assert next_message(ranks[0]) == {"kind": "done"}
+
+
+def test_strangers_are_sent_away_and_hold_nobody_up(monkeypatch):
+    monkeypatch.setattr(failure_hub, "_HELLO_SECONDS", 0.2)
+    hub = Hub(2, "secret", several_nodes=False)
+    silent = socket.create_connection(("127.0.0.1", hub.port))
+    for hello in (b"GET / HTTP/1.0\r\n\r\n", b'{"token": "wrong", "rank": 0}\n', b"[]\n", b'{"rank": 0}\n', b"\xff\n"):
+        with socket.create_connection(("127.0.0.1", hub.port), timeout=20) as stranger:
+            stranger.sendall(hello)
+            with contextlib.suppress(ConnectionResetError):  # it need not have read all that was said
+                assert stranger.recv(1) == b""
+    wires = [joined(hub, rank) for rank in range(2)]
+    wires[1].send(kind="failed", text="why")
+    assert next_message(wires[0])["text"] == "why"
+    silent.close()
+    for wire in wires:
+        wire.hang_up()
+        wire.connection.close()
+
+
+def test_on_one_node_nothing_is_reachable_from_outside():
+    hub = Hub(1, "secret", several_nodes=False)
+    assert hub._socket.getsockname()[0] == "127.0.0.1"
+    wire = joined(hub, 0)
+    wire.send(kind="done")
+    assert next_message(wire) == {"kind": "done"}
+    wire.connection.close()
+
+
+def test_a_forked_process_does_not_hold_the_connection(ranks):
+    child = os.fork()
+    if not child:
+        os._exit(0 if ranks[0].connection.fileno() == -1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ranks[0].connection.fileno() != -1
+
+
+def test_the_kernel_notices_a_machine_that_is_gone_within_half_a_minute(ranks):
+    connection = ranks[0].connection
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    idle, every, count = (
+        connection.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert idle + every * count <= 30
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+
+
+def test_one_process_watches_nobody():
+    watch = FailureWatch(0, 1, 0)
+    watch.start("127.0.0.1", False, lambda value: pytest.fail("nobody to tell"))
+    watch.report(ValueError("alone"))
+    watch.close()
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_that_says_where():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        watch = FailureWatch(1, 2, 0)
+        with pytest.raises(
+            RuntimeError, match=rf"rank 1 \(.*\) cannot reach rank 0 at 127.0.0.1, port {port} .*MASTER_ADDR"
+        ):
+            watch.start("127.0.0.1", False, lambda value: (port, "secret", "rank 0"))
+
+
+def raised_from(error, cause):
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("NCCL error: remote process exited"), True),
+        (torch.distributed.DistBackendError("watchdog"), True),
+        (BrokenPipeError("Broken pipe"), True),
+        (raised_from(RuntimeError("the step failed"), torch.distributed.DistNetworkError("gone")), True),
+        (ValueError("NCCL is a word in a prompt"), False),
+        (RuntimeError("shapes do not match"), False),
+        (raised_from(ValueError("bad reward"), KeyError("answer")), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_an_error_that_follows_from_anothers_end_is_known(error, lost):
+    assert failure._lost_a_peer(error) is lost
+
+
+def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
+    places = []
+
+    class Spy(torch.nn.Module):
+        def forward(self):
+            places.extend([failure._place(sys._getframe()), failure._place(sys._getframe().f_back)])
+
+    Spy()()
+    line = Spy.forward.__code__.co_firstlineno + 1
+    test = "test_a_place_is_the_innermost_line_that_is_not_of_a_library"
+    assert places == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]

@@ -1,0 +1,121 @@
+"""What ranks do for test_resharding.py: read a checkpoint, write it again at once, train a step further, write that."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import lightning_rlhf.strategies.registry  # noqa: F401
+from lightning_rlhf.callbacks import KLControl, RunState
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
+from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.role_files import StoredRole
+from tests.distributed.tasks import parts, strategy_of
+from tests.stand_ins import quiet_trainer
+
+ROWS = 4  # of 13: three batches make an epoch, and checkpoints are taken inside one
+
+
+class SaveAt(Callback):
+    """Writes the state when training starts, and when it ends."""
+
+    def __init__(self, again: str | None, write: str | None) -> None:
+        self.again, self.write = again, write
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.again:
+            trainer.save_checkpoint(self.again)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.write:
+            trainer.save_checkpoint(self.write)
+
+
+def walk(runs: list[dict[str, Any]]) -> None:
+    """One run after the other.
+
+    Args:
+        runs: each ``strategy``, ``steps`` to have made at the end, ``options`` of the module, and if wanted ``read``
+            (checkpoint to resume from), ``again`` (where to write it at once), ``write`` (where to write the end).
+    """
+    for run in runs:
+        _walk(**run)
+
+
+def _walk(
+    strategy: Any,
+    steps: int,
+    options: dict[str, Any],
+    read: str | None = None,
+    again: str | None = None,
+    write: str | None = None,
+) -> None:
+    L.seed_everything(7, verbose=False)
+    torch.use_deterministic_algorithms(True)
+    module, data, callbacks = parts("ppo", rows=ROWS, **options)
+    callbacks += [KLControl(AdaptiveKL(target=0.1, horizon=32)), RunState(), SaveAt(again, write)]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = quiet_trainer(
+            strategy=strategy_of(strategy),
+            devices=int(os.environ["WORLD_SIZE"]),
+            default_root_dir=folder,
+            max_steps=steps,
+            max_epochs=-1,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            callbacks=callbacks,
+        )
+        trainer.fit(module, datamodule=data, ckpt_path=read)
+
+
+def roles(path: str | Path) -> dict[str, Any]:
+    """All that a checkpoint's roles hold, whole: by role, tensors and the optimizer's settings."""
+    found = {}
+    for folder in sorted(entry for entry in manifest.verified(Path(path)).iterdir() if entry.is_dir()):
+        role = StoredRole(folder)
+        tensors = {key: torch.zeros(role.shapes[key], dtype=role.dtypes[key]) for key in role.shapes}
+        role.read(tensors)
+        found[folder.name] = (tensors, role.settings)
+    return found
+
+
+def rest(path: str | Path) -> dict[str, Any]:
+    """What belongs to no role and must survive: the step, schedules, callbacks, the place in the data."""
+    state = torch.load(manifest.verified(Path(path)) / "state.pt", weights_only=True)
+    loader = state["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+    return {key: state[key] for key in ("global_step", "lr_schedulers", "callbacks")} | {"place": loader}
+
+
+def bits_that_differ(one: str | Path, other: str | Path) -> str | None:
+    """Where two checkpoints first differ; None if nowhere."""
+    ours, theirs = roles(one), roles(other)
+    if ours.keys() != theirs.keys():
+        return f"roles {sorted(ours)} and {sorted(theirs)}"
+    for role, (tensors, settings) in ours.items():
+        others, other_settings = theirs[role]
+        if odd := sorted(tensors.keys() ^ others.keys()):
+            return f"only one has {role} {odd[0]}"
+        for key, tensor in tensors.items():
+            if tensor.dtype != others[key].dtype or not torch.equal(tensor, others[key]):
+                return f"{role} {key}"
+        if settings != other_settings:
+            return f"{role}: settings of the optimizer"
+    ours, theirs = rest(one), rest(other)
+    return next((key for key in ours if ours[key] != theirs[key]), None)
+
+
+def largest_weight_difference(one: str | Path, other: str | Path) -> float:
+    """Between two checkpoints, absolute, over all weights."""
+    ours, theirs = roles(one), roles(other)
+    return max(
+        float((tensor.double() - theirs[role][0][key].double()).abs().max())
+        for role, (tensors, _) in ours.items()
+        for key, tensor in tensors.items()
+        if key.startswith("model.")
+    )

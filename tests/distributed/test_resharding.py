@@ -1,0 +1,135 @@
+"""A checkpoint written by any strategy on any number of processes is read by any other, to the bit.
+
+Each pair: the reader resumes from the writer's checkpoint and writes it again at once, which must give the same bits of
+weights, moments, counts and settings, the same schedules, KL controller and place in the data; then it trains one step
+further, which must lead to where a single process is led by the same checkpoint.
+
+    python -m tests.distributed.test_resharding      walks all pairs and prints the table of docs/checkpoints.md
+"""
+
+import itertools
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.reshard_ranks import bits_that_differ, largest_weight_difference, roles
+from tests.distributed.test_parity import DEEPSPEED, SHARDED
+
+FSDP = "lightning_rlhf.strategies.fsdp:RLHFFSDPStrategy"
+# Short name: strategy and number of processes.
+PLACES = {
+    "single": ("rlhf_single", 1),
+    "ddp 2": ("rlhf_ddp", 2),
+    "fsdp 2": ("rlhf_fsdp", 2),
+    "fsdp 3": ("rlhf_fsdp", 3),
+    "fsdp 4": ("rlhf_fsdp", 4),
+    "fsdp 4, tp 2": ([FSDP, {"tensor_parallel_size": 2}], 4),
+    "zero-1 2": ("rlhf_deepspeed_stage_1", 2),
+    "zero-2 2, offload": ("rlhf_deepspeed_stage_2_offload", 2),
+    "zero-3 2": ([DEEPSPEED, SHARDED], 2),
+    "zero-3 3": ([DEEPSPEED, SHARDED], 3),
+}
+BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "zero-1 2", "zero-3 2")
+PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"heads": 2}
+# Kind of run: its module's options, and which writer's checkpoint which reader reads.
+WALKS = {
+    "whole": (PLAIN, [*itertools.product(BASIC, BASIC)]),
+    "sizes that do not divide": (PLAIN, [("single", "fsdp 3"), ("zero-3 2", "fsdp 3"), ("single", "zero-3 3"),
+                                         ("fsdp 3", "zero-3 3"), ("zero-3 3", "fsdp 2"), ("fsdp 3", "single")]),
+    "offload": (PLAIN, [("zero-3 2", "zero-2 2, offload"), ("zero-2 2, offload", "single")]),
+    "tensor parallel": (HEADS, [("single", "fsdp 4, tp 2"), ("fsdp 4, tp 2", "zero-1 2"), ("fsdp 4, tp 2", "single")]),
+    "tied": (TIED, [("zero-3 2", "fsdp 2"), ("fsdp 2", "ddp 2"), ("ddp 2", "zero-3 2"), ("fsdp 2", "single")]),
+    "LoRA": (LORA, [("single", "zero-3 2"), ("zero-3 2", "fsdp 2"), ("fsdp 2", "zero-1 2"), ("zero-1 2", "single")]),
+}  # fmt: skip
+ERROR = 1e-5  # absolute, of weights, one step further
+
+
+def launch(runs):
+    """Each run on as many processes as its place has; one launch for all of a size."""
+    for count in sorted({PLACES[place][1] for place, _ in runs}):
+        asked = [{"strategy": PLACES[place][0], **run} for place, run in runs if PLACES[place][1] == count]
+        run_ranks("tests.distributed.reshard_ranks:walk", count, asked, seconds=900)
+
+
+def walked(kinds, folder):
+    """Walk all pairs of some kinds of run; gives kind, writer, reader, what differs, the error a step further."""
+    begun, written, read = [], [], []
+    for kind in kinds:
+        options, pairs = WALKS[kind]
+        at = Path(folder, kind)
+        begun.append(("single", {"steps": 1, "options": options, "write": f"{at}/start"}))
+        for writer in dict.fromkeys(writer for writer, _ in pairs):  # its own step, so that its own state is written
+            run = {"steps": 2, "options": options, "read": f"{at}/start", "write": f"{at}/{writer}"}
+            written.append((writer, run))
+        readers = {**dict.fromkeys(pairs), **dict.fromkeys((writer, "single") for writer, _ in pairs)}
+        for writer, reader in readers:
+            name = f"{at}/{writer} to {reader}"
+            run = {"steps": 3, "options": options, "read": f"{at}/{writer}", "again": f"{name}, again"}
+            read.append((reader, {**run, "write": f"{name}, on"}))
+    for runs in (begun, written, read):
+        launch(runs)
+    for kind in kinds:
+        for writer, reader in WALKS[kind][1]:
+            name, at = f"{writer} to {reader}", Path(folder, kind)
+            differs = bits_that_differ(at / writer, at / f"{name}, again")
+            yield (
+                kind,
+                writer,
+                reader,
+                differs,
+                largest_weight_difference(at / f"{name}, on", at / f"{writer} to single, on"),
+            )
+
+
+def assert_walks(kinds, folder):
+    seen = []
+    for kind, writer, reader, differs, error in walked(kinds, folder):
+        assert differs is None, f"{kind}, {writer} to {reader}: {differs}"
+        assert error <= ERROR, f"{kind}, {writer} to {reader}: {error}"
+        seen.append((kind, writer, reader))
+    assert seen == [(kind, *pair) for kind in kinds for pair in WALKS[kind][1]]
+
+
+def test_a_ring_of_pairs(tmp_path, monkeypatch):
+    """What the slow test does with all pairs, with three that meet every way of keeping state."""
+    ring = [("ddp 2", "fsdp 2"), ("fsdp 2", "zero-3 2"), ("zero-3 2", "ddp 2")]
+    monkeypatch.setitem(WALKS, "ring", (TIED, ring))
+    assert_walks(["ring"], tmp_path)
+    at = tmp_path / "ring"
+    # and the step between them moved weights and moments by more than is asked for
+    assert largest_weight_difference(at / "start", at / "ddp 2") > 10 * ERROR
+    assert "optim.state.lm.model.norm.weight.exp_avg_sq" in roles(at / "zero-3 2")["actor"][0]
+    assert bits_that_differ(at / "start", at / "ddp 2") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_pair_of_the_documented_table(tmp_path):
+    assert_walks(list(WALKS), tmp_path)
+
+
+def rows_of(text):
+    """The table's rows: kind, writer, reader, whether the bits are equal, the error one step further."""
+    return re.findall(r"^\| (.+?) \| `(.+?)` \| `(.+?)` \| (\w+) \| (\S+) \|$", text, re.MULTILINE)
+
+
+def test_the_documented_table_is_of_these_pairs_and_within_these_bounds():
+    rows = rows_of((ROOT / "docs/checkpoints.md").read_text())
+    assert [row[:3] for row in rows] == [(kind, *pair) for kind, (_, pairs) in WALKS.items() for pair in pairs]
+    assert all(equal == "equal" and float(error) <= ERROR for *_, equal, error in rows)
+
+
+def main():
+    print("| run | written by | read by | written again | one step further |")
+    print("|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, writer, reader, differs, error in walked(list(WALKS), folder):
+            print(f"| {kind} | `{writer}` | `{reader}` | {'equal' if differs is None else differs} | {error:.1e} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

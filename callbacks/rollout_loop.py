@@ -120,7 +120,7 @@ class RolloutLoop(Callback):
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         log_file, devices = directory.with_suffix(".log"), gpus(trainer.strategy.root_device)
-        self.engine.start(EngineSetup(directory, source.dtype, longest, log_file, devices))
+        self.engine.start(EngineSetup(directory, source.dtype, longest, log_file, devices, source.lora))
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Prompts that a step learns from."""
@@ -193,7 +193,13 @@ class RolloutLoop(Callback):
         """Give the engine the actor's weights, unless it has them; the version is the number of steps taken."""
         if self._pushed != trainer.global_step:
             assert self.engine is not None
-            self.engine.update_weights(module.roles.iter_full_params("actor"), trainer.global_step)
+            roles, version = module.roles, trainer.global_step
+            if not self.engine.swaps_adapters:
+                self.engine.update_weights(roles.iter_full_params("actor"), version)
+            else:
+                if self._pushed is None:
+                    self.engine.update_weights(roles.iter_base_params("actor"), version)
+                self.engine.update_adapters(roles.iter_adapters("actor"), version)
             self._pushed = trainer.global_step
 
     def _generate(self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float) -> list[Any]:
@@ -222,7 +228,8 @@ class RolloutLoop(Callback):
         bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0
         if not worst <= bound:
             assert self.engine is not None
-            parameters = module.roles.iter_full_params("actor")
+            roles = module.roles
+            parameters = (roles.iter_adapters if self.engine.swaps_adapters else roles.iter_full_params)("actor")
             name = self.engine.first_difference(parameters)
             deque(parameters, maxlen=0)  # every rank goes through all of them
             cause = (

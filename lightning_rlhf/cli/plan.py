@@ -117,7 +117,8 @@ def roles_of(module: Any, chosen: Strategy) -> list[Role]:
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
             model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
-            roles.append(Role(name, model, trained, source.dtype))
+            rank = source.lora.rank if trained and source.lora is not None else 0
+            roles.append(Role(name, model, trained, source.dtype, rank))
     return roles
 
 

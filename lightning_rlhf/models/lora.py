@@ -22,10 +22,11 @@ _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank adapters: an adapted layer computes ``W x + (alpha / rank) B A x`` ("LoRA", Hu et al. 2021, section 4.1).
+    """Low-rank adapters: an adapted layer computes ``W x + (alpha / rank) B A x``.
 
-    W is frozen; A (rank x inputs) is drawn from the run's seed, B (outputs x rank) begins as zeros, so that the model
-    begins as its source. There is no dropout: a ratio of probabilities needs both sides from the same network.
+    See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, section 4.1. W is frozen; A (rank x inputs)
+    is drawn from the run's seed, B (outputs x rank) begins as zeros, so that the model begins as its source. There is
+    no dropout: a ratio of probabilities needs both sides from the same network.
 
     Args:
         rank: of the product, at least 1.
@@ -62,7 +63,8 @@ class LoRA:
         """
         from peft import inject_adapter_in_model
 
-        config = self.peft_config(lm)
+        layers = self.targets(lm)
+        config = self.peft_config(layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values()))
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
@@ -74,40 +76,48 @@ class LoRA:
         if head is not None:
             head.requires_grad_(True)
 
-    def peft_config(self, lm: PreTrainedModel) -> Any:
-        """The same for peft, whose layers begin with zeros times numbers drawn from torch's generator.
+    def targets(self, lm: PreTrainedModel) -> dict[str, nn.Module]:
+        """The last parts of the names of the layers to put adapters beside, and the last such layer of each.
 
         Args:
-            lm: with or without adapters.
+            lm: without adapters.
+
+        Raises:
+            ValueError: a target is no linear layer of the backbone, or there are none.
+        """
+        named = lm.base_model.named_modules()
+        known = {_last(name): layer for name, layer in named if isinstance(layer, (nn.Linear, Conv1D))}
+        if not known:
+            raise ValueError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it whole")
+        if unknown := sorted(set(self.target_modules or ()) - known.keys()):
+            raise ValueError(
+                f"lora: {', '.join(unknown)} is no linear layer of {type(lm).__name__}'s blocks, which have "
+                f"{', '.join(sorted(known))}"
+            )
+        return {name: known[name] for name in self.target_modules or known}
+
+    def peft_config(self, targets: Iterable[str], transposed: bool) -> Any:
+        """The same for peft.
+
+        Args:
+            targets: last parts of the names of adapted layers.
+            transposed: whether these layers keep their weights as inputs x outputs, as GPT-2 does.
         """
         from peft import LoraConfig
 
-        layers = {name.removesuffix(_BASE[:-1]): module for name, module in _linear_layers(lm.base_model)}
-        wanted = set(self.target_modules or {name.rpartition(".")[2] for name in layers})
-        known = {name.rpartition(".")[2] for name in layers}
-        if unknown := sorted(wanted - known):
-            raise ValueError(
-                f"lora: {', '.join(unknown)} is no linear layer of {type(lm).__name__}'s blocks, which has "
-                f"{', '.join(sorted(known)) or 'none'}"
-            )
-        if not known:
-            raise ValueError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it whole")
-        chosen = [module for name, module in layers.items() if name.rpartition(".")[2] in wanted]
         return LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,
-            target_modules=sorted(wanted),
+            target_modules=sorted(set(targets)),
             lora_dropout=0.0,
             bias="none",
             task_type="CAUSAL_LM",
-            fan_in_fan_out=isinstance(chosen[0], Conv1D),
+            fan_in_fan_out=transposed,
         )
 
 
-def _linear_layers(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in backbone.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and not is_adapter(f".{name}.weight"):
-            yield name, module
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def is_adapter(name: str) -> bool:
@@ -226,24 +236,26 @@ def frozen_names(module: nn.Module) -> set[str]:
     return {name for name, parameter in named if not parameter.requires_grad}
 
 
-def save_adapter(lora: LoRA | None, lm: PreTrainedModel, weights: dict[str, Tensor], directory: str | Path) -> None:
+def save_adapter(lora: LoRA | None, weights: dict[str, Tensor], directory: Path, base: str | None = None) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft and vLLM put onto the same base.
 
     Args:
-        lora: the adapters.
-        lm: that has them.
+        lora: what the adapters are.
         weights: of the adapters, whole, by the names of ``named_parameters``.
-        directory: created if absent.
+        directory: created if absent; files of an earlier adapter are replaced.
+        base: directory or hub id of the model that they are for, if it has one.
     """
     from safetensors.torch import save_file
 
     assert lora is not None
-    config = lora.peft_config(lm)
-    config.base_model_name_or_path = lm.name_or_path or None
-    config.inference_mode = True
+    targets = (_last(name.removesuffix(_UP)) for name in weights if name.endswith(_UP))
+    config = lora.peft_config(targets, transposed=False)  # peft sees for itself when it loads them
+    config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory)
-    files = {peft_name(name): tensor.contiguous() for name, tensor in weights.items()}
-    save_file(files, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+    draft = directory / "adapter_model.safetensors.new"
+    named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(named, draft, metadata={"format": "pt"})
+    draft.replace(directory / "adapter_model.safetensors")  # whoever still reads the old one keeps it
 
 
 def check_same(sources: dict[str, Any], stored: dict[str, Any]) -> None:

@@ -263,10 +263,11 @@ class RoleModule(LightningModule):
         for name, tensor in self.roles.iter_adapters(role) if adapter else self.roles.iter_full_params(role):
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
+        model = getattr(self, role)
         if write and adapter:
-            save_adapter(self.sources[role].lora, getattr(self, role).lm, weights, directory)
+            save_adapter(self.sources[role].lora, weights, Path(directory), model.lm.name_or_path or None)
         elif write:
-            getattr(self, role).save_pretrained(directory, weights)
+            model.save_pretrained(directory, weights)
 
     @torch.no_grad()
     def parameter_counts(self) -> dict[str, int]:

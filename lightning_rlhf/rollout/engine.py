@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import Completion, SamplingParams
 
 
@@ -28,6 +29,7 @@ class EngineSetup:
         max_tokens: longest prompt with response, in tokens.
         log: file that the engine's own output goes to.
         devices: GPUs for this engine, from :func:`gpus`; empty leaves the choice to the engine.
+        lora: the actor's adapters, for engines that take them by themselves.
     """
 
     model: Path
@@ -35,6 +37,7 @@ class EngineSetup:
     max_tokens: int
     log: Path
     devices: tuple[str, ...] = ()
+    lora: LoRA | None = None
 
 
 def gpus(device: torch.device) -> tuple[str, ...]:
@@ -64,6 +67,11 @@ class RolloutEngine(ABC):
         What several of them ask in the same words is generated once, and all of them get it.
         """
         return 1
+
+    @property
+    def swaps_adapters(self) -> bool:
+        """Whether LoRA adapters are sent by themselves, after the weights that they change, which are sent once."""
+        return False
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most can draw anything)
         """Refuse, before anything is started, what the engine cannot draw.
@@ -98,6 +106,18 @@ class RolloutEngine(ABC):
         Raises:
             EngineDied: the engine is gone.
         """
+
+    def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace the adapters; only of engines that swap them.
+
+        Args:
+            parameters: (name in the actor, tensor), each valid only until the next.
+            version: of the policy.
+
+        Raises:
+            EngineDied: the engine is gone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is sent merged weights")
 
     @abstractmethod
     def generate(

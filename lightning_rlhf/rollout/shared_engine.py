@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +40,11 @@ class SharedEngine(RolloutEngine):
         """See :meth:`RolloutEngine.ranks`."""
         return self._ranks
 
+    @property
+    def swaps_adapters(self) -> bool:
+        """See :meth:`RolloutEngine.swaps_adapters`."""
+        return self._engine.swaps_adapters
+
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""
         self._engine.check(sampling)
@@ -67,11 +73,18 @@ class SharedEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, whatever happens."""
-        group, parameters = self._running, iter(parameters)
+        self._push(self._engine.update_weights, iter(parameters), version)
+
+    def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_adapters`; every rank exhausts the parameters, whatever happens."""
+        self._push(self._engine.update_adapters, iter(parameters), version)
+
+    def _push(self, update: Callable[[Any, int], None], parameters: Iterator[tuple[str, Tensor]], version: int) -> None:
+        group = self._running
 
         def push() -> None:
             try:
-                self._engine.update_weights(parameters, version)
+                update(parameters, version)
             finally:
                 deque(parameters, maxlen=0)
 

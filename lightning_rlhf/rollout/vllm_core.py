@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from lightning_rlhf.rollout.weight_sync import Slot
@@ -23,6 +24,7 @@ class VLLMCore:
         self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
         self._engine = self._llm.llm_engine
         self._version = -1
+        self._adapter: LoRARequest | None = None
 
     def load(self, weights: dict[str, Any], version: int) -> None:
         """Take new weights from shared memory and forget every cached prefix of the old ones.
@@ -31,9 +33,29 @@ class VLLMCore:
             RuntimeError: a cached prefix could not be dropped because requests are running.
         """
         self._llm.collective_rpc("receive_weights", kwargs=weights)
+        self._adapter = None  # vLLM forgets it with the weights it was for
+        self._forget_prefixes()
+        self._version = version
+
+    def swap(self, adapter: str, version: int) -> None:
+        """Answer with a LoRA adapter from now on, and forget every cached prefix.
+
+        Args:
+            adapter: directory that peft could have written; it may be overwritten afterwards.
+            version: of the policy.
+
+        Raises:
+            RuntimeError: vLLM did not take it, or a cached prefix could not be dropped because requests are running.
+        """
+        if not self._engine.add_lora(LoRARequest("policy", 1, adapter, load_inplace=True)):
+            raise RuntimeError(f"vLLM did not take the adapter in {adapter}")
+        self._adapter = LoRARequest("policy", 1, adapter)
+        self._forget_prefixes()
+        self._version = version
+
+    def _forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
-        self._version = version
 
     def lost(self, weights: dict[str, Any]) -> str | None:
         """Take the same weights again and see whether all arrive.
@@ -70,7 +92,8 @@ class VLLMCore:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(request["id"], TokensPrompt(prompt_token_ids=request["prompt"]), sampling)
+        prompt = TokensPrompt(prompt_token_ids=request["prompt"])
+        self._engine.add_request(request["id"], prompt, sampling, lora_request=self._adapter)
 
     @property
     def busy(self) -> bool:

@@ -1,7 +1,7 @@
 """The engine process: hosts vLLM and answers one trainer over a socket pair. Run by :mod:`.supervisor`.
 
-Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``trace``, ``add``, ``close``. To the
-trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the process then
+Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``swap``, ``trace``, ``add``, ``close``. To
+the trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the process then
 ends).
 """
 
@@ -59,6 +59,9 @@ def _obey(core: Any, message: dict[str, Any], say: Any) -> None:
             core.add(message["requests"])
         elif message["kind"] == "load":
             core.load(message["weights"], message["version"])
+            say("reply", id=message["id"])
+        elif message["kind"] == "swap":
+            core.swap(message["adapter"], message["version"])
             say("reply", id=message["id"])
         elif message["kind"] == "trace":
             say("reply", id=message["id"], lost=core.lost(message["weights"]))

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
-from lightning_rlhf.models.lora import is_adapter, merged
+from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.strategies.names import OURS
 
 
@@ -87,6 +87,11 @@ class Roles:
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Of :meth:`iter_own_params` the adapters alone."""
         return self.iter_own_params(name, is_adapter)
+
+    def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """(transformers name, whole tensor) of the model without its adapters."""
+        for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
+            yield base_name(parameter_name), parameter
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all shares of the data. All ranks."""

@@ -1,0 +1,319 @@
+"""Adapters: what is trained, what is merged, what is left when they are switched off."""
+
+import copy
+import importlib.util
+import json
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.models.lora import LoRA, adapters_off, check_same, described, is_adapter, merged, save_adapter
+from tests.stand_ins import TINY_LLAMA
+
+IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 3, 4]])
+INDEX = torch.arange(4).expand(2, -1)
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 11, "n_embd": 32, "n_layer": 1, "n_head": 1, "n_positions": 16,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ARCHITECTURES = pytest.mark.parametrize(
+    "architecture", [TINY_LLAMA, TINY_LLAMA | {"tie_word_embeddings": True}, GPT2], ids=["untied", "tied", "gpt2"]
+)
+
+
+def source(architecture=TINY_LLAMA, lora=None, **options):
+    return FromConfig(architecture, seed=0, lora=lora or LoRA(rank=4, alpha=8), **options)
+
+
+def trained(model):
+    """The model after some training: no adapter is zero."""
+    draw = torch.Generator().manual_seed(5)
+    for name, parameter in model.lm.named_parameters():
+        if is_adapter(name):
+            parameter.data.normal_(std=0.3, generator=draw)
+    return model
+
+
+def logprobs(model, **options):
+    return model(IDS, INDEX, IDS[:, 1:], torch.ones(2, 4, dtype=torch.bool), **options).logprobs
+
+
+def plain(lm):
+    return {name: parameter.detach() for name, parameter in lm.named_parameters()}
+
+
+def equal(ours, theirs):
+    return list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+
+
+def test_every_linear_layer_of_the_blocks_gets_an_adapter_and_nothing_else_is_trained():
+    model = source().causal()
+    names = {name for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
+    assert len(names) == 2 * len(LINEAR) * 2  # layers, matrices of an adapter
+    assert all(is_adapter(name) for name in names)
+    assert {name.split(".")[4] for name in names} == set(LINEAR)
+
+
+def test_named_layers_alone_get_one():
+    model = source(lora=LoRA(2, 4, ["q_proj", "v_proj"])).causal()
+    names = [name for name, parameter in model.lm.named_parameters() if parameter.requires_grad]
+    assert {name.split(".")[4] for name in names} == {"q_proj", "v_proj"}
+    assert {tuple(model.lm.get_parameter(name).shape) for name in names} == {(2, 32), (32, 2)}
+
+
+def test_the_head_of_a_scalar_model_is_trained_whole():
+    model = source().scalar()
+    names = {name for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
+    assert {name for name in names if not is_adapter(name)} == {"score.weight"}
+    assert len(names) == 2 * len(LINEAR) * 2 + 1
+
+
+def test_adapters_are_float32_beside_weights_that_are_not():
+    model = source(dtype="bfloat16").causal()
+    kinds = {is_adapter(name): parameter.dtype for name, parameter in model.lm.named_parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_gradients_reach_every_adapter_and_no_weight():
+    model = trained(source().causal().train())
+    logprobs(model).sum().backward()
+    for name, parameter in model.lm.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.abs().sum() > 0) == is_adapter(name), name
+
+
+# -- where they begin -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@ARCHITECTURES
+def test_the_model_begins_as_its_source_to_the_bit(architecture, dtype):
+    adapted = source(architecture, dtype=dtype)
+    assert torch.equal(logprobs(adapted.causal()), logprobs(replace(adapted, lora=None).causal()))
+    scores = [made.scalar()(IDS, INDEX) for made in (adapted, replace(adapted, lora=None))]
+    assert torch.equal(*scores)
+
+
+def test_the_runs_seed_decides_where_they_begin_and_nothing_else_does(monkeypatch):
+    def begin():
+        return plain(source().causal().lm)
+
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    one = begin()
+    torch.rand(5)
+    state = torch.get_rng_state()
+    assert equal(one, begin())
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
+    other = begin()
+    differ = {name for name in one if not torch.equal(one[name], other[name])}
+    assert differ == {name for name in one if ".lora_A." in name}
+    assert not any(one[name].any() for name in one if ".lora_B." in name)
+    first, second = (one[f"model.layers.{layer}.self_attn.q_proj.lora_A.default.weight"] for layer in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_actor_and_critic_of_one_source_do_not_begin_with_the_same_numbers():
+    actor, critic = plain(source().causal().lm), plain(source().scalar().lm)
+    assert not any(torch.equal(actor[name], critic[name]) for name in actor if ".lora_A." in name)
+
+
+def test_what_has_no_data_yet_is_laid_out_as_what_is_loaded(tmp_path):
+    """Other ranks know only the configuration until they are sent their shards."""
+    source().causal().save_pretrained(tmp_path)
+    for made in (source(dtype="bfloat16"), Pretrained(str(tmp_path), lora=LoRA(4, 8))):
+        with torch.device("meta"):
+            bare = plain(made.causal().lm)
+        loaded = plain(made.causal().lm)
+        assert {name: (t.shape, t.dtype) for name, t in bare.items()} == {
+            name: (t.shape, t.dtype) for name, t in loaded.items()
+        }
+        assert all(tensor.is_meta for tensor in bare.values())
+
+
+# -- switched off -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@ARCHITECTURES
+def test_switched_off_the_trained_model_is_its_source_to_the_bit(architecture, dtype):
+    adapted = source(architecture, dtype=dtype)
+    model, base = trained(adapted.causal()), replace(adapted, lora=None).causal()
+    with torch.no_grad():
+        assert torch.equal(logprobs(model, adapters=False), logprobs(base))
+        assert not torch.equal(logprobs(model), logprobs(base))
+
+
+def test_switched_on_again_whatever_happened_and_still_trained():
+    model = trained(source().causal())
+    before = logprobs(model)
+    with pytest.raises(KeyError), adapters_off(model):
+        raise KeyError
+    logprobs(model, adapters=False)
+    assert torch.equal(logprobs(model), before)
+    assert all(p.requires_grad == is_adapter(name) for name, p in model.lm.named_parameters())
+
+
+def test_a_model_without_adapters_cannot_switch_them_off():
+    model = replace(source(), lora=None).causal()
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters that could be switched off"):
+        logprobs(model, adapters=False)
+
+
+def test_peft_still_reads_the_switch_where_it_is_set():
+    """Found in peft 0.21.2; if this fails, look at what BaseTunerLayer.enable_adapters sets now."""
+    layer = next(module for module in source().causal().modules() if isinstance(module, LoraLayer))
+    assert layer.disable_adapters is layer._disable_adapters is False
+    layer.enable_adapters(False)
+    assert layer._disable_adapters is True
+    layer.enable_adapters(True)
+    assert layer._disable_adapters is False
+
+
+# -- merged -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft sees for itself that GPT-2 is other
+@ARCHITECTURES
+def test_merged_weights_are_pefts_own_under_the_names_of_the_base(architecture, dtype, tmp_path):
+    adapted = source(architecture, dtype=dtype)
+    base, model = replace(adapted, lora=None).causal().lm, trained(adapted.causal())
+    before = {name: tensor.clone() for name, tensor in plain(model.lm).items()}
+    ours = {name: tensor.clone() for name, tensor in merged(model.lm, plain(model.lm).items())}
+    save_adapter(adapted.lora, {name: t for name, t in before.items() if is_adapter(name)}, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).merge_and_unload()
+    assert equal(ours, plain(theirs))
+    assert list(ours) == list(plain(base))
+    assert not equal(ours, plain(base))
+    assert equal(plain(model.lm), before)  # a merge changes nothing
+
+
+def test_the_merged_model_computes_what_the_adapted_one_does(tmp_path):
+    model = trained(source().causal())
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logprobs(Pretrained(str(tmp_path)).causal()), logprobs(model), atol=1e-5, rtol=0)
+
+
+def test_merging_needs_each_tensor_only_until_the_next():
+    model = trained(source(TINY_LLAMA | {"attention_bias": True}).causal())
+    expected = {name: tensor.clone() for name, tensor in merged(model.lm, plain(model.lm).items())}
+    assert any(name.endswith("q_proj.bias") for name in expected)
+
+    def passing():
+        memory = torch.empty(2000)
+        for name, tensor in plain(model.lm).items():
+            yield name, memory[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            memory.fill_(torch.nan)
+
+    found = {}
+    for name, tensor in merged(model.lm, passing()):
+        found[name] = tensor.clone()
+    assert equal(found, expected)
+
+
+def test_a_model_without_adapters_is_passed_through_untouched():
+    lm = replace(source(), lora=None).causal().lm
+    given = plain(lm)
+    assert all(tensor is given[name] for name, tensor in merged(lm, given.items()))
+
+
+def test_scalar_models_are_saved_merged_with_their_head(tmp_path):
+    model = trained(source().scalar())
+    model.lm.score.weight.data.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(Pretrained(str(tmp_path)).scalar()(IDS, INDEX), model(IDS, INDEX), atol=1e-5, rtol=0)
+
+
+# -- as files ---------------------------------------------------------------------------------------------------------
+
+
+def test_peft_puts_the_saved_adapter_onto_the_base(tmp_path):
+    replace(source(), lora=None).causal().save_pretrained(tmp_path / "base")
+    model = trained(Pretrained(str(tmp_path / "base"), lora=LoRA(3, 12, ["q_proj", "down_proj"])).causal())
+    weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
+    save_adapter(LoRA(3, 12, ["q_proj", "down_proj"]), weights, tmp_path / "adapter", str(tmp_path / "base"))
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (written["r"], written["lora_alpha"], written["lora_dropout"]) == (3, 12, 0.0)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = torch.nn.functional.log_softmax(loaded(IDS).logits, -1)[:, :-1].gather(2, IDS[:, 1:, None])
+        torch.testing.assert_close(logprobs(model), expected.squeeze(2), atol=1e-6, rtol=0)
+
+
+def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
+    model = trained(source().causal())
+    weights = {name: tensor for name, tensor in plain(model.lm).items() if is_adapter(name)}
+    save_adapter(LoRA(4, 8), weights, tmp_path)
+    read = load_file(tmp_path / "adapter_model.safetensors")
+    kept = {name: tensor.clone() for name, tensor in read.items()}
+    save_adapter(LoRA(4, 8), {name: tensor + 1 for name, tensor in weights.items()}, tmp_path)
+    assert equal(read, kept)
+    again = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], kept[name] + 1) for name in kept)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8), "lora: rank must be at least 1, got 0"),
+        ((4, 0), "lora: alpha must be at least 1, got 0"),
+        ((4, 8, []), "lora: target_modules names no layer; leave it out to adapt all linear layers"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LoRA(*arguments)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "query"])
+def test_what_is_no_linear_layer_of_the_blocks_cannot_be_adapted(name):
+    known = ", ".join(sorted(LINEAR))
+    message = f"^lora: {name} is no linear layer of LlamaForCausalLM's blocks, which have {known}$"
+    with pytest.raises(ValueError, match=message):
+        source(lora=LoRA(4, 8, ["q_proj", name])).causal()
+
+
+def test_a_model_without_linear_layers_is_refused():
+    lm = replace(source(), lora=None).causal().lm
+    lm.model.layers = torch.nn.ModuleList()
+    with pytest.raises(ValueError, match=r"^lora: LlamaForCausalLM has no linear layers to adapt; train it whole$"):
+        LoRA(4, 8).add_to(lm)
+
+
+def test_without_peft_there_is_one_sentence(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    with pytest.raises(ModuleNotFoundError) as error:
+        LoRA(4, 8)
+    assert str(error.value) == "lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'"
+
+
+def test_a_checkpoint_of_other_adapters_is_refused():
+    sources = {"actor": source(), "ref": replace(source(), lora=None)}
+    stored = described(sources)
+    check_same(sources, stored)
+    with pytest.raises(ValueError, match=r"written with lora \{'rank': 4, 'alpha': 8, .*this run has \{'rank': 4, 'al"):
+        check_same({"actor": source(lora=LoRA(4, 16))}, stored)
+    with pytest.raises(ValueError, match=r"^the checkpoint was written with lora null of the actor, and this run has"):
+        check_same(sources, {})
+    with pytest.raises(ValueError, match=r"of the actor, and this run has null: configure what it was, or start a new"):
+        check_same({"actor": replace(source(), lora=None)}, stored)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -23,11 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf import launch_environment
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, with_bucket
-from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping
+from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread
 from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.layers import layers
 from lightning_rlhf.strategies.role_files import RoleState
 
@@ -41,8 +41,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     of them in the optimizer. So does a source with ``dtype: bfloat16``. Rollout engines are sent the bfloat16 values,
     which are the ones the policy computes with, in the dtype of the source.
 
-    A role from a configuration is built whole in every process before it is spread; one from a directory or the hub is
-    spread while it is loaded.
+    Under stage 3 rank 0 loads each role and needs host memory for all of it; the others never hold more than their
+    shares and one parameter.
 
     Args:
         stage: 1 spreads the optimizer's state, 2 gradients too, 3 weights too.
@@ -79,8 +79,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             )
         self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
         whole = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is first imported
+        launch_environment.apply()  # before deepspeed is imported, which reads it
         super().__init__(
             config=whole,
             timeout=timeout,
@@ -108,7 +107,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         if device == "cuda":
             super().setup_environment()
             return
-        os.environ.setdefault("LOCAL_SIZE", str(self.num_processes))  # or DeepSpeed guesses from the cores
+        launch_environment.apply(self.num_processes)
         super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
         self.watch_ranks()
 
@@ -141,21 +140,18 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return nullcontext()
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """See :meth:`Roles.build_role`."""
+        """Under stage 3 load on rank 0 alone and hand out shares, a parameter at a time; see :meth:`Roles.build_role`.
+
+        transformers can spread a model while every rank loads it, but rounds rotary frequencies to bfloat16 then.
+        """
         if not self.zero_stage_3:
             return self._in_its_dtype(name, build())
-        import deepspeed
-        from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-        config = self.role_config(name)
-        # As long as this object lives, transformers spreads what it loads, but draws other weights than in one process.
-        spread_at_loading = None if isinstance(self.module.sources[name], FromConfig) else HfDeepSpeedConfig(config)
-        model = self._in_its_dtype(name, build())
-        del spread_at_loading
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(self.root_device)
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # what is spread already is left alone
-        return model
+        role = self._in_its_dtype(name, loaded_by_first_rank(name, shapes_of(build), build))
+        for module in role.modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                setattr(module, key, from_first_rank(buffer, self.root_device))
+        spread(role, self.role_config(name), self.root_device)
+        return role
 
     def role_config(self, name: str) -> dict[str, Any]:
         """The DeepSpeed configuration of a role's engine."""
@@ -185,26 +181,18 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         if fitting:
             super(DeepSpeedStrategy, self).setup_optimizers(trainer)
         self.setup_precision_plugin()
-        trained = self.module.trained_roles if fitting else ()
-        for name, optimizer in zip(trained, self.optimizers if fitting else (), strict=True):
-            role = getattr(self.module, name)
-            learned = [parameter for parameter in role.parameters() if parameter.requires_grad]
-            self._engines[name], *_ = deepspeed.initialize(
-                model=role,
-                optimizer=optimizer,
-                model_parameters=learned,
-                config=with_bucket(self.role_config(name), learned),
-                dist_init_required=False,
-            )
+        optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True)) if fitting else {}
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
-            if name in self._engines:
-                continue
-            role = getattr(self.module, name)
-            if not self.zero_stage_3:
+            role, config, learns = getattr(self.module, name), self.role_config(name), {}
+            if name in optimizers:
+                learned = [parameter for parameter in role.parameters() if parameter.requires_grad]
+                learns = {"optimizer": optimizers[name], "model_parameters": learned}
+                config = with_bucket(config, learned)
+            elif not self.zero_stage_3:
                 role.to(self.root_device)
                 continue
             self._engines[name], *_ = deepspeed.initialize(
-                model=role, config=self.role_config(name), dist_init_required=False
+                model=role, config=config, dist_init_required=False, **learns
             )
         self.barrier()
 
@@ -260,6 +248,12 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         from lightning_rlhf.strategies.zero_state import zero_load
 
         zero_load(getattr(self.module, name), self._zero_optimizer(name), folder)
+
+    @property
+    def optimizer_device(self) -> torch.device:
+        """See :attr:`ReshardableCheckpoints.optimizer_device`."""
+        offloaded = "offload_optimizer" in self.config["zero_optimization"]  # type: ignore[index]
+        return torch.device("cpu") if offloaded else self.root_device
 
     def _zero_optimizer(self, name: str) -> Any:
         return self._engines[name].optimizer if self._fitting else None

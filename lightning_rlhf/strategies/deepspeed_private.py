@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def gradient_norm(engine: Any) -> Tensor:
@@ -31,6 +31,32 @@ def gradient_norm(engine: Any) -> Tensor:
 def set_clipping(engine: Any, max_norm: float | None) -> None:
     """Let the next ``step()`` clip to a norm; None leaves gradients as they are."""
     engine.optimizer.clip_grad = 0.0 if max_norm is None else max_norm
+
+
+def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> None:
+    """Leave every process its share of each of rank 0's parameters, under ZeRO-3. All ranks.
+
+    DeepSpeed's own way to do that to a whole module knows no ranks that have shapes alone.
+
+    Args:
+        role: with weights on rank 0; elsewhere on the meta device.
+        config: of the role's engine.
+        device: of this rank, where one parameter at a time is whole.
+    """
+    import deepspeed
+
+    init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
+    shares: dict[Tensor, nn.Parameter] = {}  # by what was there before; tied parameters stay tied
+    for module in role.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter not in shares:
+                share = parameter
+                if parameter.is_meta:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    share = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                init._convert_to_zero_parameters([share])  # takes rank 0's values
+                shares[parameter] = share
+            setattr(module, key, shares[parameter])
 
 
 def _norms(optimizer: Any) -> list[Tensor]:

@@ -15,9 +15,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
 
@@ -105,10 +105,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         Raises:
             ValueError: tensor parallelism is not known for this model, or it was not built the same everywhere.
         """
-        with torch.device("meta"):
-            bare: Any = build()
+        bare = shapes_of(build)
         tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # refused before weights are loaded
-        role: Any = ranks.together(lambda: _like(bare, build(), name) if self.global_rank == 0 else bare)
+        role = loaded_by_first_rank(name, bare, build)
         trained = name in self.module.trained_roles
         if trained and self.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -120,10 +119,6 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
         A frozen root must be told to reshard: nothing else would ever free what its forward has gathered.
         """
-        types = self.broadcast({key: tensor.dtype for key, tensor in _tensors(role)})
-        for key, tensor in _tensors(role):
-            if tensor.is_meta:  # loading keeps some weights in another type than a configuration says
-                tensor.data = tensor.data.to(types[key])
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
             "reshard_after_forward": reshard,
@@ -149,19 +144,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         for module in modules:
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter not in received:
-                    whole = self._from_rank_0(parameter)
+                    whole = from_first_rank(parameter, self.root_device)
                     received[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
                 setattr(module, key, received[parameter])
             for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                setattr(module, key, self._from_rank_0(buffer))
-
-    def _from_rank_0(self, tensor: Tensor) -> Tensor:
-        if self.global_rank == 0:
-            whole = tensor.detach().to(self.root_device).contiguous()
-        else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.root_device)
-        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # bytes: not every type is known to every backend
-        return whole
+                setattr(module, key, from_first_rank(buffer, self.root_device))
 
     @property
     def _precision_policy(self) -> MixedPrecisionPolicy:
@@ -232,30 +219,3 @@ def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:
             yield from (block for block in child if any(True for _ in block.parameters()))
         else:
             yield from _repeated_blocks(child)
-
-
-def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
-    """The loaded role, which has the same tensors as the bare one that other ranks have."""
-    different = sorted(_layout(loaded) ^ _layout(bare))
-    if different:
-        raise ValueError(
-            f"the {name} must have the same tensors where its weights are loaded (rank 0) as where its configuration "
-            f"alone is read (all others), but these differ: {'; '.join(different[:3])}"
-        )
-    return loaded
-
-
-def _layout(role: nn.Module) -> set[str]:
-    """What must be the same on all ranks before weights are sent: names, shapes, and what is tied to what."""
-    first: dict[Tensor, str] = {}
-    return {
-        f"{name} {tuple(tensor.shape)} with{'' if tensor.requires_grad else 'out'} gradient"
-        + (f", tied to {first[tensor]}" if first.setdefault(tensor, name) != name else "")
-        for name, tensor in _tensors(role)
-    }
-
-
-def _tensors(role: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones under every name."""
-    yield from role.named_parameters(remove_duplicate=False)
-    yield from role.named_buffers(remove_duplicate=False)

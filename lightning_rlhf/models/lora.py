@@ -24,9 +24,9 @@ _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}
 class LoRA:
     """Low-rank adapters: an adapted layer computes ``W x + (alpha / rank) B A x``.
 
-    See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, section 4.1. W is frozen; A (rank x inputs)
-    is drawn from the run's seed, B (outputs x rank) begins as zeros, so that the model begins as its source. There is
-    no dropout: a ratio of probabilities needs both sides from the same network.
+    See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen; A (rank by inputs)
+    is drawn from the run's seed, B (outputs by rank) begins as zeros, so that the model begins as its source. There
+    is no dropout: a ratio of probabilities needs both sides from the same network.
 
     Args:
         rank: of the product, at least 1.

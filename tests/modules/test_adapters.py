@@ -1,0 +1,142 @@
+"""Roles with adapters: one model is actor and reference, and only what is trained is kept."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import FromConfig, GRPOModule, PPOModule, RewardModule, SFTModule
+from lightning_rlhf.models.lora import LoRA, is_adapter
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.strategies.roles import PlainRoles
+from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
+
+LORA = LoRA(rank=4, alpha=8)
+ACTOR = TinyModel(lora=LORA)
+ELSEWHERE = FromConfig(TINY_LLAMA, seed=0)  # the same weights as the actor's, as a source of its own
+SGD = partial(torch.optim.SGD, lr=0.5)
+BATCHES = [rollout_of(responses(6, seed=seed)) for seed in range(4)]
+
+
+def made(kind=PPOModule, actor=ACTOR, **options):
+    optimizers = {"actor_optimizer": SGD} | ({"critic_optimizer": SGD} if kind is PPOModule else {})
+    given = {"kl_loss": KLTerm(0.3, "k3"), "minibatch_size": 3, "micro_batch_tokens": 15} | optimizers | options
+    if kind is PPOModule:
+        given = {"kl_reward": KLTerm(0.2)} | given
+    return kind(actor, **given)
+
+
+def weights(module):
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def equal(ours, theirs):
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is_loaded():
+    module = made()
+    assert set(module.sources) == {"actor", "critic"}
+    assert module.frozen_roles == ()
+    metrics = fit(module, BATCHES).callback_metrics
+    assert not hasattr(module, "ref")
+    assert metrics["kl/ref"] != 0
+    experience = module.experience
+    base = replace(ACTOR, lora=None).causal()
+    module.build_role = lambda name: base  # a module whose actor is the base says what the reference should
+    expected = made(actor=replace(ACTOR, lora=None))
+    expected.configure_model()
+    with torch.no_grad():
+        asked = expected.by_rows(partial(expected.actor_scores, "actor"), experience.rollout)[0]
+    assert torch.equal(experience.ref_logprobs, asked)
+    assert not torch.equal(experience.old_logprobs, asked)
+
+
+def test_a_run_with_a_second_copy_of_the_reference_is_the_same_to_the_bit():
+    one, two = made(), made(ref=ELSEWHERE)
+    assert two.frozen_roles == ("ref",)
+    ours, theirs = fit(one, BATCHES).callback_metrics, fit(two, BATCHES).callback_metrics
+    assert ours["kl/ref"] != 0
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if not name.startswith("time/"):
+            torch.testing.assert_close(value, theirs[name], atol=0, rtol=0, equal_nan=True, msg=name)
+    assert equal(weights(one), {name: t for name, t in weights(two).items() if not name.startswith("ref.")})
+
+
+@pytest.mark.parametrize("ref", [None, ACTOR, replace(ACTOR, lora=None)], ids=["none", "same", "without lora"])
+def test_the_actors_own_source_is_not_loaded_twice_however_it_is_named(ref):
+    assert "ref" not in made(ref=ref).sources
+
+
+def test_a_module_without_kl_has_no_reference_to_measure():
+    module = made(kl_loss=KLTerm(), kl_reward=KLTerm())
+    assert "kl/ref" not in fit(module, BATCHES[:1]).callback_metrics
+
+
+@pytest.mark.parametrize("kind", [PPOModule, GRPOModule, SFTModule, RewardModule])
+def test_optimizers_hold_adapters_and_the_head_of_scalar_models_alone(kind):
+    module = made(kind) if kind in (PPOModule, GRPOModule) else kind(ACTOR)
+    module.configure_model()
+    optimizers = module.configure_optimizers()
+    for role, entry in zip(module.trained_roles, optimizers, strict=True):
+        named = {id(parameter): name for name, parameter in getattr(module, role).lm.named_parameters()}
+        held = {named[id(p)] for group in entry["optimizer"].param_groups for p in group["params"]}
+        head = {"score.weight"} if role in ("critic", "reward_model") else set()
+        assert held == {name for name in named.values() if is_adapter(name)} | head
+
+
+def test_the_critic_has_adapters_where_it_starts_as_the_actor_does_and_not_where_it_has_a_source_of_its_own():
+    for critic, adapted in ((None, True), ("actor", True), (ELSEWHERE, False)):
+        module = made(critic=critic)
+        module.configure_model()
+        assert any(is_adapter(name) for name, _ in module.critic.lm.named_parameters()) == adapted
+
+
+@pytest.mark.parametrize("role", ["ref", "reward_model"])
+def test_a_frozen_role_has_no_adapters(role):
+    with pytest.raises(ValueError, match=f"^the {role} is not trained, so its source can have no lora: leave it out"):
+        made(**{role: TinyModel(seed=7, lora=LORA)})
+
+
+def test_an_engine_is_sent_merged_weights_and_a_push_changes_nothing():
+    module = made()
+    fit(module, BATCHES)
+    before, roles = weights(module), PlainRoles(module)
+    merged = {name: tensor.clone() for name, tensor in roles.iter_full_params("actor")}
+    base = {name: tensor.clone() for name, tensor in roles.iter_base_params("actor")}
+    adapters = dict(roles.iter_adapters("actor"))
+    assert equal(weights(module), before)
+    source = {name: tensor.detach() for name, tensor in replace(ACTOR, lora=None).causal().lm.named_parameters()}
+    assert equal(base, source)
+    assert list(merged) == list(source)
+    assert {name for name in merged if not torch.equal(merged[name], base[name])} == {
+        f"{name.partition('.lora_')[0]}.weight" for name in adapters
+    }
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["auto", "rlhf_single"])
+def test_a_resumed_run_is_the_uninterrupted_one_and_frozen_weights_are_not_written(strategy, tmp_path):
+    adam = {"actor_optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}
+    whole, first, second = (made(**adam) for _ in range(3))
+    options = {"strategy": strategy, "default_root_dir": tmp_path, "max_epochs": -1}
+    fit(whole, BATCHES[:1], max_steps=4, **options)
+    fit(first, BATCHES[:1], max_steps=2, **options).save_checkpoint(tmp_path / "half.ckpt")
+    fit(second, BATCHES[:1], max_steps=4, ckpt=tmp_path / "half.ckpt", **options)
+    assert equal(weights(second), weights(whole))
+    assert not equal(weights(first), weights(whole))
+    files = [path for path in (tmp_path / "half.ckpt").rglob("*") if path.is_file()] or [tmp_path / "half.ckpt"]
+    assert not any(b"base_layer" in path.read_bytes() or b"lm_head" in path.read_bytes() for path in files)
+    assert any(b"lora_A" in path.read_bytes() for path in files)
+    with pytest.raises(ValueError, match=r"written with lora \{'rank': 4, 'alpha': 8,.*\} of the actor, and this run"):
+        fit(
+            made(actor=TinyModel(lora=LoRA(4, 9)), **adam),
+            BATCHES[:1],
+            max_steps=4,
+            ckpt=tmp_path / "half.ckpt",
+            **options,
+        )

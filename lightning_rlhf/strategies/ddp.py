@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
@@ -18,14 +20,15 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
 
     Args:
+        timeout: of a collective.
         **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, timeout: timedelta | None = default_pg_timeout, **kwargs: Any) -> None:
         # Buffers are constants here; the first name is torch's since 2.13, the second before.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        super().__init__(**({buffers: False, "gradient_as_bucket_view": True} | kwargs))
+        super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))
         self._engines: dict[str, DistributedDataParallel] = {}
 
     def configure_ddp(self) -> None:

@@ -1,16 +1,28 @@
 """The hub between the ranks, and what is said of failures; whole runs that fail are in tests/distributed."""
 
 import contextlib
+import copy
+import inspect
 import os
+import re
 import socket
 import sys
+import time
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from lightning_rlhf.cli import main
 from lightning_rlhf.strategies import failure, failure_hub
 from lightning_rlhf.strategies.failure import FailureWatch
 from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+from tests.cli.conftest import PPO
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def joined(hub, rank, node=0):
@@ -32,6 +44,8 @@ def ranks():
     """Four ranks on two nodes, as the hub sees them."""
     hub = Hub(4, "secret", several_nodes=True)
     wires = [joined(hub, rank, node=rank // 2) for rank in range(4)]
+    while len(hub._members) < 4:
+        time.sleep(0.01)
     yield wires
     for wire in wires:
         wire.hang_up()
@@ -174,3 +188,26 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
     line = Spy.forward.__code__.co_firstlineno + 1
     test = "test_a_place_is_the_innermost_line_that_is_not_of_a_library"
     assert places == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp.RLHFDDPStrategy", "fsdp.RLHFFSDPStrategy", "deepspeed.RLHFDeepSpeedStrategy"]
+)
+def test_how_long_a_collective_may_wait_is_an_argument_of_every_strategy(strategy, tmp_path, monkeypatch, capsys):
+    """As examples/cluster/README.md says."""
+    (given,) = re.findall(r"`init_args: (\{timeout: [^}]+\})`", (ROOT / "examples/cluster/README.md").read_text())
+    config = copy.deepcopy(PPO)
+    config["trainer"]["strategy"] = {
+        "class_path": f"lightning_rlhf.strategies.{strategy}",
+        "init_args": yaml.safe_load(given),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr("sys.argv", ["lightning-rlhf"])
+    with pytest.raises(SystemExit) as end:
+        main.run(["fit", "--config", str(tmp_path / "run.yaml"), "--print_config"])
+    assert end.value.code == 0
+    understood = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]
+    assert understood["timeout"] == "0:10:00"
+    name, _, cls = strategy.partition(".")
+    default = inspect.signature(getattr(import_module(f"lightning_rlhf.strategies.{name}"), cls)).parameters["timeout"]
+    assert default.default == timedelta(minutes=30)

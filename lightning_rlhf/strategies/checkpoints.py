@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class ReshardableCheckpoints:
     @property
     def optimizer_device(self) -> torch.device:
         """Where optimizers step."""
-        return self.root_device  # type: ignore[attr-defined, no-any-return]
+        return self.root_device  # type: ignore[attr-defined]
 
     def role_state(self, name: str) -> RoleState:
         """What to write of a trained role. All ranks."""
@@ -109,7 +110,7 @@ class ReshardableCheckpoints:
         prefixes = tuple(f"{name}." for name in (*owner.trained_roles, *owner.frozen_roles))
         return {name: value for name, value in owner.state_dict().items() if not name.startswith(prefixes)}
 
-    def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Put that back.
 
         Raises:

@@ -11,10 +11,14 @@ import os
 import signal
 import sys
 
-import torch
+from lightning_rlhf import launch_environment
 
-import lightning_rlhf
-from lightning_rlhf.cli.main import run
+launch_environment.apply()  # as the command does before it imports anything else
+
+import torch  # noqa: E402
+
+import lightning_rlhf  # noqa: E402
+from lightning_rlhf.cli.main import run  # noqa: E402
 
 for _name in lightning_rlhf.__all__:  # all that attempts would import one by one
     getattr(lightning_rlhf, _name)

@@ -53,7 +53,10 @@ def named(rank, tmp_path):
     return f"rank {rank} (node 0, host {os.uname().nodename}, process {pid})"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+EACH_RANK = pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+
+
+@EACH_RANK
 def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
     code, err, seconds = run(tmp_path, "raise", rank)
     guilty, other = named(rank, tmp_path), named(1 - rank, tmp_path)
@@ -67,7 +70,7 @@ def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
     assert "Connection closed" not in err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@EACH_RANK
 def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     code, err, seconds = run(tmp_path, "kill", rank)
     assert code in ((1, -9) if rank else (-9,))  # Lightning's launcher too ends with its child, by a signal
@@ -78,7 +81,7 @@ def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("how", ["hang", "hold"])
+@pytest.mark.parametrize("how", ["hang", pytest.param("hold", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
     code, err, seconds = run(tmp_path, how, 1, timeout=[TIMEOUT])
     assert code == 1
@@ -90,6 +93,7 @@ def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
         assert ", fail(): " in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_with_its_own_exit_code_ends_the_others(tmp_path):
     code, err, seconds = run(tmp_path, "exit", 0)
     assert code == 3
@@ -104,6 +108,7 @@ def test_a_run_that_ends_well_says_nothing(tmp_path):
     assert "rank" not in err
 
 
+@pytest.mark.slow
 def test_torchrun_names_the_rank_that_failed_first(tmp_path):
     code, err, seconds = run(tmp_path, "raise", 1, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert code == 1

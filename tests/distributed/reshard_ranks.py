@@ -41,8 +41,9 @@ def walk(runs: list[dict[str, Any]]) -> None:
     """One run after the other.
 
     Args:
-        runs: each ``strategy``, ``steps`` to have made at the end, ``options`` of the module, and if wanted ``read``
-            (checkpoint to resume from), ``again`` (where to write it at once), ``write`` (where to write the end).
+        runs: each ``strategy``, ``steps`` to have made at the end, ``options`` (``kind``, and of the module), and if
+            wanted ``read`` (checkpoint to resume from), ``again`` (where to write it at once), ``write`` (where to
+            write the end).
     """
     for run in runs:
         _walk(**run)
@@ -58,8 +59,11 @@ def _walk(
 ) -> None:
     L.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
-    module, data, callbacks = parts("ppo", rows=ROWS, **options)
-    callbacks += [KLControl(AdaptiveKL(target=0.1, horizon=32)), RunState(), SaveAt(again, write)]
+    kind = options.pop("kind", "ppo")
+    module, data, callbacks = parts(kind, rows=ROWS, **options)
+    if kind == "ppo":
+        callbacks.append(KLControl(AdaptiveKL(target=0.1, horizon=32)))
+    callbacks += [RunState(), SaveAt(again, write)]
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(
             strategy=strategy_of(strategy),

@@ -34,8 +34,8 @@ PLACES = {
     "zero-3 3": ([DEEPSPEED, SHARDED], 3),
 }
 BASIC = ("single", "ddp 2", "fsdp 2", "fsdp 4", "zero-1 2", "zero-3 2")
-PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"heads": 2}
-# Kind of run: its module's options, and which writer's checkpoint which reader reads.
+PLAIN, TIED, LORA, HEADS = {}, {"tied": True}, {"lora": True}, {"kind": "rm", "heads": 2}
+# Kind of run: what it trains (PPO, where nothing is said), and which writer's checkpoint which reader reads.
 WALKS = {
     "whole": (PLAIN, [*itertools.product(BASIC, BASIC)]),
     "sizes that do not divide": (PLAIN, [("single", "fsdp 3"), ("zero-3 2", "fsdp 3"), ("single", "zero-3 3"),

@@ -58,12 +58,25 @@ def momentum(role):
     return torch.optim.SGD([p for p in role.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+def alone(optimizer):
+    """The optimizer of torch that keeps the same state."""
+    return "adamw" if optimizer == "cpu_adam" else optimizer
+
+
 def groups(role):
     trained = [parameter for parameter in role.parameters() if parameter.requires_grad]
     return trained[:2], trained[2:]
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "momentum": momentum}
+def cpu_adam(role):
+    """DeepSpeed's own; alone, in torch, AdamW keeps the same state."""
+    first, second = groups(role)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam([{"params": first, "lr": 1e-2}, {"params": second, "lr": 3e-2, "weight_decay": 0.1}])
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "momentum": momentum, "cpu_adam": cpu_adam}
 
 
 def save(state, path):
@@ -170,6 +183,7 @@ ZERO = {
     "2": ("adamw", {"stage": 2}, False),
     "2 bf16 momentum": ("momentum", {"stage": 2}, True),
     "2 offload": ("adamw", {"stage": 2, "offload_optimizer": {"device": "cpu"}}, False),
+    "2 offload, DeepSpeed's Adam": ("cpu_adam", {"stage": 2, "offload_optimizer": {"device": "cpu"}}, False),
     "3": ("adamw", {"stage": 3, "stage3_param_persistence_threshold": 0}, False),
     "3 persistent": ("adamw", {"stage": 3}, False),
     "3 bf16": ("adamw", {"stage": 3, "stage3_param_persistence_threshold": 0}, True),
@@ -193,11 +207,11 @@ def zero_ranks(folder, names):
     for name in names:
         optimizer, options, bf16 = ZERO[name]
         engine = _engine(deepspeed, optimizer, options, bf16)
-        before = f"{folder}/{optimizer}/before"
+        before = f"{folder}/{alone(optimizer)}/before"
         zero_load(engine.module, engine.optimizer, manifest.verified(Path(before)) / "actor")
         save(zero_state(engine.module, engine.optimizer), f"{folder}/{name} again")
         again = difference(stored(before), stored(f"{folder}/{name} again"))
-        loss = float(loss_of(engine, batches(1)[0]))
+        loss = float(loss_of(engine, batches(1)[0]).detach())
         engine.backward(loss_of(engine, batches(3)[-1]))
         engine.step()
         save(zero_state(engine.module, engine.optimizer), f"{folder}/{name} on")
@@ -239,7 +253,7 @@ def _weights_only(deepspeed, folder, zero_load, zero_state):
     engine, *_ = deepspeed.initialize(model=role, config=config, dist_init_required=False)
     zero_load(engine.module, None, manifest.verified(Path(folder, "adamw", "before")) / "actor")
     save(zero_state(engine.module, None), f"{folder}/weights only")
-    loss = float(loss_of(engine, batches(1)[0]))
+    loss = float(loss_of(engine, batches(1)[0]).detach())
     engine.destroy()
     tensors, settings = stored(f"{folder}/weights only")
     expected = {k: v for k, v in stored(f"{folder}/adamw/before")[0].items() if k.startswith("model.")}

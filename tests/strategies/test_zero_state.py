@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 from tests.strategies import role_ranks
-from tests.strategies.role_ranks import ZERO, back_alone, batches, largest_error, loss_of, trained_alone
+from tests.strategies.role_ranks import ZERO, alone, back_alone, batches, largest_error, loss_of, trained_alone
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed")
@@ -20,7 +20,7 @@ def ways(request, tmp_path_factory):
         trained_alone(optimizer, folder / optimizer)
     environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(request.param)}
     function = "tests.strategies.role_ranks:zero_ranks"
-    answers = run_ranks(function, request.param, str(folder), list(ZERO), environment=environment)
+    answers = run_ranks(function, request.param, str(folder), list(ZERO), environment=environment, seconds=900)
     return folder, answers[0]
 
 
@@ -29,7 +29,7 @@ def alone_before(optimizer, folder):
     made = role_ranks.OPTIMIZERS[optimizer](role)
     version = role_ranks.manifest.verified(folder / optimizer / "before")
     role_ranks.native_load(role, made, version / "actor")
-    return float(loss_of(role, batches(1)[0]))
+    return float(loss_of(role, batches(1)[0]).detach())
 
 
 @pytest.mark.slow
@@ -37,13 +37,15 @@ def test_every_way_of_zero_reads_writes_computes_and_goes_on(ways):
     folder, answers = ways
     for name, (optimizer, _, bf16) in ZERO.items():
         again, loss = answers[name]
-        assert again is None, f"{name}: {again} differs after reading and writing"
+        # DeepSpeed's own Adam has other settings, and otherwise all that AdamW has
+        same, optimizer = ("settings" if optimizer == "cpu_adam" else None), alone(optimizer)
+        assert again == same, f"{name}: {again} differs after reading and writing"
         # what forward sees is what was read, rounded where the role computes in bfloat16
         assert loss == pytest.approx(alone_before(optimizer, folder), abs=2e-2 if bf16 else 1e-6), name
         # and the next step is the one that a single process makes
         error = largest_error(folder / f"{name} on", folder / optimizer / "after")
         assert error < (2e-2 if bf16 else 1e-6), (name, error)
-        assert back_alone(optimizer, folder / f"{name} on") is None, name
+        assert back_alone(optimizer, folder / f"{name} on") == same, name
     again, loss = answers["weights only"]
     assert again is None
     assert loss == pytest.approx(alone_before("adamw", folder), abs=1e-6)

@@ -164,7 +164,7 @@ class RolloutLoop(Callback):
                 completions = self._generate(prompts, "train", prompts.epoch, samples, temperature)
             tokens += sum(len(completion.token_ids) for completion in completions)
             with clock("time/reward_s"):
-                return collect(prompts, completions, self.rewards, trainer.datamodule.tokenizer, temperature)
+                return pl_module.roles.once_per_share(partial(self._judge, trainer, prompts, completions, temperature))
 
         sample = partial(roll, samples=self.group_size, temperature=self.temperature)
         roles, metrics = pl_module.roles, dict[str, float]()
@@ -209,6 +209,9 @@ class RolloutLoop(Callback):
         seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
         sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
         return self.engine.generate(prompts, sampling, seeds)
+
+    def _judge(self, trainer: Trainer, batch: PromptBatch, completions: list[Any], temperature: float) -> Rollout:
+        return collect(batch, completions, self.rewards, trainer.datamodule.tokenizer, temperature)
 
     @torch.no_grad()
     def verify(self, module: RLHFModule, rollout: Rollout) -> None:
@@ -261,7 +264,7 @@ class RolloutLoop(Callback):
         sampled = self._generate(batch, "validation", 0, self.val_samples, 1.0)
         size = self.val_samples
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
-        rollout = collect(batch, ordered, self.rewards, trainer.datamodule.tokenizer)
+        rollout = pl_module.roles.once_per_share(partial(self._judge, trainer, batch, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
         pl_module.receive(rollout)
 

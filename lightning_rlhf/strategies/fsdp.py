@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
+T = TypeVar("T")
 
-class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelStrategy):  # type: ignore[misc]
+
+class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelStrategy):
     """One ``fully_shard`` root per role: weights, gradients and optimizer states lie in shards, layer by layer.
 
     With ``precision: bf16-mixed``, weights are kept and gradients are reduced in float32, and layers compute in
@@ -95,6 +97,15 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """See :class:`Roles`."""
         return self.device_mesh["data_parallel"].size()
 
+    def once_per_share(self, make: Callable[[], T]) -> T:
+        """See :meth:`Roles.once_per_share`."""
+        if self.tensor_parallel_size == 1:
+            return make()
+        group = self.device_mesh["tensor_parallel"].get_group()
+        made = [make() if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(made, group=group, group_src=0)
+        return made[0]  # type: ignore[return-value]
+
     # -- models -----------------------------------------------------------------------------------------------
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
@@ -165,6 +176,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Move what belongs to no role: those lie where they should, in host memory if offloaded."""
         children = dict(self.module.named_children())
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
+            self._reshard(name)  # or optimizers, which are made next, would be given what an earlier run gathered
             delattr(self.module, name)
         super().model_to_device()
         for name, child in children.items():
@@ -199,13 +211,17 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`Roles.iter_own_params`; one tensor at a time is whole."""
-        for unit in getattr(self.module, name).modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # a forward without backward may have left it gathered
+        self._reshard(name)
         for parameter_name, parameter in super().iter_own_params(name, wanted):
             shard = parameter.to(self.root_device)
             assert isinstance(shard, DTensor)
             yield parameter_name, shard.full_tensor()
+
+    def _reshard(self, name: str) -> None:
+        """Drop what a forward without backward has gathered and left."""
+        for unit in getattr(self.module, name).modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.strategies.names import OURS
+
+T = TypeVar("T")
 
 
 class Roles:
@@ -92,6 +94,14 @@ class Roles:
         """(transformers name, whole tensor) of the model without its adapters."""
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
+
+    def once_per_share(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the first of the ranks that have this share of the data, for all of them. All ranks.
+
+        Args:
+            make: gives what would not be the same everywhere, or costs money; anything that can be pickled.
+        """
+        return make()
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a tensor over all shares of the data. All ranks."""

@@ -68,7 +68,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(
                         command,
-                        cwd=ROOT,
+                        cwd=folder,
                         env={**base, **rank_environment(rank, ranks, port)},
                         stdout=output,
                         stderr=subprocess.STDOUT,

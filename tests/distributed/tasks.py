@@ -5,6 +5,8 @@ A run is described by plain values, so that it can be asked of other processes; 
 
 from __future__ import annotations
 
+import os
+import random
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -44,6 +46,8 @@ WORDS = ["a", "bc", "cabd", "ga", "ecafbad", "f", "gfedcba", "bb", "dg", "cccc",
 class SeededEngine(RolloutEngine):
     """Draws each response from the request's seed alone, so that it is the same on whichever rank it is asked for."""
 
+    ranks = 2  # or one: what several ask, all of them get
+
     def start(self, setup: EngineSetup) -> None:
         self.version = -1
 
@@ -79,6 +83,12 @@ def share_of_a(completions: list[str]) -> list[float]:
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
+def by_chance(completions: list[str]) -> list[float]:
+    """Reward: another one in every process, as judges that draw give."""
+    draw = random.Random(os.getpid())
+    return [draw.random() for _ in completions]
+
+
 class Record(Callback):
     """Keeps every metric of every step, but those that measure time and this machine."""
 
@@ -109,6 +119,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             of a batch, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
+    reward = by_chance if options.pop("by_chance", False) else share_of_a
     heads = {"num_attention_heads": options.pop("heads", 1)}
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
 
@@ -117,7 +128,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         architecture["num_key_value_heads"] = heads["num_attention_heads"]
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
-    adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01)
+    # With the usual eps of 1e-8, Adam divides the noise of gradients that are all but 0 by itself.
+    adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01, eps=1e-5)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
     given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     given |= {name: value for name, value in options.items() if name != "dtype"}
@@ -135,12 +147,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         ref = None if adapters else model(2)  # with adapters, the actor without them
         module: Any = PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **given)
         loop = RolloutLoop(
-            [RewardFunction(share_of_a)],
+            [RewardFunction(reward)],
             SeededEngine(),
             group_size=2,
             max_response_tokens=6,
             check_rows=0,
-            val_metric="share_of_a",
+            val_metric=reward.__name__,
             validate_at_ends=False,
         )
         return module, data, [loop]
@@ -184,8 +196,6 @@ def _train(
     ckpt: str | None = None,
     save: str | None = None,
 ) -> dict[str, Any]:
-    import os
-
     L.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
     made, data, callbacks = parts(kind, **(module or {}))

@@ -43,7 +43,8 @@ WEIGHTS, NORMS, METRICS = 1e-5, 1e-5, 1e-4  # absolute; relative; relative, or a
 
 def trained(strategy, ranks, folder):
     """What each kind of run measured, and the file with its weights."""
-    runs = [{"kind": kind, "strategy": strategy, "weights": f"{folder}/{kind}.safetensors"} for kind in KINDS]
+    given = {"strategy": strategy, "module": {"heads": 2}}  # as many as tensor parallelism asks for
+    runs = [{"kind": kind, "weights": f"{folder}/{kind}.safetensors", **given} for kind in KINDS]
     answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
     return {kind: [answer[i] for answer in answers] for i, kind in enumerate(KINDS)}
 
@@ -86,9 +87,22 @@ def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
         assert max(largest_differences(tmp_path / file, folder / file).values()) <= WEIGHTS
 
 
+@pytest.mark.slow
+def test_ranks_that_split_tensors_learn_from_one_judgement():
+    """Each would get another reward; were each asked, their halves of one model would learn different things."""
+    strategy = STRATEGIES["rlhf_fsdp, tensor parallel 2"]
+    one, other = run_ranks(
+        "tests.distributed.tasks:train",
+        2,
+        [{"kind": "ppo", "strategy": strategy, "module": {"by_chance": True, "heads": 2}}],
+    )
+    assert_equal_metrics(one[0], other[0])
+    assert one[0]["steps"][0]["reward/by_chance"] not in (0.0, 1.0)
+
+
 def test_the_weights_that_are_compared_have_moved(alone, tmp_path):
     runs = [{"kind": kind, "strategy": "auto", "weights": f"{tmp_path}/{kind}.safetensors",
-             "module": {"lr": 0.0}} for kind in KINDS]  # fmt: skip
+             "module": {"lr": 0.0, "heads": 2}} for kind in KINDS]  # fmt: skip
     run_ranks("tests.distributed.tasks:train", 1, runs)
     for kind in KINDS:
         file = f"{kind}.safetensors"

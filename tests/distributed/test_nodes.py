@@ -108,7 +108,7 @@ def expanded(text, variables):
     return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], text)
 
 
-def finish(folder, processes, seconds=250):
+def finish(folder, processes, seconds=500):
     """Exit codes and everything that was printed."""
     until = time.monotonic() + seconds
     try:
@@ -148,6 +148,7 @@ def assert_same_weights(folder, others):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("launcher", [torchrun, slurm, jobset])
 def test_two_nodes_of_two_processes_train_what_one_process_trains(launcher, alone, tmp_path):
     folder = tmp_path / "run"
@@ -159,6 +160,7 @@ def test_two_nodes_of_two_processes_train_what_one_process_trains(launcher, alon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):

@@ -28,6 +28,7 @@ import lightning
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from lightning_rlhf import launch_environment
 from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
 
 _VERDICT_SECONDS = 5  # a lost connection is somebody's fault: that long to learn whose
@@ -178,6 +179,7 @@ class EndsTogether:
 
     def setup_environment(self) -> None:
         """Start the watch as soon as there is a process group."""
+        launch_environment.apply(getattr(self, "num_processes", None))  # from Python nobody else has
         super().setup_environment()  # type: ignore[misc]
         self.watch_ranks()
 

@@ -113,12 +113,17 @@ def run_of(config: Namespace) -> Run:
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:
     """The module's models, each built without weights."""
     roles = []
+    needs_ref = isinstance(module, RolloutModule) and module.has_ref
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
             model = architecture(source.hf_config(), scalar, chosen.tensor_parallel_size, name)
-            rank = source.lora.rank if trained and source.lora is not None else 0
-            roles.append(Role(name, model, trained, source.dtype, rank))
+            lora: dict[str, Any] = {}
+            if source.lora is not None:
+                targets = source.lora.target_modules
+                lora = {"lora_rank": source.lora.rank, "lora_targets": None if targets is None else tuple(targets)}
+            both = name == "actor" and needs_ref and "ref" not in module.frozen_roles
+            roles.append(Role(name, model, trained, source.dtype, **lora, is_reference_too=both))
     return roles
 
 

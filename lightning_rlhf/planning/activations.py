@@ -8,7 +8,7 @@ from lightning_rlhf.planning.setup import Precision
 
 _FLOAT = 4  # norms, attention's normalizers and logits are float32 whatever the rest is
 _CHUNK_COPIES = 6  # logits, clamped logits, probabilities, their product and gradients; measured by a test
-_READERS = 5  # projections that read a norm's output: query, key, value; gate, up
+_READERS = 3  # projections that read a norm's output: query, key, value
 
 
 def layer_bytes(layer: Layer, precision: Precision, split: int = 1) -> int:
@@ -23,7 +23,8 @@ def layer_bytes(layer: Layer, precision: Precision, split: int = 1) -> int:
     a number in compute and x those of a normalised one. No term grows with the square of the length: attention is
     computed in blocks. After "Reducing Activation Recomputation in Large Transformer Models", Korthikanti et al. 2022,
     equations 1 and 2, for layers with gates, grouped keys and without dropout; the counts are those of transformers'
-    code, and a test compares them with what autograd saves. Under autocast every projection keeps its own cast input.
+    code, and a test compares them with what autograd saves. Under autocast every projection keeps its own cast input,
+    and experts compute in float32.
 
     Args:
         layer: its widths.
@@ -32,14 +33,15 @@ def layer_bytes(layer: Layer, precision: Precision, split: int = 1) -> int:
     """
     c = precision.compute
     if precision.autocast:
-        norms = layer.norms * (2 * _FLOAT * layer.hidden + _FLOAT) + _READERS * c * layer.hidden
+        readers = _READERS + 2 * (layer.dense > 0) + (layer.experts > 0)  # gate and up; the router
+        norms = layer.norms * (2 * _FLOAT * layer.hidden + _FLOAT) + readers * c * layer.hidden
     else:
         norms = layer.norms * ((_FLOAT + 2 * c) * layer.hidden + _FLOAT)
     attention = c * (2 * layer.query + 2 * layer.key) + _FLOAT * layer.heads
     if layer.head_norm:
         widths = layer.query + layer.key
         attention += (_FLOAT + c) * widths + _FLOAT * widths * layer.heads // layer.query
-    experts = layer.active * c * (2 * layer.hidden + 4 * layer.expert // split)
+    experts = layer.active * (_FLOAT if precision.autocast else c) * (2 * layer.hidden + 4 * layer.expert // split)
     router = _FLOAT * layer.experts + layer.active * 36  # probabilities; places and weights of the chosen
     return norms + attention // split + 4 * c * layer.dense // split + experts + router * (layer.experts > 0)
 
@@ -50,11 +52,11 @@ def working_bytes(layer: Layer, precision: Precision, split: int = 1) -> int:
     return precision.compute * (3 * inner // split + layer.hidden)
 
 
-def activation_bytes(model: Architecture, precision: Precision, checkpointing: bool, tokens: int, split: int) -> int:
-    """Bytes kept by a whole model for the backward pass of one micro-batch, and what that pass works with.
+def kept_bytes(model: Architecture, precision: Precision, checkpointing: bool, tokens: int, split: int) -> int:
+    """Bytes that a whole model keeps for the backward pass of one micro-batch.
 
-    Without checkpointing the sum over layers; with it each layer's input, and one layer whole (Korthikanti et al. 2022,
-    section 5). The final norm and the states that meet the head come on top.
+    The sum over its layers; with checkpointing each layer's input (Korthikanti et al. 2022, section 5). The final norm
+    and the states that meet the head come on top.
 
     Args:
         model: its layers.
@@ -63,17 +65,24 @@ def activation_bytes(model: Architecture, precision: Precision, checkpointing: b
         tokens: of the micro-batch, padding included.
         split: tensor-parallel size.
     """
-    layers = [layer_bytes(layer, precision, split) for layer in model.layers]
     stream = _FLOAT if precision.autocast else precision.compute
-    kept = len(layers) * stream * model.hidden + max(layers) if checkpointing else sum(layers)
-    outside = (_FLOAT + 3 * precision.compute) * model.hidden
-    return tokens * (kept + outside + max(working_bytes(layer, precision, split) for layer in model.layers))
+    layers = sum(
+        stream * model.hidden if checkpointing else layer_bytes(layer, precision, split) for layer in model.layers
+    )
+    return tokens * (layers + (_FLOAT + 3 * precision.compute) * model.hidden)
+
+
+def backward_bytes(model: Architecture, precision: Precision, checkpointing: bool, tokens: int, split: int) -> int:
+    """Bytes beside them while the backward pass is in a layer: its gradients, and the layer if computed again."""
+    return tokens * max(
+        working_bytes(layer, precision, split) + checkpointing * layer_bytes(layer, precision, split)
+        for layer in model.layers
+    )
 
 
 def forward_bytes(model: Architecture, precision: Precision, tokens: int, split: int) -> int:
     """Bytes of a pass without gradients: at most what the widest layer would keep."""
-    stream = _FLOAT if precision.autocast else precision.compute
-    return tokens * (stream * model.hidden + max(layer_bytes(layer, precision, split) for layer in model.layers))
+    return tokens * max(layer_bytes(layer, precision, split) for layer in model.layers)
 
 
 def logits_bytes(model: Architecture, tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ class Parameter:
         shape: of the whole tensor.
         layer: number of the decoder layer that it belongs to; None outside of the layers (embedding, norm, head).
         split: dimension that tensor parallelism divides; None where every rank has all of it.
-        adaptable: whether LoRA puts an adapter beside it: a matrix inside a decoder layer.
+        linear: the last part of the name of its linear layer, beside which LoRA may put an adapter; empty where it is
+            no such layer's matrix.
     """
 
     shape: tuple[int, ...]
     layer: int | None
     split: int | None
-    adaptable: bool
+    linear: str = ""
 
     @property
     def elements(self) -> int:
@@ -79,7 +81,7 @@ class Architecture:
     layers: tuple[Layer, ...]
     vocabulary: int
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Parameters, each number of them counted."""
         return sum(parameter.elements for parameter in self.parameters)
@@ -89,6 +91,7 @@ class Architecture:
         """Width of the residual stream."""
         return self.layers[0].hidden
 
+    @cached_property
     def units(self) -> dict[int | None, list[Parameter]]:
         """Parameters by decoder layer, what is outside of the layers under None: what FSDP gathers together."""
         found: dict[int | None, list[Parameter]] = {}
@@ -134,12 +137,14 @@ def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Modu
     value = model.get_parameter(name)
     layer = next((number for number, path in enumerate(paths) if name.startswith(f"{path}.")), None)
     owner, _, leaf = name.rpartition(".")
-    style, split = plan.get(model.get_submodule(owner)), None
+    module = model.get_submodule(owner)
+    style, split = plan.get(module), None
     if isinstance(style, ColwiseParallel):
         split = 0
     elif isinstance(style, RowwiseParallel) and leaf == "weight":
         split = 1
-    return Parameter(tuple(value.shape), layer, split, layer is not None and leaf == "weight" and value.ndim == 2)
+    is_matrix = layer is not None and leaf == "weight" and isinstance(module, nn.Linear)
+    return Parameter(tuple(value.shape), layer, split, owner.rpartition(".")[2] if is_matrix else "")
 
 
 def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lightning_rlhf.planning import partition
-from lightning_rlhf.planning.activations import activation_bytes, forward_bytes, logits_bytes
+from lightning_rlhf.planning.activations import backward_bytes, forward_bytes, kept_bytes, logits_bytes
 from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Work, precision
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
@@ -74,50 +74,59 @@ def gradients(role: Role, strategy: Strategy, numbers: Precision, ranks: int, mi
     return (numbers.weights * whole, 0) if strategy.kind == "ddp" else (0, numbers.weights * whole)
 
 
-def gathered(role: Role, strategy: Strategy, numbers: Precision) -> int:
+def gathered(role: Role, strategy: Strategy, numbers: Precision) -> tuple[int, int, int]:
     """Bytes of weights, and of gradients on their way, that exist only while a role computes.
 
     rlhf_fsdp gathers a decoder layer (u numbers) while the next one arrives; what is outside of the layers (r numbers,
     its largest parameter e) stays from the forward to the end of the backward pass. Gradients of a layer exist whole
-    until they are summed:
+    until they are summed, with c bytes in compute and s in the sum:
 
-        max(c (r + 2 u) + c (e + u) + s u,   (2 c + s) r)       trained;  c (r + 2 u) frozen
+                  at the loss    in a layer                             at the end
+        trained   c (r + e)      c (r + 2 u) + c (e + u) + s u          (2 c + s) r
+        frozen    c r            c (r + 2 u)
 
-    with c bytes in compute and s in the sum. ZeRO-3 keeps up to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has
-    a bucket of 5 x 10^8 gradients to sum, ZeRO-3 two (DeepSpeed's defaults). Autocast casts every matrix in each pass
-    and keeps the cast for the backward one; with checkpointing, of one layer.
+    See "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", Zhao et al. 2023, section 3. ZeRO-3 keeps up
+    to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has a bucket of 5 x 10^8 gradients to sum (DeepSpeed's
+    defaults). Autocast casts matrices in each pass and keeps the casts for the backward one; with checkpointing, those
+    of one layer.
 
     Args:
         role: a model.
         strategy: how it lies.
         numbers: bytes of each number.
+
+    Returns:
+        At the loss, while the backward pass is in a layer, and at its end.
     """
     model, c = role.model, numbers.compute
-    sizes = {
-        unit: partition.split_elements(parameters, strategy.tensor_parallel_size)
-        for unit, parameters in model.units().items()
-    }
-    largest = max(parameter.elements for parameter in model.units()[None])
-    root, layer = sizes.pop(None), max(sizes.values())
+    units = model.units
+    largest = max(parameter.elements for parameter in units[None])
     if strategy.kind == "zero":
         live = min(model.elements, _LIVE + _PREFETCH) if strategy.stage == 3 else 0
-        return c * (live + (_BUCKET if role.trained else 0))
+        held = c * (live + (_BUCKET if role.trained else 0))
+        return held, held, 0
+    sizes = {u: partition.split_elements(own, strategy.tensor_parallel_size) for u, own in units.items()}
+    rest, layer = sizes.pop(None), max(sizes.values())
     if strategy.kind == "fsdp":
         if not role.trained or role.lora_rank:
-            return c * (root + 2 * layer)
-        in_layers = c * (root + 2 * layer) + c * (largest + layer) + numbers.reduce * layer
-        return max(in_layers, (2 * c + numbers.reduce) * root)
+            return c * rest, c * (rest + 2 * layer), 0
+        in_a_layer = c * (rest + 2 * layer) + c * (largest + layer) + numbers.reduce * layer
+        return c * (rest + largest), in_a_layer, (2 * c + numbers.reduce) * rest
     if not numbers.autocast:
-        return 0
-    kept = sum(sizes.values()) if role.trained and not strategy.checkpointing else layer
-    return c * (kept + (largest if model.vocabulary else 0))
+        return 0, 0, 0
+    casts = [sum(p.elements for p in own if len(p.shape) == 2) for unit, own in units.items() if unit is not None]
+    if not role.trained or strategy.checkpointing:
+        return c * largest, c * max(casts), 0
+    return c * (sum(casts) + largest), c * sum(casts), 0
 
 
 def moments(roles: Sequence[Role], strategy: Strategy, work: Work, ranks: int) -> dict[str, Counter[str]]:
     """Bytes that come and go, at each moment that could be the fullest.
 
-    Roles take turns: the pass of each role, and the optimizer's step of each trained one (a temporary copy: torch's
-    AdamW takes the root of all second moments at once, DeepSpeed's copies its part of the gradients).
+    Roles take turns. Each is fullest when its loss is worked out (all activations, the logits of a chunk), when the
+    backward pass is in a layer (all activations, that layer's own), when FSDP sums the last gradients (those outside of
+    the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the root of all second moments at
+    once, DeepSpeed's copies its part of the gradients).
 
     Args:
         roles: of the run.
@@ -130,23 +139,23 @@ def moments(roles: Sequence[Role], strategy: Strategy, work: Work, ranks: int) -
         numbers = precision(strategy, role.dtype, work.mixed)
         texts = work.minibatch_size if role.trained else work.responses
         tokens = work.micro_batch_rows(texts, ranks) * work.longest
-        if role.trained:
-            kept = activation_bytes(role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size)
-        else:
-            kept = forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size)
+        sizes = role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size
         coming = _passing_gradients(role, strategy, numbers, ranks, work.micro_batches(texts, ranks))
-        found[f"the pass of the {role.name}"] = Counter(
-            {
-                GATHERED: gathered(role, strategy, numbers),
-                ACTIVATIONS: kept,
-                LOGITS: logits_bytes(role.model, tokens),
-                GRADIENTS: coming,
-            }
-        )
+        at_loss, in_layer, at_end = gathered(role, strategy, numbers)
+        if role.trained:
+            kept, beside = kept_bytes(*sizes), backward_bytes(*sizes)
+        else:
+            kept, beside = 0, forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size)
+        logits = logits_bytes(role.model, tokens)
+        for moment, passing in (
+            ("the loss", {GATHERED: at_loss, ACTIVATIONS: kept, LOGITS: logits}),
+            ("the layers", {GATHERED: in_layer, ACTIVATIONS: kept + beside}),
+            ("the last sums", {GATHERED: at_end}),
+        ):
+            found[f"{moment} of the {role.name}"] = Counter({**passing, GRADIENTS: coming})
         if role.trained and not strategy.offload_optimizer:
-            temporary = (numbers.shard if strategy.kind == "zero" else numbers.moment) * elements(
-                role, strategy, ranks
-            )[1]
+            number = numbers.shard if strategy.kind == "zero" else numbers.moment
+            temporary = number * elements(role, strategy, ranks)[1]
             left = _passing_gradients(role, strategy, numbers, ranks, 1)
             found[f"the optimizer's step of the {role.name}"] = Counter({STEP: temporary, GRADIENTS: left})
     return found

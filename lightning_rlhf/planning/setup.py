@@ -128,6 +128,8 @@ class Role:
         trained: whether it has gradients and an optimizer.
         dtype: of its source, float32 or bfloat16.
         lora_rank: of the adapters that alone are trained; 0 trains all parameters.
+        lora_targets: names of the linear layers that have adapters; None is all of them.
+        is_reference_too: whether the actor without its adapters is the reference, and is asked as that.
     """
 
     name: str
@@ -135,12 +137,21 @@ class Role:
     trained: bool
     dtype: str = "float32"
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] | None = None
+    is_reference_too: bool = False
 
     @property
     def adapters(self) -> int:
-        """Parameters of the LoRA adapters: rank x (inputs + outputs) for each matrix of a layer (Hu et al. 2021)."""
-        matrices = [parameter.shape for parameter in self.model.parameters if parameter.adaptable]
-        return sum(self.lora_rank * (outputs + inputs) for outputs, inputs in matrices)
+        """Parameters that LoRA trains; 0 without it.
+
+        rank x (inputs + outputs) for each adapted matrix (Hu et al. 2021), and the head of a scalar model.
+        """
+        if not self.lora_rank:
+            return 0
+        linear = [parameter for parameter in self.model.parameters if parameter.linear]
+        shapes = [own.shape for own in linear if self.lora_targets is None or own.linear in self.lora_targets]
+        head = 0 if self.model.vocabulary else self.model.hidden
+        return sum(self.lora_rank * (outputs + inputs) for outputs, inputs in shapes) + head
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def traffic(roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engin
         ZeRO-3         trained   (A + 2 E M) R(c P) + E M R(c T)
         rlhf_fsdp      trained   (A + 2 E M) R(c P) - E M R(c r) + E R(s T), or E M R(s T) with reduce_every_micro_batch
         both           frozen    A R(c P)
-        tensors        2 per layer and pass of all_reduce(c tokens h), 4 to 6 with a backward pass
+        tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
 
     where r is what lies outside of the layers, which FSDP keeps between the passes. See Rajbhandari et al. 2020,
     section 7; for tensors, Korthikanti et al. 2022, section 4.2. Padding of shards is sent too and is counted. What
@@ -62,7 +62,8 @@ def traffic(roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engin
     sent: Counter[str] = Counter()
     for role in roles:
         numbers = precision(strategy, role.dtype, work.mixed)
-        asked = work.micro_batches(work.responses, ranks) * (work.asks_old or role.name != "actor")
+        times = (work.asks_old or role.name != "actor") + role.is_reference_too
+        asked = times * work.micro_batches(work.responses, ranks)
         updates = work.update_epochs * -(-work.responses // work.minibatch_size) * role.trained
         learnt = updates * work.micro_batches(work.minibatch_size, ranks)
         sent += _weights(role, strategy, numbers, ranks, asked, learnt)
@@ -84,7 +85,7 @@ def _weights(role: Role, strategy: Strategy, numbers: Precision, ranks: int, ask
     whole = numbers.compute * _padded(role, strategy, ranks)
     kept = 0
     if strategy.kind == "fsdp":
-        outside = role.model.units()[None]
+        outside = role.model.units[None]
         kept = numbers.compute * ranks * partition.fsdp_elements(outside, ranks, strategy.tensor_parallel_size)
     return Counter(
         {
@@ -117,16 +118,18 @@ def _gradients(
 def _tensors(
     role: Role, strategy: Strategy, numbers: Precision, work: Work, asked: int, learnt: int, ranks: int
 ) -> int:
-    """All-reduces of layers whose matrices are split: two in a forward pass, two in a backward pass."""
-    layers, split = len(role.model.layers), strategy.tensor_parallel_size
+    """All-reduces of layers whose matrices are split: of what leaves attention and MLP, and backwards of what enters.
+
+    Megatron sums once for all projections that read one input; torch's ColwiseParallel sums for each of query, key,
+    value, gate and up, which makes five sums in a backward pass, not two. Computing a layer again stops before its
+    last sum.
+    """
     texts = work.minibatch_size if role.trained else work.responses
-    one = all_reduce(numbers.compute * role.model.hidden * work.longest, split) * layers
-
-    def rows(of: int) -> int:
-        return work.micro_batch_rows(of, ranks)
-
-    with_gradient = 6 if strategy.checkpointing else 4
-    return one * (2 * asked * rows(work.responses) + with_gradient * learnt * rows(texts))
+    one = numbers.compute * role.model.hidden * work.longest * len(role.model.layers)
+    forward, backward = 2, 6 if strategy.checkpointing else 5
+    rows = forward * asked * work.micro_batch_rows(work.responses, ranks)
+    rows += (forward + backward) * learnt * work.micro_batch_rows(texts, ranks)
+    return all_reduce(one * rows, strategy.tensor_parallel_size)
 
 
 def _padded(role: Role, strategy: Strategy, ranks: int) -> int:

@@ -1,0 +1,235 @@
+"""``lightning-rlhf plan``: reads the configuration that a run is trained with, and makes nothing of it."""
+
+import copy
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from lightning_rlhf import __main__
+from lightning_rlhf.cli import plan as command
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.planning.plan import plan
+from tests.cli.conftest import LLAMA
+
+SERVER = "lightning_rlhf.rollout.server_engine.VLLMServerEngine"
+VLLM = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
+SHARED = "lightning_rlhf.rollout.shared_engine.SharedEngine"
+FSDP = "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy"
+DEEPSPEED = "lightning_rlhf.strategies.deepspeed.RLHFDeepSpeedStrategy"
+
+
+@pytest.fixture
+def planned(config, tmp_path, capsys, monkeypatch):
+    """Runs ``plan`` with a configuration: its exit code, what it printed, and what was planned."""
+    runs = []
+    monkeypatch.setattr(command, "plan", lambda run, gpus: (runs.append(run), plan(run, gpus))[1])
+
+    def planned(*arguments, given=config):
+        runs.clear()
+        path = tmp_path / "x.yaml"
+        path.write_text(yaml.safe_dump(given))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
+            try:
+                code = command.run(["--config", str(path), *arguments])
+            except SystemExit as end:
+                code = end.code
+        shown = capsys.readouterr()
+        return SimpleNamespace(code=code, out=shown.out, err=shown.err, run=runs[-1] if runs else None)
+
+    return planned
+
+
+def test_a_run_that_fits_is_a_table_and_code_0(planned):
+    found = planned("--gpus", "1", "--gpu-memory-gib", "24")
+    assert (found.code, found.err) == (0, "")
+    lines = found.out.splitlines()
+    assert "rlhf_single on 1 GPUs of 24 GiB" in lines[0]
+    rows = [line.strip("│ ").split("│")[0].strip() for line in lines]
+    for term in ("parameters", "gradients", "optimizer state", "activations", "engine weights"):
+        assert term in rows
+    assert (
+        "a step: 4 texts of at most 20 tokens; each of 1 ranks makes 1 micro-batches of a mini-batch of 4"
+        in " ".join(found.out.split())
+    )
+
+
+def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
+    found = planned("--gpus", "2", "--gpu-memory-gib", "1")
+    assert found.code == 2
+    (line,) = found.err.splitlines()
+    assert line.startswith("lightning-rlhf: does not fit on 2 GPUs of 1 GiB: each would need 2.0 GiB, most of all for ")
+    assert line.endswith("; with rlhf_ddp, no number of such GPUs would do")
+    assert "rlhf_ddp on 2 GPUs" in found.out
+
+
+def test_nothing_is_loaded_and_no_trainer_or_strategy_is_made(planned, config, monkeypatch):
+    def made(*_, **__):
+        raise AssertionError("made")
+
+    for place in ("lightning_rlhf.cli.main.RLHFCLI.instantiate_trainer", f"{FSDP}.__init__", f"{VLLM}.start"):
+        monkeypatch.setattr(place, made)
+    for name in ("causal", "scalar"):
+        monkeypatch.setattr(FromConfig, name, made)
+    config["trainer"]["strategy"] = "rlhf_fsdp"
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": VLLM}
+    assert planned("--gpus", "2").code == 0
+
+
+def test_what_is_read_is_what_the_run_would_do(planned, config):
+    config["model"]["init_args"] |= {"kl_reward": {"coef": 0.1}, "update_epochs": 3, "micro_batch_tokens": 40}
+    config["trainer"] |= {"precision": "bf16-mixed", "devices": 4}
+    config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
+    run = planned("--gpus", "4", "--trainer.strategy", "rlhf_deepspeed_stage_3_offload").run
+    assert [(role.name, role.trained, role.dtype) for role in run.roles] == [
+        ("actor", True, "float32"), ("critic", True, "float32"), ("ref", False, "float32"),
+    ]  # fmt: skip
+    actor = FromConfig(LLAMA).causal()
+    assert run.roles[0].model.elements == sum(parameter.numel() for parameter in actor.parameters())
+    assert (run.strategy.stage, run.strategy.offload_params) == (3, True)
+    work = run.work
+    assert (work.responses, work.minibatch_size, work.update_epochs) == (8, 4, 3)
+    assert (work.longest, work.micro_batch_tokens, work.asks_old, work.mixed) == (20, 40, True, True)
+
+
+def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config):
+    pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
+    config["model"]["init_args"] |= {"kl_reward": {"coef": 0.1}, "critic": config["model"]["init_args"]["actor"]}
+    actor = copy.deepcopy(config["model"]["init_args"]["actor"])
+    actor["init_args"]["lora"] = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"]}
+    config["model"]["init_args"]["actor"] = actor
+    roles = {role.name: role for role in planned("--gpus", "2").run.roles}
+    assert roles.keys() == {"actor", "critic"}
+    assert (roles["actor"].lora_rank, roles["actor"].lora_targets) == (4, ("q_proj",))
+    assert (roles["actor"].adapters, roles["critic"].adapters) == (4 * (32 + 32), 0)
+    assert roles["actor"].is_reference_too
+    assert not roles["critic"].is_reference_too
+
+
+@pytest.mark.parametrize(
+    ("strategy", "read"),
+    [
+        ("auto", {"kind": "ddp"}),
+        ("fsdp", {"kind": "fsdp"}),
+        ("deepspeed_stage_2", {"kind": "zero", "stage": 2}),
+        (
+            {
+                "class_path": FSDP,
+                "init_args": {
+                    "tensor_parallel_size": 1,
+                    "activation_checkpointing": True,
+                    "cpu_offload": True,
+                    "reduce_every_micro_batch": True,
+                },
+            },
+            {"kind": "fsdp", "checkpointing": True, "reduce_every": True, "offload_params": True},
+        ),
+        (
+            {"class_path": DEEPSPEED, "init_args": {"stage": 3, "offload_frozen": True}},
+            {"kind": "zero", "stage": 3, "offload_frozen": True, "offload_params": False},
+        ),
+        ({"class_path": "lightning.pytorch.strategies.DDPStrategy"}, {"kind": "ddp"}),
+    ],
+)
+def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
+    config["trainer"]["strategy"] = strategy
+    found = planned("--gpus", "2")
+    assert found.code == 0, found.err
+    assert {name: getattr(found.run.strategy, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("engine", "read"),
+    [
+        ("auto", (0.4, 1, None)),
+        (
+            {"class_path": VLLM, "init_args": {"gpu_memory_utilization": 0.2, "arguments": {"dtype": "bfloat16"}}},
+            (0.2, 1, "bfloat16"),
+        ),
+        (
+            {
+                "class_path": SHARED,
+                "init_args": {"ranks": 2, "engine": {"class_path": VLLM, "init_args": {"tensor_parallel_size": 2}}},
+            },
+            (0.4, 2, None),
+        ),
+        ({"class_path": SERVER, "init_args": {"url": "http://127.0.0.1:8000"}}, None),
+    ],
+)
+def test_an_engine_is_read_without_being_made(planned, config, engine, read):
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = engine
+    found = planned("--gpus", "2").run.engine
+    assert (found and (found.share, found.tensor_parallel_size, found.dtype)) == read
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "role", "longest"),
+    [
+        ("SFTModule", "ConversationDataModule", "actor", 16),
+        ("RewardModule", "PreferenceDataModule", "reward_model", 32),
+    ],
+)
+def test_runs_without_rollouts_are_planned_too(planned, config, module, data, role, longest):
+    model = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA}}
+    config["model"] = {"class_path": f"lightning_rlhf.{module}", "init_args": {role: model}}
+    config["data"]["class_path"] = f"lightning_rlhf.{data}"
+    config["trainer"]["callbacks"] = []
+    found = planned("--gpus", "2")
+    assert found.code == 0, found.err
+    assert [own.name for own in found.run.roles] == [role]
+    assert (found.run.work.longest, found.run.work.asks_old, found.run.engine) == (longest, False, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "a plan is for a number of GPUs: give --gpus, for example --gpus 8"),
+        (["--gpus", "8"], "a mini-batch of 4 texts leaves some of 8 ranks without one: make it larger, or take fewer"),
+        (["--gpus", "3", "--nodes", "2"], "3 GPUs are not shared equally by 2 nodes; give a multiple of 2"),
+        (["--gpus", "2", "--trainer.strategy", "rlhf_fdsp"], "the plan knows rlhf_single, rlhf_ddp, rlhf_fsdp"),
+        (
+            ["--gpus", "2", "--model.init_args.minibatch_sise", "3"],
+            "model (PPOModule): unknown option 'minibatch_sise'",
+        ),
+        (["--gpus", "0"], "gpus: "),
+    ],
+)
+def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, told):
+    found = planned(*arguments)
+    assert found.code == 2
+    (line,) = found.err.splitlines()
+    assert line.startswith(f"lightning-rlhf: {told}")
+    assert found.out == ""
+
+
+def test_groups_of_gpus_do_not_span_nodes(planned, config):
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
+        "class_path": VLLM, "init_args": {"tensor_parallel_size": 2},
+    }  # fmt: skip
+    found = planned("--gpus", "4", "--nodes", "4")
+    told = "the engine's tensor_parallel_size 2 does not divide the 1 GPUs of a node, so groups would span nodes"
+    assert (found.code, found.err) == (2, f"lightning-rlhf: {told}\n")
+    assert planned("--gpus", "4", "--nodes", "2").code == 0
+
+
+def test_a_model_that_is_not_there_is_a_sentence(planned, config):
+    config["model"]["init_args"]["actor"] = "runs/none/export"
+    found = planned("--gpus", "2")
+    assert found.code == 2
+    assert found.err.startswith("lightning-rlhf: no model at 'runs/none/export'")
+
+
+def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, capsys):
+    """docs/scaling.md: lightning-rlhf plan --config x.yaml --gpus 64."""
+    config["model"]["init_args"]["minibatch_size"] = config["data"]["init_args"]["batch_size"] = 64
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "plan", "--config", "x.yaml", "--gpus", "64"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert __main__.main() == 0
+    assert "rlhf_ddp on 64 GPUs of 80 GiB" in capsys.readouterr().out
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,84 @@
+"""Stand-ins for many processes, and small models of each kind that the formulas know."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
+
+_SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+ARCHITECTURES = {
+    "qwen2": {},
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+def source(kind, dtype="float32", **fields):
+    """Where a small model of that kind comes from."""
+    return FromConfig({"model_type": kind, **_SIZES, **ARCHITECTURES[kind], **fields}, seed=0, dtype=dtype)
+
+
+@contextlib.contextmanager
+def processes(count):
+    """This process as rank 0 of so many; collectives return at once and move nothing."""
+    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes of collectives, by kind: the whole tensor of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name == "c10d::_allgather_base_":
+            self.bytes["all_gather"] += args[0].nbytes
+        elif name == "c10d::_reduce_scatter_base_":
+            self.bytes["reduce_scatter"] += args[1].nbytes
+        elif name == "_c10d_functional::all_reduce":
+            self.bytes["all_reduce"] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def texts(rows=2, length=32):
+    """Input of a language model that scores every token but the first."""
+    ids = torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
+    index = torch.arange(length - 1).expand(rows, -1)
+    return ids, index, ids[:, 1:], torch.ones(rows, length - 1, dtype=torch.bool)
+
+
+def sharded(role, count, split=1, mixed=False, **options):
+    """The role as ``rlhf_fsdp`` shards it over so many ranks."""
+    strategy = RLHFFSDPStrategy(tensor_parallel_size=split, **options)
+    names = ("data_parallel", "tensor_parallel")
+    strategy._device_mesh = init_device_mesh("cpu", (count // split, split), mesh_dim_names=names)
+    strategy._receive = lambda modules: None  # this rank has its tensors, and the others do not exist
+    if mixed:
+        strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
+    strategy._shard("actor", role, None)
+    return role

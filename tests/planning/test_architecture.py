@@ -1,0 +1,89 @@
+"""Shapes come from the model itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.planning.architecture import Layer, architecture
+from lightning_rlhf.planning.setup import Role
+from tests.planning.fakes import ARCHITECTURES, source
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_parameters_are_those_of_the_real_model(kind):
+    language_model, scalar = source(kind).causal(), source(kind).scalar()
+    for made, config_of in ((language_model, False), (scalar, True)):
+        found = architecture(source(kind).hf_config(), scalar=config_of)
+        assert [parameter.shape for parameter in found.parameters] == [tuple(p.shape) for p in made.parameters()]
+        assert found.elements == sum(p.numel() for p in made.parameters())
+        assert found.vocabulary == (0 if config_of else 97)
+
+
+def test_a_tied_head_is_counted_once():
+    tied = architecture(source("qwen2", tie_word_embeddings=True).hf_config())
+    assert architecture(source("qwen2").hf_config()).elements - tied.elements == 97 * 64
+
+
+def test_widths_of_dense_layers_and_of_mixtures():
+    dense = architecture(source("qwen2").hf_config())
+    assert dense.layers == (Layer(64, 2, 64, 32, 4, head_norm=False, dense=192),) * 2
+    mixture = architecture(source("qwen3_moe").hf_config())
+    assert mixture.layers == (Layer(64, 2, 64, 32, 4, head_norm=True, dense=0, expert=48, experts=8, active=2),) * 2
+    # Some layers of a mixture may be dense, and every token may pass a shared expert.
+    mixed = architecture(source("qwen3_moe", mlp_only_layers=[0]).hf_config())
+    assert [(layer.dense, layer.expert) for layer in mixed.layers] == [(192, 0), (0, 48)]
+    shared = FromConfig(
+        {
+            "model_type": "qwen2_moe",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 40,
+        }
+    )
+    (layer,) = architecture(shared.hf_config()).layers
+    assert (layer.dense, layer.expert, layer.experts, layer.active) == (40, 48, 4, 2)
+
+
+def test_units_are_the_layers_and_the_rest():
+    units = architecture(source("qwen2").hf_config()).units
+    assert set(units) == {None, 0, 1}
+    assert [parameter.shape for parameter in units[None]] == [(97, 64), (64,), (97, 64)]
+
+
+def test_tensor_parallelism_splits_what_the_models_own_plan_says():
+    found = architecture(source("qwen2").hf_config(), tensor_parallel_size=2)
+    layer = [(parameter.shape, parameter.split) for parameter in found.units[0]]
+    assert layer == [
+        ((64, 64), 0), ((64,), 0), ((32, 64), 0), ((32,), 0), ((32, 64), 0), ((32,), 0), ((64, 64), 1),
+        ((192, 64), 0), ((192, 64), 0), ((64, 192), 1), ((64,), None), ((64,), None),
+    ]  # fmt: skip
+    assert all(parameter.split is None for parameter in found.units[None])
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"model_type": "gpt2"}, "whose MLP has gate_proj, up_proj and down_proj"),
+        ({"model_type": "mamba"}, "alike layers with heads of keys and values"),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, "and DeepseekV3ForCausalLM is made otherwise"),
+    ],
+)
+def test_an_architecture_that_the_formulas_do_not_describe_is_refused(fields, told):
+    with pytest.raises(ValueError, match=f"^the plan knows .*{told}"):
+        architecture(FromConfig(fields).hf_config())
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"]])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_adapters_are_those_of_peft(kind, targets):
+    pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
+    adapted = replace(source(kind), lora=LoRA(4, 8, targets))
+    for made, scalar in ((adapted.causal(), False), (adapted.scalar(), True)):
+        role = Role("actor", architecture(adapted.hf_config(), scalar), True, lora_rank=4, lora_targets=targets)
+        assert role.adapters == sum(p.numel() for p in made.parameters() if p.requires_grad)

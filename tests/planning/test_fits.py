@@ -1,0 +1,92 @@
+"""What fits, what does not, and what is said of it."""
+
+import pytest
+
+from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.planning.document import MODELS
+from lightning_rlhf.planning.memory import ACTIVATIONS, OPTIMIZER, TERMS
+from lightning_rlhf.planning.plan import _REMEDIES, GIB, Run, plan, refusal, smallest
+from lightning_rlhf.planning.setup import Engine, Role, Work, strategy
+
+SEVEN = architecture(MODELS["7B"].hf_config())
+WORK = Work(responses=1024, minibatch_size=512, update_epochs=1, longest=2048, micro_batch_tokens=2048)
+
+
+def run(name="rlhf_fsdp", work=WORK, capacity=80, engine=None, **options):
+    split = options.get("tensor_parallel_size", 1)
+    model = architecture(MODELS["7B"].hf_config(), tensor_parallel_size=split) if split > 1 else SEVEN
+    return Run([Role("actor", model, trained=True)], strategy(name, **options), work, engine, capacity * GIB)
+
+
+def test_the_smallest_number_fits_and_half_of_it_does_not():
+    wanted = run(checkpointing=True, reduce_every=True, capacity=40)
+    enough = smallest(wanted)
+    assert enough == 4
+    assert plan(wanted, enough).fits
+    assert not plan(wanted, enough // 2).fits
+
+
+def test_the_refusal_names_the_largest_term_and_the_smallest_number():
+    told = refusal(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
+    assert told.startswith("does not fit on 2 GPUs of 40 GiB: each would need ")
+    assert f"most of all for {OPTIMIZER}, 28.4 GiB (shard it" in told
+    assert told.endswith("; with rlhf_fsdp, the smallest number that would do is 4")
+
+
+def test_where_no_number_would_do_it_says_so():
+    whole = run("rlhf_ddp")
+    assert smallest(whole) is None
+    assert refusal(plan(whole, 64)).endswith("; with rlhf_ddp, no number of such GPUs would do")
+    sharded = run("rlhf_deepspeed_stage_3", Work(64, 4, 1, 2048, 2048), capacity=40)
+    told = refusal(plan(sharded, 4))
+    assert told.endswith("no number of such GPUs would do that a minibatch_size of 4 texts can use")
+
+
+def test_more_gpus_never_need_more_memory():
+    for name in ("rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_2", "rlhf_deepspeed_stage_3"):
+        totals = [plan(run(name), gpus).total for gpus in (1, 2, 8, 64, 512)]
+        assert totals == sorted(totals, reverse=True), name
+
+
+def test_checkpointing_and_shorter_micro_batches_shrink_activations():
+    most, checkpointed = plan(run(), 8), plan(run(checkpointing=True), 8)
+    assert checkpointed.memory[ACTIVATIONS] < 0.2 * most.memory[ACTIVATIONS]
+    longer = Work(1024, 512, 1, 2048, 8192)
+    assert plan(run(work=longer), 8).memory[ACTIVATIONS] == 4 * most.memory[ACTIVATIONS]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "told"),
+    [
+        (("rlhf_single", {}), 2, "rlhf_single runs on one GPU, got 2: take rlhf_ddp"),
+        (("rlhf_fsdp", {"tensor_parallel_size": 4}), 6, "tensor_parallel_size 4 does not divide 6 GPUs"),
+        (("rlhf_fsdp", {"engine": Engine(0.4, 4)}), 6, "the engine's tensor_parallel_size 4 does not divide 6 GPUs"),
+        (("rlhf_fsdp", {}), 1024, "a mini-batch of 512 texts leaves some of 1024 ranks without one"),
+    ],
+)
+def test_numbers_that_cannot_run_are_refused(wanted, gpus, told):
+    name, options = wanted
+    with pytest.raises(ValueError, match=f"^{told}"):
+        plan(run(name, **options), gpus)
+
+
+@pytest.mark.parametrize("name", ["rlhf_fsdp2", "rlhf_ddp_offload", "deepspeed_stage_2", "rlhf_deepspeed_stage_4"])
+def test_an_unknown_strategy_is_refused(name):
+    with pytest.raises(ValueError, match=f"got strategy '{name}'$"):
+        strategy(name)
+
+
+def test_only_fsdp_splits_tensors():
+    with pytest.raises(ValueError, match=r"^rlhf_ddp splits no tensors: take rlhf_fsdp"):
+        strategy("rlhf_ddp", tensor_parallel_size=2)
+
+
+def test_there_is_something_to_do_about_every_term():
+    assert _REMEDIES.keys() == set(TERMS)
+
+
+def test_micro_batches_are_counted_for_the_longest_texts():
+    work = Work(responses=100, minibatch_size=50, update_epochs=1, longest=100, micro_batch_tokens=450)
+    assert (work.micro_batch_rows(50, 8), work.micro_batches(50, 8)) == (4, 2)  # 7 texts a rank, 4 to a micro-batch
+    assert (work.micro_batch_rows(50, 16), work.micro_batches(50, 16)) == (4, 1)
+    assert Work(10, 10, 1, 1000, 450).micro_batch_rows(10, 2) == 1  # a longer text still gets one of its own

@@ -1,0 +1,179 @@
+"""Terms of memory against torch, and against cases worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from lightning_rlhf.planning import memory as terms
+from lightning_rlhf.planning import partition
+from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.planning.memory import cache_bytes, engine_bytes, gathered, gradients, memory, resting
+from lightning_rlhf.planning.setup import Engine, Role, Work, precision, strategy
+from tests.planning.fakes import processes, sharded, source, texts
+
+MODEL = architecture(source("qwen2").hf_config())
+ACTOR, REF = Role("actor", MODEL, trained=True), Role("ref", MODEL, trained=False)
+P = MODEL.elements
+WORK = Work(responses=64, minibatch_size=32, update_epochs=1, longest=32, micro_batch_tokens=64)
+NAMES = (
+    "rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_2", "rlhf_deepspeed_stage_3",
+)  # fmt: skip
+
+
+def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
+    """Bytes of parameters, optimizer state, and gradients that are always and sometimes there."""
+    chosen = strategy(name, **options)
+    numbers = precision(chosen, role.dtype, mixed)
+    at_rest = resting(role, chosen, numbers, ranks)
+    return at_rest[terms.PARAMETERS], at_rest[terms.OPTIMIZER], *gradients(role, chosen, numbers, ranks, micro_batches)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_real_step_of_adamw_leaves_the_planned_state_and_takes_the_planned_copy(dtype):
+    model = source("qwen2", dtype).causal()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # what torch takes on a GPU
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    parameters, state, _, passing = held(Role("actor", MODEL, True, dtype), "rlhf_single", mixed=False)
+    assert state == sum(moment.nbytes for moment in moments)
+    assert parameters == passing == sum(parameter.nbytes for parameter in model.parameters())
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        optimizer.step()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    copies = peak["Total"] - parameters - passing - state
+    assert copies == pytest.approx(state / 2, rel=0.02)
+
+
+def test_bytes_by_hand():
+    """Parameters, optimizer state, gradients always, gradients while updated; the models have P numbers."""
+    flat = -(-P // 16) * 2
+    fsdp = partition.fsdp_elements(MODEL.parameters, 8)
+    zero = partition.zero3_elements(MODEL.parameters, 8)
+    assert held(ACTOR, "rlhf_single") == (4 * P, 8 * P, 0, 4 * P)
+    assert held(ACTOR, "rlhf_ddp") == (4 * P, 8 * P, 4 * P, 0)
+    assert held(ACTOR, "rlhf_deepspeed_stage_1") == (2 * P, 12 * flat, 4 * P, 2 * P)
+    assert held(ACTOR, "rlhf_deepspeed_stage_1", mixed=False) == (4 * P, 12 * flat, 0, 4 * P)
+    assert held(ACTOR, "rlhf_deepspeed_stage_2") == (2 * P, 12 * flat, 0, 4 * flat)
+    # Every parameter of a model this small is below the threshold, and stays gathered.
+    assert held(ACTOR, "rlhf_deepspeed_stage_3") == (2 * (zero + P), 12 * zero, 4 * zero, 0)
+    assert held(ACTOR, "rlhf_fsdp", micro_batches=1) == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp)
+    assert held(ACTOR, "rlhf_fsdp") == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp + 4 * P)
+    assert held(ACTOR, "rlhf_fsdp", reduce_every=True) == (4 * fsdp, 8 * fsdp, 0, 4 * fsdp)
+    assert held(replace(ACTOR, dtype="bfloat16"), "rlhf_ddp") == (2 * P, 4 * P, 2 * P, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_roles_have_neither_gradients_nor_optimizer(name):
+    parameters, *rest = held(REF, name)
+    assert parameters == held(ACTOR, name)[0]
+    assert rest == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_alone_have_gradients_and_optimizer(name):
+    """Rank 4: 4 x (inputs + outputs) of the seven matrices of each of two layers."""
+    lora = replace(ACTOR, lora_rank=4)
+    adapters = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 192))
+    assert lora.adapters == adapters
+    parameters, state, always, passing = held(lora, name)
+    bytes_of_state = 12 if "deepspeed" in name else 8
+    assert state == bytes_of_state * (adapters if name == "rlhf_ddp" else partition.flat_elements(adapters, 8))
+    assert 0 < always + passing <= 6 * adapters + 8
+    assert 0 < parameters - held(REF, name)[0] <= 4 * adapters
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_peak_of_fsdp_is_what_the_plan_says(mixed):
+    """Measured by torch's tracker for 8 ranks, two micro-batches that both reduce: 5 to 7 % below the plan."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 2000}
+    made_of = source("qwen2", **sizes)
+    model = architecture(made_of.hf_config())
+    with processes(8):
+        role = sharded(made_of.causal().train(), 8, mixed=mixed)
+        tracker = FSDPMemTracker(role)
+        with tracker:
+            for _ in range(2):
+                scores = role(*texts(2, 16))
+                loss = scores.logprobs.sum() + scores.entropy.sum()
+                del scores
+                loss.backward()
+                tracker.reset_mod_stats()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    work = Work(16, 16, 1, 16, 32, mixed=mixed)
+    chosen = strategy("rlhf_fsdp", reduce_every=True)
+    used, _, _ = memory([Role("actor", model, True)], chosen, work, None, 8, 0)
+    planned = used.total() - used[terms.RUNTIME] - used[terms.OPTIMIZER]
+    assert 0.9 < planned / peak["Total"] < 1.1
+    by_name = {str(kind).rpartition(".")[2]: size for kind, size in peak.items()}
+    assert by_name["SHARDED_PARAM"] == used[terms.PARAMETERS]
+    assert by_name["SHARDED_GRAD"] == used[terms.GRADIENTS]
+
+
+def test_weights_in_passing_by_hand():
+    """At the loss, in a layer, at the end; the formulas are in the docstring of what is tested."""
+    units = {unit: sum(p.elements for p in parameters) for unit, parameters in MODEL.units.items()}
+    rest, layer, head = units[None], units[0], 97 * 64
+
+    def passing(role, name, mixed=True, **options):
+        return gathered(role, strategy(name, **options), precision(strategy(name), "float32", mixed))
+
+    assert passing(REF, "rlhf_fsdp") == (2 * rest, 2 * (rest + 2 * layer), 0)
+    in_a_layer = 2 * (rest + 2 * layer) + 2 * (head + layer) + 4 * layer
+    assert passing(ACTOR, "rlhf_fsdp") == (2 * (rest + head), in_a_layer, 8 * rest)
+    assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (10**9, 10**9, 0)
+    assert passing(ACTOR, "rlhf_deepspeed_stage_3") == (2 * P + 10**9, 2 * P + 10**9, 0)
+    assert passing(REF, "rlhf_deepspeed_stage_3") == (2 * P, 2 * P, 0)
+    matrices = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 192 * 64
+    assert passing(ACTOR, "rlhf_ddp") == (2 * (2 * matrices + head), 2 * 2 * matrices, 0)
+    assert passing(ACTOR, "rlhf_ddp", checkpointing=True) == (2 * head, 2 * matrices, 0)
+    assert passing(ACTOR, "rlhf_ddp", mixed=False) == (0, 0, 0)
+
+
+def test_roles_take_turns_but_their_optimizers_do_not():
+    critic = Role("critic", architecture(source("qwen2").hf_config(), scalar=True), trained=True)
+    one, _, _ = memory([ACTOR], strategy("rlhf_fsdp", reduce_every=True), WORK, None, 8, 0)
+    two, _, when = memory([ACTOR, critic], strategy("rlhf_fsdp", reduce_every=True), WORK, None, 8, 0)
+    for term in (terms.GRADIENTS, terms.ACTIVATIONS, terms.LOGITS, terms.GATHERED):
+        assert two[term] == one[term]
+    assert two[terms.OPTIMIZER] > 1.7 * one[terms.OPTIMIZER]
+    assert when.endswith("of the actor")
+
+
+@pytest.mark.parametrize(
+    ("name", "on_the_host"),
+    [
+        ("rlhf_deepspeed_stage_1_offload", {terms.OPTIMIZER}),
+        ("rlhf_deepspeed_stage_2_offload", {terms.OPTIMIZER, terms.GRADIENTS}),
+        ("rlhf_deepspeed_stage_3_offload", {terms.OPTIMIZER, terms.GRADIENTS, terms.PARAMETERS}),
+        ("rlhf_fsdp_offload", {terms.OPTIMIZER, terms.GRADIENTS, terms.PARAMETERS}),
+    ],
+)
+def test_offloading_moves_terms_to_the_host(name, on_the_host):
+    there = {"reduce_every": True} if name == "rlhf_fsdp_offload" else {}
+    used, host, _ = memory([ACTOR, REF], strategy(name, **there), WORK, None, 8, 0)
+    whole, none, _ = memory([ACTOR, REF], strategy(name.removesuffix("_offload"), **there), WORK, None, 8, 0)
+    assert set(host) == on_the_host
+    assert not set(none)
+    assert all(used[term] == 0 and host[term] == whole[term] for term in on_the_host)
+
+
+def test_frozen_roles_alone_can_be_offloaded():
+    _, host, _ = memory([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK, None, 8, 0)
+    assert host == {terms.PARAMETERS: held(REF, "rlhf_deepspeed_stage_3")[0]}
+
+
+def test_the_engine_fills_its_share_with_cache():
+    engine = Engine(0.5, tensor_parallel_size=2, dtype="bfloat16")
+    used = engine_bytes(engine, ACTOR, WORK, capacity=10**9)
+    assert used == {terms.ENGINE: P, terms.CACHE: 5 * 10**8 - P}
+    assert cache_bytes(engine, ACTOR) == 2 * 2 * 2 * 32 // 2  # keys and values, two bytes, two layers, 32 wide
+    assert engine_bytes(Engine(0.0, sequences=3), ACTOR, WORK, 0)[terms.CACHE] == 3 * 32 * 2 * 4 * 2 * 32
+    # A share too small for the weights and one text is not made to fit.
+    assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)

@@ -280,7 +280,7 @@ def disagreeing_ranks(folder):
     dist.barrier()
     manifest.publish(version)
     if ranks.rank() == 0:
-        (version / "b").write_bytes(b"wholy")
+        (version / "b").write_bytes(b"other")
     dist.barrier()
     attempt(lambda: manifest.verified(path))  # rank 1 looks at b
     second = manifest.begin(path)

@@ -177,10 +177,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self.setup_precision_plugin()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            # Set twice, the wrappers of the first time would take DeepSpeedCPUAdam's memory with them.
             super(DeepSpeedStrategy, self).setup_optimizers(trainer)
-        self.setup_precision_plugin()
         optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True)) if fitting else {}
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
             role, config, learns = getattr(self.module, name), self.role_config(name), {}
@@ -234,8 +235,6 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
         gathered: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameters)
         return gathered
-
-    # -- checkpoints ------------------------------------------------------------------------------------------
 
     def role_state(self, name: str) -> RoleState:
         """See :meth:`ReshardableCheckpoints.role_state`."""

@@ -8,9 +8,7 @@ from itertools import groupby
 from torch import nn
 
 
-def layers(
-    model: nn.Module, wanted: Callable[[str], bool] | None = None
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def layers(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Named parameters, tied ones once: all of a repeated block together, any other by itself.
 
     Args:

@@ -298,3 +298,18 @@ def disagreeing_ranks(folder):
     attempt(lambda: ranks.together(fail))
     dist.destroy_process_group()
     return said
+
+
+def dying_ranks(folder):
+    """A finished save of all ranks, and one during which rank 1 is killed when its part is written."""
+    import signal
+
+    dist.init_process_group("gloo")
+    role = OddRole()
+    optimizer = adamw(role)
+    save(native_state(role, optimizer), f"{folder}/last.ckpt")
+    version = manifest.begin(Path(folder, "last.ckpt"))
+    write_role(version / "actor", native_state(OddRole(seed=1), None))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    manifest.publish(version)

@@ -259,3 +259,17 @@ def test_all_ranks_raise_what_one_rank_found(tmp_path):
     assert "choose a default_root_dir on a shared file system" in elsewhere
     assert failed == "only rank 1"
     assert Path(tmp_path, "last.ckpt", "v000001").is_dir()
+
+
+def test_a_rank_that_is_killed_while_all_save_leaves_the_previous_version(tmp_path):
+    with pytest.raises(RuntimeError, match=r"rank [01] of 2 ended"):
+        run_ranks("tests.strategies.role_ranks:dying_ranks", 2, str(tmp_path))
+    path = tmp_path / "last.ckpt"
+    assert len(list(path.glob("v*"))) == 2
+    version = manifest.verified(path)
+    assert version.name == "v000001"
+    role = OddRole(seed=2)
+    native_load(role, adamw(role), version / "actor")
+    assert torch.equal(role.up.weight, OddRole().up.weight)
+    save(native_state(role, adamw(role)), path)
+    assert len(list(path.glob("v*"))) == 1

@@ -2,11 +2,14 @@
 
 import json
 
+import peft
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.callbacks import HFExport
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.models.lora import LoRA, is_adapter
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel
 
@@ -49,3 +52,46 @@ def test_an_earlier_export_and_a_half_written_one_are_replaced(run, tmp_path):
 def test_a_trial_run_leaves_nothing(run, tmp_path):
     run(callbacks=[HFExport(every_n_steps=1)], trainer={"fast_dev_run": 1}).fit()
     assert not list(tmp_path.glob("export*"))
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+LORA = LoRA(rank=4, alpha=8)
+
+
+def logits(lm):
+    with torch.no_grad():
+        return lm(torch.tensor([[3, 4, 5, 6]])).logits
+
+
+def test_a_trained_adapter_is_exported_merged(run, tmp_path):
+    made = run(callbacks=[HFExport()], model={"actor": TinyModel(lora=LORA)}).fit()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", use_safetensors=True)
+    assert [name for name, _ in loaded.named_parameters()] == [
+        name for name, _ in TinyModel().causal().lm.named_parameters()
+    ]
+    assert not torch.equal(logits(loaded), logits(TinyModel().causal().lm))
+    torch.testing.assert_close(logits(loaded), logits(made.module.actor.lm), atol=1e-5, rtol=0)
+
+
+def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
+    made = run(callbacks=[HFExport(every_n_steps=1, adapter=True)], model={"actor": TinyModel(lora=LORA)}).fit()
+    written = {path.name for path in (tmp_path / "export").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "metrics.json"} <= written
+    assert not written & {"model.safetensors", "config.json", "README.md"}
+    base = TinyModel().causal().lm
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "export", autocast_adapter_dtype=False)
+    torch.testing.assert_close(logits(loaded), logits(made.module.actor.lm), atol=1e-6, rtol=0)
+    ours = {name: p for name, p in made.module.actor.lm.named_parameters() if is_adapter(name)}
+    theirs = {name.removeprefix("base_model.model."): p for name, p in loaded.named_parameters() if is_adapter(name)}
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (tmp_path / "export-1" / "adapter_model.safetensors").is_file()
+
+
+def test_an_adapter_that_is_not_there_is_refused_before_the_run(run):
+    with pytest.raises(
+        ValueError, match=r"^HFExport\(adapter=True\) writes LoRA adapters by themselves, and this run exp"
+    ):
+        run(callbacks=[HFExport(adapter=True)]).fit()

@@ -1,0 +1,68 @@
+"""LoRA as a configuration says it: the file runs, and docs/lora.md says what it says."""
+
+import re
+
+import pytest
+import yaml
+
+from lightning_rlhf.callbacks import HFExport, RolloutLoop
+from lightning_rlhf.cli.main import RLHFCLI
+from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.rollout.vllm_adapters import VLLMAdapterEngine
+from tests.cli.conftest import LLAMA
+from tests.cli.test_algorithm_configs import ROOT, stands_in, tiny
+
+PATH = ROOT / "configs/lora/grpo.yaml"
+PAGE = (ROOT / "docs/lora.md").read_text()
+MODEL, ENGINE, EXPORT = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+
+
+def small():
+    """The configuration with a small random actor and no engine process."""
+    config = tiny(PATH)
+    actor = {"architecture": LLAMA, "lora": {"rank": 16, "alpha": 32}}
+    config["model"]["init_args"]["actor"]["init_args"] = actor
+    return config
+
+
+def test_a_step_of_the_configuration_passes_and_says_nothing(fit):
+    result = fit(small(), "--trainer.fast_dev_run", "1")
+    assert (result.code, result.err, result.warned) == (0, "", [])
+
+
+def test_the_page_says_what_the_configuration_says():
+    assert stands_in(MODEL, yaml.safe_load(PATH.read_text()))
+    assert "lightning-rlhf fit --config configs/lora/grpo.yaml" in PAGE
+
+
+def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    made = []
+    monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self))
+    config = yaml.safe_load(PATH.read_text())
+    config["trainer"]["callbacks"][0]["init_args"] |= ENGINE
+    config["trainer"]["callbacks"] += EXPORT
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert cli("fit", "--config", str(tmp_path / "config.yaml")).code == 0
+    assert made[0].model.sources["actor"].lora == LoRA(rank=16, alpha=32)
+    assert "ref" not in made[0].model.sources
+    callbacks = made[0].trainer.callbacks
+    (loop,) = (callback for callback in callbacks if isinstance(callback, RolloutLoop))
+    assert isinstance(loop._engine_choice, VLLMAdapterEngine)
+    assert [callback.adapter for callback in callbacks if isinstance(callback, HFExport)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"rank": 0, "alpha": 8}, "rank must be at least 1, got 0"),
+        ({"rank": 4, "alpha": 8, "target_modules": ["query"]}, "lora: query is no linear layer of LlamaForCausalLM's"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(fit, lora, said):
+    config = small()
+    config["model"]["init_args"]["actor"]["init_args"]["lora"] = lora
+    result = fit(config, "--trainer.fast_dev_run", "1")
+    assert result.code == 2
+    assert said in result.err
+    assert "Traceback" not in result.err

@@ -1,0 +1,196 @@
+"""vLLM under an actor with adapters: merged or swapped in, it says what the merged transformers model says."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from lightning_rlhf import PPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.lora import LoRA, base_name, is_adapter, merged
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.vllm_adapters import VLLMAdapterEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import END, greedy, largest_gap, prompts_of, setup_of, source_of
+from tests.stand_ins import TinyModel, quiet_trainer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+LORA = LoRA(rank=4, alpha=8)
+TIED, UNTIED = source_of(), source_of(model_type="qwen2", tie_word_embeddings=False)
+LONG = [prompt * 60 for prompt in prompts_of(3, longest=1)]  # several cache blocks
+GREEDY = SamplingParams(12, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Two engines that swap adapters and one that is sent merged weights, each with its source; all start together."""
+    pytest.importorskip("vllm")
+    found = {
+        "tied": (VLLMAdapterEngine(), TIED),
+        "untied": (VLLMAdapterEngine(), UNTIED),
+        "merged": (VLLMEngine(), TIED),
+    }
+    for name, (engine, source) in found.items():
+        engine.start(replace(setup_of(source, tmp_path_factory.mktemp(name)), lora=LORA))
+    yield found
+    for engine, _ in found.values():
+        engine.close()
+
+
+def adapted(source, seed):
+    """An actor whose adapters do something."""
+    actor = replace(source, lora=LORA).causal().eval()
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in actor.lm.named_parameters():
+        if is_adapter(name):
+            parameter.data.normal_(std=0.2, generator=draw)
+    return actor
+
+
+def own(actor, wanted):
+    return [(name, p.detach()) for name, p in actor.lm.named_parameters() if wanted(name)]
+
+
+def base_of(actor):
+    return [(base_name(name), tensor) for name, tensor in own(actor, lambda name: not is_adapter(name))]
+
+
+def exported(actor, directory):
+    """The same with merged weights, as transformers loads it."""
+    actor.save_pretrained(directory)
+    return CausalLM(AutoModelForCausalLM.from_pretrained(directory)).eval()
+
+
+def assert_says_what(model, engine, version, nats=1e-5):
+    for _ in range(2):  # the second time from the prefix cache
+        completions = engine.generate([*LONG, [5, 6]], GREEDY, [0] * 4)
+        assert [c.token_ids for c in completions] == [greedy(model, prompt, 12) for prompt in [*LONG, [5, 6]]]
+    prompts = prompts_of(16)
+    completions = engine.generate(prompts, SamplingParams(24, stop_token_ids=(END,)), range(16))
+    assert largest_gap(model, prompts, completions) < nats
+    assert {completion.policy_version for completion in completions} == {version}
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_after_every_swap_the_engine_says_what_the_merged_model_says(started, name, tmp_path):
+    engine, source = started[name]
+    engine.update_weights(base_of(adapted(source, 0)), 0)
+    for version in (1, 2, 3):
+        actor = adapted(source, version)
+        engine.update_adapters(own(actor, is_adapter), version)
+        model = exported(actor, tmp_path / str(version))
+        assert_says_what(model, engine, version, nats=1e-4)  # W x + B A x, not (W + B A) x: rounded in another order
+
+
+def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_model_says(started, tmp_path):
+    engine, source = started["merged"]
+    for version in (1, 2):
+        actor = adapted(source, version)
+        engine.update_weights(merged(actor.lm, own(actor, lambda name: True)), version)
+        assert_says_what(exported(actor, tmp_path / str(version)), engine, version)
+
+
+def test_a_swap_sends_adapters_alone(started):
+    engine, source = started["tied"]
+    engine.update_weights(base_of(adapted(source, 0)), 0)
+    engine.update_adapters(own(adapted(source, 1), is_adapter), 1)
+    with safe_open(engine._directory / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert len(names) == 2 * 7 * 2  # layers, matrices, A and B
+    assert all(".lora_" in name for name in names)
+
+
+def test_an_adapter_that_is_not_what_was_sent_is_named(started):
+    engine, source = started["tied"]
+    actor = adapted(source, 4)
+    engine.update_weights(base_of(actor), 0)
+    engine.update_adapters(own(actor, is_adapter), 1)
+    assert engine.first_difference(own(actor, is_adapter)) is None
+    name = "model.layers.1.mlp.up_proj.lora_B.default.weight"
+    actor.lm.get_parameter(name).data[3, 1] += 1e-6
+    assert engine.first_difference(own(actor, is_adapter)) == name
+    assert engine.first_difference([]) is not None
+
+
+def test_new_weights_are_used_without_the_adapter_that_was_for_others(started):
+    engine, source = started["tied"]
+    actor = adapted(source, 5)
+    engine.update_weights(base_of(actor), 0)
+    engine.update_adapters(own(actor, is_adapter), 1)
+    engine.update_weights(base_of(actor), 2)
+    assert_says_what(source.causal().eval(), engine, 2)
+
+
+def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path):
+    def shares(completions):
+        return [text.count("a") / max(len(text), 1) for text in completions]
+
+    sgd = partial(torch.optim.SGD, lr=2.0)
+    module = PPOModule(
+        TinyModel(lora=LORA), actor_optimizer=sgd, critic_optimizer=sgd, minibatch_size=4, kl_loss=KLTerm(0.1, "k3")
+    )
+    engine = VLLMAdapterEngine()
+    loop = RolloutLoop([RewardFunction(shares)], engine, max_response_tokens=8, check_rows=4, validate_at_ends=False)
+    rows = InMemory([{"prompt": prompt} for prompt in ["a", "bb", "ccc", "d"] * 4])
+    data = PromptDataModule(rows, tokenizer=CharacterTokenizer("abcdefg"), batch_size=4, max_tokens=8)
+    trainer = quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], max_steps=4)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 4
+    assert trainer.callback_metrics["rollout/logprob_diff_max"] < 1e-5
+    assert trainer.callback_metrics["kl/ref"].abs() > 1e-3  # the adapters moved what the engine samples from
+
+
+# -- without an engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (None, "^VLLMAdapterEngine sends LoRA adapters, and the actor has none: give its source a lora, or take VLLME"),
+        (LoRA(513, 1), "^vLLM takes adapters up to rank 512, the actor's have 513: take VLLMEngine, which is sent mer"),
+    ],
+)
+def test_what_vllm_could_not_swap_is_refused_before_it_starts(lora, message, tmp_path):
+    pytest.importorskip("vllm")
+    engine = VLLMAdapterEngine()
+    with pytest.raises(ValueError, match=message):
+        engine.start(replace(setup_of(TIED, tmp_path), lora=lora))
+    assert engine._process is None
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (512, 512)])
+def test_vllm_makes_room_for_the_rank(rank, room, tmp_path):
+    pytest.importorskip("vllm")
+    setup = replace(setup_of(TIED, tmp_path), lora=LoRA(rank, 1))
+    arguments = VLLMAdapterEngine(arguments={"max_cpu_loras": 3}).llm_arguments(setup)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_cpu_loras"]) == (True, room, 3)
+
+
+def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
+    """Found in vLLM 0.32; if this fails, change what is known."""
+    pytest.importorskip("vllm")
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    from lightning_rlhf.rollout.vllm_adapters import _RANKS
+
+    assert get_args(MaxLoRARanks) == _RANKS
+
+
+def test_other_engines_are_sent_merged_weights():
+    pytest.importorskip("vllm")
+    assert not VLLMEngine().swaps_adapters
+    with pytest.raises(NotImplementedError, match="VLLMEngine is sent merged weights"):
+        VLLMEngine().update_adapters([], 0)
+    assert SharedEngine(VLLMAdapterEngine(), ranks=2).swaps_adapters
+    assert not SharedEngine(VLLMEngine(), ranks=2).swaps_adapters

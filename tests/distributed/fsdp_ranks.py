@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from tests.distributed.tasks import Record, parts, whole
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
@@ -70,34 +71,45 @@ def train(runs):
     return [_train(**run) for run in runs]
 
 
-def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, precision="32-true"):
-    """Three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights."""
+def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, precision="32-true", again=False):
+    """Three steps; ``options`` of the strategy, None is a single process. Rank 0 writes the trained weights.
+
+    With ``again``, a validation and another fit of the same module follow.
+    """
     L.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
     module, data, callbacks = parts(kind)
     values = ARCHITECTURES[architecture] | {"tie_word_embeddings": tied}
     module.sources = {name: replace(source, architecture=values) for name, source in module.sources.items()}
-    strategy = "rlhf_single" if options is None else Watched(**options)
-    record, look = Record(), Look()
-    trainer = quiet_trainer(
-        strategy=strategy,
-        devices=RANKS,
-        precision=precision,
-        callbacks=[*callbacks, record, look],
-        max_steps=3,
-        max_epochs=-1,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, datamodule=data)
+    shared = (options or {}).get("tensor_parallel_size", 1)
+    for callback in callbacks:
+        if shared > 1:
+            callback._engine_choice = SharedEngine(callback._engine_choice, ranks=shared)
+    record, look, strategies = Record(), Look(), []
+    for _ in range(2 if again else 1):
+        strategies.append("rlhf_single" if options is None else Watched(**options))
+        trainer = quiet_trainer(
+            strategy=strategies[-1],
+            devices=RANKS,
+            precision=precision,
+            callbacks=[*callbacks, record, look],
+            max_steps=3,
+            max_epochs=-1,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, datamodule=data)
+        if again:
+            trainer.validate(module, datamodule=data, verbose=False)
     trained = whole(module, module.trained_roles)
     if trainer.is_global_zero:
         save_file(trained, weights)
     first = getattr(module, module.trained_roles[0])
     return {
         "norms": [{name: value for name, value in step.items() if "grad_norm" in name} for step in record.steps],
+        "validations": record.validations,
         "lies here": look.lies_here,
         "types": sorted(look.types),
-        "backwards": getattr(strategy, "backwards", []),
+        "backwards": getattr(strategies[0], "backwards", []),
         "data": [module.roles.data_rank, module.roles.data_ranks],
         "tied": first.lm.get_input_embeddings().weight is first.lm.get_output_embeddings().weight,
         "kept in": sorted({str(p.dtype) for p in first.parameters()}),
@@ -118,6 +130,14 @@ class Noted(TinyModel):
     def causal(self):
         self.devices.append(torch.get_default_device().type)
         return super().causal()
+
+
+class OtherTypes(TinyModel):
+    """Has weights of another type than its configuration says, which is all that is read on the meta device."""
+
+    def causal(self):
+        model = super().causal()
+        return model if torch.get_default_device().type == "meta" else model.bfloat16()
 
 
 class InFit(Callback):
@@ -144,7 +164,13 @@ def build(folder):
 def _same(strategy, folder):
     """Which models are, tensor by tensor and bit by bit, what one process builds: weights, names and buffers."""
     tied = TinyModel(TINY_LLAMA | {"tie_word_embeddings": True})
-    sources = {"fresh": TinyModel(), "tied": tied, "bf16": TinyModel(dtype="bfloat16"), "stored": Pretrained(folder)}
+    sources = {
+        "fresh": TinyModel(),
+        "tied": tied,
+        "bf16": TinyModel(dtype="bfloat16"),
+        "kept": OtherTypes(),
+        "stored": Pretrained(folder),
+    }
     found = {}
     for name, source in sources.items():
         for model in ("causal", "scalar"):

@@ -15,6 +15,7 @@ from tests.distributed.tasks import largest_differences
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
 
 MiB = 2**20
+PPO = {"actor", "critic", "ref", "reward_model"}
 TWO = {
     "plain": {"options": {}},
     "untied": {"options": {}, "tied": False},
@@ -23,7 +24,9 @@ TWO = {
     "resharded": {"options": {"reshard_after_forward": True}},
     "kept whole": {"options": {"reshard_after_forward": False}},
     "reduced often": {"options": {"reduce_every_micro_batch": True}},
-    "bf16": {"options": {}, "precision": "bf16-mixed"},
+    "trained again": {"options": {}, "kind": "sft", "again": True},
+    "bf16": {"options": {}, "precision": "bf16-mixed", "kind": "sft"},
+    "bf16 ppo": {"options": {}, "precision": "bf16-mixed"},
 }
 SPLIT = {"tensor_parallel_size": 2}
 EVERYTHING = SPLIT | {"cpu_offload": True, "activation_checkpointing": True, "reduce_every_micro_batch": True}
@@ -34,7 +37,7 @@ FOUR = {
     "split qwen2": {"options": SPLIT, "architecture": "qwen2", "kind": "sft"},
     "split qwen3": {"options": SPLIT, "architecture": "qwen3", "kind": "sft"},
 }
-FLOAT32 = [name for name in (*TWO, *FOUR) if name != "bf16"]
+FLOAT32 = [name for name in (*TWO, *FOUR) if not name.startswith("bf16")]
 
 
 def alone(run):
@@ -63,7 +66,9 @@ def built(tmp_path_factory):
     """What each of two ranks says of building models."""
     folder = tmp_path_factory.mktemp("model")
     TinyModel(seed=5).causal().save_pretrained(folder)
-    return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder))
+    # What is freed goes back to the system at once, so that what is resident is what is in use.
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder), environment=environment)
 
 
 # -- the numbers of one process ---------------------------------------------------------------------------------------
@@ -73,11 +78,13 @@ def built(tmp_path_factory):
 @pytest.mark.parametrize("name", FLOAT32)
 def test_three_updates_give_the_weights_and_gradient_norms_of_one_process(trained, name):
     (reference,), ranks = trained[name]["alone"]["ranks"], trained[name]["ranks"]
-    assert len(reference["norms"]) == 3
+    assert len(reference["norms"]) == (6 if name == "trained again" else 3)
+    assert len(reference["validations"]) > 0
     for said in ranks:
         assert said["names"] == reference["names"]
-        for step, expected in zip(said["norms"], reference["norms"], strict=True):
-            assert step == pytest.approx(expected, rel=1e-5)
+        for kind in ("norms", "validations"):
+            for step, expected in zip(said[kind], reference[kind], strict=True):
+                assert step == pytest.approx(expected, rel=1e-5, nan_ok=True)
     assert min(min(step.values()) for step in reference["norms"]) > 0.5  # so that clipping has something to do
     differences = largest_differences(trained[name]["alone"]["weights"], trained[name]["weights"])
     assert max(differences.values()) < 1e-5
@@ -97,12 +104,14 @@ def test_every_rank_is_given_the_same_whole_weights(trained):
 
 @pytest.mark.slow
 def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_float32(trained):
-    (reference,), ranks = trained["bf16"]["alone"]["ranks"], trained["bf16"]["ranks"]
-    for said in ranks:
+    # Of PPO no numbers: whether a ratio is clipped turns on the last bit of a log-probability.
+    (reference,) = trained["bf16"]["alone"]["ranks"]
+    for said in trained["bf16"]["ranks"]:
+        for step, expected in zip(said["norms"], reference["norms"], strict=True):
+            assert step == pytest.approx(expected, rel=2e-2)
+    for said in (*trained["bf16"]["ranks"], *trained["bf16 ppo"]["ranks"]):
         assert said["types"] == ["torch.bfloat16"]
         assert said["kept in"] == ["torch.float32"]
-        for step, expected in zip(said["norms"], reference["norms"], strict=True):
-            assert step == pytest.approx(expected, rel=5e-2)
     assert trained["plain"]["ranks"][0]["types"] == ["torch.float32"]
 
 
@@ -114,9 +123,9 @@ def test_under_bf16_mixed_blocks_compute_in_bfloat16_and_weights_are_kept_in_flo
 def test_of_every_role_each_rank_holds_its_share_of_each_weight_behind_every_step(trained, name):
     ranks = trained[name]["ranks"]
     for rank, said in enumerate(ranks):
-        assert len(said["lies here"]) == 3
+        assert len(said["lies here"]) == (6 if name == "trained again" else 3)
         for roles in said["lies here"]:
-            assert roles.keys() == {"actor", "critic", "ref", "reward_model"}
+            assert roles.keys() == ({"actor"} if TWO.get(name, {}).get("kind") == "sft" else PPO)
             for weights in roles.values():
                 for shape, here in weights.values():
                     assert here == len(rows_of(rank, shape[0], len(ranks))) * math.prod(shape[1:])
@@ -172,21 +181,21 @@ def test_weights_are_loaded_on_rank_0_alone(built):
 @pytest.mark.slow
 def test_weights_names_and_buffers_are_bit_by_bit_those_of_a_model_built_in_one_process(built):
     for said in built:
-        assert len(said["same"]) == 8
+        assert len(said["same"]) == 10
         assert all(said["same"].values()), said["same"]
 
 
 @pytest.mark.slow
 def test_building_takes_the_memory_of_the_model_on_rank_0_and_elsewhere_that_of_the_shards_and_a_layer(built):
     first, second = built
-    assert first["built"] < first["model"] + first["layer"] + 16 * MiB
-    assert second["built"] < second["model"] / 2 + 2 * second["layer"] + 16 * MiB < second["model"]
+    assert first["built"] < first["model"] + first["layer"] + 4 * MiB
+    assert second["built"] < second["model"] / 2 + second["layer"] + 8 * MiB < second["model"]
 
 
 @pytest.mark.slow
 def test_bringing_weights_together_takes_the_memory_of_one_layer(built):
     for said in built:
-        assert said["gathered"] < said["layer"] + 8 * MiB < said["model"] / 4
+        assert said["gathered"] < said["layer"] + 4 * MiB < said["model"] / 4
 
 
 @pytest.mark.slow

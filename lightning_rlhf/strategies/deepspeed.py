@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, with_bucket
+from lightning_rlhf.strategies.deepspeed_precision import RolePrecision
 from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -50,6 +50,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             it; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` as the module's optimizer is not.
         offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
         offload_frozen: the same for frozen roles; None does as ``offload_params``.
+        activation_checkpointing: see :class:`Roles`.
         config: a DeepSpeed configuration laid over this class's, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
         timeout: of collective operations.
@@ -58,7 +59,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
-        ValueError: an argument contradicts another, or what the module or the Trainer says.
+        ValueError: an argument contradicts another.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         offload_optimizer: bool = False,
         offload_params: bool = False,
         offload_frozen: bool | None = None,
+        activation_checkpointing: bool = False,
         config: dict[str, Any] | None = None,
         timeout: timedelta | None = default_pg_timeout,
         cluster_environment: ClusterEnvironment | None = None,
@@ -74,9 +76,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise ModuleNotFoundError(
-                "rlhf_deepspeed_stage_* needs DeepSpeed, which is not installed: "
-                "pip install 'lightning-rlhf[deepspeed]'"
+                "rlhf_deepspeed_stage_* needs DeepSpeed, which is missing: pip install 'lightning-rlhf[deepspeed]'"
             )
+        self.activation_checkpointing = activation_checkpointing
         self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
         whole = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
         launch_environment.apply()  # before deepspeed is imported, which reads it
@@ -263,35 +265,6 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             engine.destroy()
         self._engines.clear()
         super().teardown()
-
-
-class RolePrecision(DeepSpeedPrecision):
-    """DeepSpeed's precision, with the engine of the role that is meant; neither inputs nor modules are cast by it.
-
-    Roles are cast as they are built, and what the module computes itself, losses above all, stays in float32.
-    """
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        """Leave it."""
-        return module
-
-    def convert_input(self, data: Any) -> Any:
-        """Leave it."""
-        return data
-
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, model: LightningModule, optimizer: Any, *, engine: Any
-    ) -> None:
-        """Through the engine, which reduces gradients."""
-        engine.backward(tensor, scale_wrt_gas=False)
-
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], *, engine: Any
-    ) -> None:
-        """Hooks, then the engine's step, which clears gradients too."""
-        closure()
-        self._after_closure(model, optimizer)
-        engine.step()
 
 
 def _close_process_group() -> None:

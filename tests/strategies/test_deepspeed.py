@@ -43,7 +43,7 @@ def test_knowing_the_names_imports_no_deepspeed():
 
 def test_without_deepspeed_a_sentence_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'lightning-rlhf\[deepspeed\]'$"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs DeepSpeed, .*: pip install 'lightning-rlhf\[deepspeed\]'$"):
         RLHFDeepSpeedStrategy()
 
 

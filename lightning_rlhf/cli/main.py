@@ -216,7 +216,8 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=pattern)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    log.setLevel(logging.WARNING if rank_zero_only.rank else logging.INFO)  # the other ranks would say it again
+    speaks = getattr(rank_zero_only, "rank", 0) == 0  # the other ranks would say it again
+    log.setLevel(logging.INFO if speaks else logging.WARNING)
     if not log.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))

@@ -96,7 +96,10 @@ class RoleModule(LightningModule):
         self.built = True
 
     def _build_trained(self, name: str) -> nn.Module:
-        return self.build_role(name).train()
+        role: Any = self.build_role(name).train()
+        if self.roles.activation_checkpointing:
+            role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return role
 
     def _build_frozen(self, name: str) -> nn.Module:
         return self.build_role(name).requires_grad_(False).eval()

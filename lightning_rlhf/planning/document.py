@@ -52,15 +52,15 @@ GPUS = (8, 16, 32, 64, 128, 256, 512)
 CAPACITY = 80 * GIB
 WORK = Work(responses=1024, minibatch_size=512, update_epochs=1, longest=4096, micro_batch_tokens=4096)
 ENGINE = Engine(share=0.3, tensor_parallel_size=8, dtype="bfloat16")
-_FSDP = {"checkpointing": True, "reduce_every": True}
+_LESS = {"checkpointing": True}
 STRATEGIES = {
-    "`rlhf_ddp`": strategy("rlhf_ddp"),
-    "`rlhf_deepspeed_stage_1`": strategy("rlhf_deepspeed_stage_1"),
-    "`rlhf_deepspeed_stage_2`": strategy("rlhf_deepspeed_stage_2"),
-    "`rlhf_deepspeed_stage_3`": strategy("rlhf_deepspeed_stage_3"),
-    "`rlhf_deepspeed_stage_3_offload`": strategy("rlhf_deepspeed_stage_3_offload"),
-    "`rlhf_fsdp`": strategy("rlhf_fsdp", **_FSDP),
-    "`rlhf_fsdp`, 8 split tensors": strategy("rlhf_fsdp", tensor_parallel_size=8, **_FSDP),
+    "`rlhf_ddp`": strategy("rlhf_ddp", **_LESS),
+    "`rlhf_deepspeed_stage_1`": strategy("rlhf_deepspeed_stage_1", **_LESS),
+    "`rlhf_deepspeed_stage_2`": strategy("rlhf_deepspeed_stage_2", **_LESS),
+    "`rlhf_deepspeed_stage_3`": strategy("rlhf_deepspeed_stage_3", **_LESS),
+    "`rlhf_deepspeed_stage_3_offload`": strategy("rlhf_deepspeed_stage_3_offload", **_LESS),
+    "`rlhf_fsdp`": strategy("rlhf_fsdp", **_LESS),
+    "`rlhf_fsdp`, 8 split tensors": strategy("rlhf_fsdp", tensor_parallel_size=8, **_LESS),
 }
 _ALGORITHMS = {
     "PPO": {"actor": True, "critic": True, "ref": False, "reward_model": False},
@@ -193,10 +193,9 @@ bytes of one GPU, with `precision: bf16-mixed` and float32 sources:
 | `rlhf_deepspeed_stage_3` | 2 P/N | 4 T/N | 12 T/N |
 | `rlhf_fsdp` | 4 P/N | 4 T/N, see below | 8 T/N |
 
-- "/N" is each library's own rule. FSDP2 cuts a parameter along its first dimension, ceil(d / N) of it to a rank:
-  experts that are stored in one tensor lie on at most as many ranks as there are experts, and further ranks store and
-  send padding, as the tables of the 8x7B show. ZeRO-3 cuts flat. Tensor parallelism divides what it splits: attention
-  and MLP, not embedding and head.
+- "/N" is each library's own rule. FSDP2 cuts a parameter along its first dimension, ceil(d / N) of it to a rank, or
+  where that is shorter than N, as with experts that are stored in one tensor, along the next that N divides. ZeRO-3
+  cuts flat. Tensor parallelism divides what it splits: attention and MLP, not embedding and head.
 - Where an update of `rlhf_fsdp` has several micro-batches and `reduce_every_micro_batch` is off, each rank also holds
   all gradients until they are summed, 4 T.
 - Roles take turns: activations, gathered layers and logits are those of the largest role at its fullest moment, and so
@@ -222,8 +221,7 @@ Patarasuk and Yuan 2009 for the ring; Hu et al. 2021 for LoRA. The functions of 
 {_TEXTS},
 {_PASSES}; `bf16-mixed`, float32 sources. PPO has an actor and a critic to train, a reference
 and a reward model; GRPO an actor and a reference; all of one size. The engine takes {_SHARE} of each GPU for bfloat16
-weights and cache, and spans {ENGINE.tensor_parallel_size} GPUs. `rlhf_fsdp` is with `activation_checkpointing` and
-`reduce_every_micro_batch`; the other strategies have no activation checkpointing.
+weights and cache, and spans {ENGINE.tensor_parallel_size} GPUs. All with `activation_checkpointing`.
 Host memory is not in the table. Where the last row is missing, the model cannot be split in eight: heads or experts are
 in the way.
 """

@@ -14,21 +14,29 @@ def split_elements(parameters: Iterable[Parameter], split: int) -> int:
 
 
 def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -> int:
-    """Numbers that FSDP2 stores on a rank: each parameter is cut along its first dimension, and padded to equal cuts.
+    """Numbers that FSDP2 stores on a rank: each parameter is cut along one dimension, and padded to equal cuts.
 
     sum over parameters of ceil(d_0 / N) d_1 d_2 ...
 
-    So a parameter is never cut into more parts than its first dimension is long: the experts of a layer, stored as one
-    tensor (experts, ...), lie on at most as many ranks as there are experts, and further ranks hold padding. See
-    ``torch.distributed.fsdp.fully_shard``.
+    The dimension is the first; where that is shorter than N (the experts of a layer, stored as one tensor), the next
+    that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
 
     Args:
         parameters: of a model.
         ranks: that share it, N, tensor parallelism not counted.
         split: tensor-parallel size.
     """
-    shapes = (_split_shape(parameter, split) for parameter in parameters)
-    return sum(-(-first // ranks) * math.prod(rest) for first, *rest in shapes)
+    return sum(
+        _fsdp_share(_split_shape(parameter, split), ranks, split > 1 and parameter.split is not None)
+        for parameter in parameters
+    )
+
+
+def _fsdp_share(shape: tuple[int, ...], ranks: int, is_split: bool) -> int:
+    first, *rest = shape
+    if first < ranks and not is_split and any(size % ranks == 0 for size in rest):
+        return math.prod(shape) // ranks
+    return -(-first // ranks) * math.prod(rest)
 
 
 def zero3_elements(parameters: Iterable[Parameter], ranks: int, persistent: int = 0) -> int:

@@ -35,7 +35,7 @@ class Strategy:
     stage: int = 0
     tensor_parallel_size: int = 1
     checkpointing: bool = False
-    reduce_every: bool = False
+    reduce_every: bool = True
     offload_optimizer: bool = False
     offload_params: bool = False
     offload_frozen: bool | None = None

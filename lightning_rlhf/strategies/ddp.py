@@ -20,15 +20,22 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
 
     Args:
+        activation_checkpointing: see :class:`Roles`.
         timeout: of a collective.
         **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
     """
 
-    def __init__(self, timeout: timedelta | None = default_pg_timeout, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        activation_checkpointing: bool = False,
+        timeout: timedelta | None = default_pg_timeout,
+        **kwargs: Any,
+    ) -> None:
         # Buffers are constants here; the first name is torch's since 2.13, the second before.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))
+        self.activation_checkpointing = activation_checkpointing
         self._engines: dict[str, DistributedDataParallel] = {}
 
     def configure_ddp(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
@@ -32,13 +33,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: processes that split each layer between them and share their rows; it divides the number
             of processes, and the heads of every model.
-        activation_checkpointing: whether a trained role keeps only the inputs of its layers and computes the rest again
-            in the backward pass.
+        activation_checkpointing: see :class:`Roles`.
         cpu_offload: whether shards, their gradients and optimizer states lie in host memory; optimizers step there.
         reshard_after_forward: whether a trained role's gathered weights are dropped between forward and backward; None
             drops those of layers, not those of embedding and head. A frozen role's always are.
-        reduce_every_micro_batch: whether gradients are reduced with every micro-batch, not only with the last one of
-            an update: more traffic, but no process ever holds the gradients of a whole role.
+        reduce_every_micro_batch: whether gradients are reduced with every micro-batch, so that no process ever holds
+            those of a whole role; False reduces only with the last one of an update, which saves traffic.
         process_group_backend: None takes NCCL for GPUs, gloo for CPUs.
         timeout: of a collective.
     """
@@ -49,7 +49,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         activation_checkpointing: bool = False,
         cpu_offload: bool = False,
         reshard_after_forward: bool | None = None,
-        reduce_every_micro_batch: bool = False,
+        reduce_every_micro_batch: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -119,10 +119,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         bare = shapes_of(build)
         tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # refused before weights are loaded
         role = loaded_by_first_rank(name, bare, build)
-        trained = name in self.module.trained_roles
-        if trained and self.activation_checkpointing:
-            role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._shard(name, role, self.reshard_after_forward if trained else True)
+        self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True)
         return role
 
     def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
@@ -135,6 +132,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             "reshard_after_forward": reshard,
             "mp_policy": self._precision_policy,
             "offload_policy": self._offload_policy,
+            "shard_placement_fn": partial(shard_placement, ranks=self.data_ranks),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
         blocks = list(_repeated_blocks(role))
@@ -185,7 +183,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- one update -------------------------------------------------------------------------------------------
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Reduce gradients only with the last micro-batch."""
+        """Reduce gradients only with the last micro-batch, if there is room for them until then."""
         getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
         return nullcontext()
 
@@ -222,6 +220,21 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
+
+
+def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
+    """Along which dimension FSDP cuts a parameter; None is its own choice, the first.
+
+    Where that is shorter than there are ranks (the experts of a layer, stored as one tensor), most ranks would hold
+    nothing but padding.
+
+    Args:
+        parameter: whole, or already split by tensor parallelism.
+        ranks: that share it.
+    """
+    if isinstance(parameter, DTensor) or parameter.shape[0] >= ranks:
+        return None
+    return next((Shard(d) for d, size in enumerate(parameter.shape) if size % ranks == 0), None)
 
 
 def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:

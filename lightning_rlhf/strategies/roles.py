@@ -30,6 +30,7 @@ class Roles:
 
     data_rank = 0  # which share of each batch this process has, in [0, data_ranks)
     data_ranks = 1  # shares of a batch; ranks that split tensors between them have the same one
+    activation_checkpointing = False  # whether a trained role keeps only its layers' inputs and computes the rest again
     gradient_scale = 1.0  # what a local loss is multiplied by so that the reduction gives the gradient of the sum
 
     @property

@@ -15,11 +15,13 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, Roles, SingleDeviceStrate
     """One device, with checkpoints that every other role strategy reads too.
 
     Args:
+        activation_checkpointing: see :class:`Roles`.
         **kwargs: of Lightning's ``SingleDeviceStrategy``.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, activation_checkpointing: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.activation_checkpointing = activation_checkpointing
         self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
         self.num_nodes = 1
 

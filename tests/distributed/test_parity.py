@@ -20,7 +20,8 @@ from tests.distributed.tasks import largest_differences
 KINDS = ("sft", "rm", "ppo")
 DEEPSPEED = "lightning_rlhf.strategies.deepspeed:RLHFDeepSpeedStrategy"
 # Tiny models would stay whole under ZeRO-3: it shards no parameter below a threshold.
-SHARDED = {"stage": 3, "config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+THRESHOLD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+SHARDED = {"stage": 3, "activation_checkpointing": True, "config": THRESHOLD}
 STRATEGIES = {
     "rlhf_ddp": "rlhf_ddp",
     "rlhf_fsdp": "rlhf_fsdp",

@@ -29,9 +29,11 @@ def test_fsdp_stores_what_the_rule_says(kind, count, split):
     assert stored == partition.fsdp_elements(found.parameters, count // split, split)
 
 
-def test_experts_in_one_tensor_lie_on_no_more_ranks_than_there_are_experts():
+def test_experts_in_one_tensor_are_cut_along_another_dimension_where_there_are_more_ranks():
     experts = Parameter((8, 384, 64), layer=0, split=None)
-    assert partition.fsdp_elements([experts], 8) == partition.fsdp_elements([experts], 64) == 384 * 64
+    assert partition.fsdp_elements([experts], 8) == 384 * 64
+    assert partition.fsdp_elements([experts], 64) == 8 * 6 * 64
+    assert partition.fsdp_elements([experts], 80) == 384 * 64  # 80 divides nothing
 
 
 def test_rules_by_hand():

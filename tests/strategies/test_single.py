@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlhf import PPOModule
 from lightning_rlhf.strategies.roles import PlainRoles, roles_of
+from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.stand_ins import OneOfTwoRanks, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 
@@ -111,3 +112,14 @@ def test_several_processes_without_roles_are_refused_and_told_what_to_do(theirs,
     module = SimpleNamespace(_trainer=SimpleNamespace(strategy=strategy, world_size=2))
     with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* take strategy='{ours}'$"):
         roles_of(module)
+
+
+def test_layers_that_are_computed_again_give_the_same_weights():
+    weights = []
+    for again in (False, True):
+        module = PPOModule(TinyModel(), critic=TinyModel(seed=1), actor_optimizer=partial(torch.optim.SGD, lr=0.1))
+        strategy = RLHFSingleDeviceStrategy(activation_checkpointing=again)
+        fit(module, [rollout_of(responses(4, seed=0))], strategy=strategy, devices=1)
+        assert module.actor.lm.is_gradient_checkpointing == module.critic.lm.is_gradient_checkpointing == again
+        weights.append(module.actor.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

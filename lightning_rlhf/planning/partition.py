@@ -18,8 +18,7 @@ def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -
 
     sum over parameters of ceil(d_0 / N) d_1 d_2 ...
 
-    The dimension is the first; where that is shorter than N (the experts of a layer, stored as one tensor), the next
-    that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
+    The dimension is the first; of experts stored as one tensor, fewer than N of them, the next that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
 
     Args:
         parameters: of a model.
@@ -34,7 +33,7 @@ def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -
 
 def _fsdp_share(shape: tuple[int, ...], ranks: int, is_split: bool) -> int:
     first, *rest = shape
-    if first < ranks and not is_split and any(size % ranks == 0 for size in rest):
+    if len(rest) > 1 and first < ranks and not is_split and any(size % ranks == 0 for size in rest):
         return math.prod(shape) // ranks
     return -(-first // ranks) * math.prod(rest)
 

@@ -225,14 +225,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
     """Along which dimension FSDP cuts a parameter; None is its own choice, the first.
 
-    Where that is shorter than there are ranks (the experts of a layer, stored as one tensor), most ranks would hold
-    nothing but padding.
+    Where experts are stored as one tensor and fewer than there are ranks, most ranks would hold nothing but padding.
 
     Args:
         parameter: whole, or already split by tensor parallelism.
         ranks: that share it.
     """
-    if isinstance(parameter, DTensor) or parameter.shape[0] >= ranks:
+    if isinstance(parameter, DTensor) or parameter.ndim < 3 or parameter.shape[0] >= ranks:
         return None
     return next((Shard(d) for d, size in enumerate(parameter.shape) if size % ranks == 0), None)
 

@@ -18,7 +18,8 @@ def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -
 
     sum over parameters of ceil(d_0 / N) d_1 d_2 ...
 
-    The dimension is the first; of experts stored as one tensor, fewer than N of them, the next that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
+    The dimension is the first; of experts stored as one tensor, fewer than N of them, the next that N divides, see
+    :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
 
     Args:
         parameters: of a model.

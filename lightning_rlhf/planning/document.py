@@ -193,9 +193,9 @@ bytes of one GPU, with `precision: bf16-mixed` and float32 sources:
 | `rlhf_deepspeed_stage_3` | 2 P/N | 4 T/N | 12 T/N |
 | `rlhf_fsdp` | 4 P/N | 4 T/N, see below | 8 T/N |
 
-- "/N" is each library's own rule. FSDP2 cuts a parameter along its first dimension, ceil(d / N) of it to a rank, or where
-  fewer than N experts are stored as one tensor, along the next that N divides. ZeRO-3 cuts flat. Tensor parallelism
-  divides what it splits: attention and MLP, not embedding and head.
+- "/N" is each library's own rule. FSDP2 cuts a parameter along its first dimension, ceil(d / N) of it to a rank, or
+  where fewer than N experts are stored as one tensor, along the next that N divides. ZeRO-3 cuts flat. Tensor
+  parallelism divides what it splits: attention and MLP, not embedding and head.
 - Where an update of `rlhf_fsdp` has several micro-batches and `reduce_every_micro_batch` is off, each rank also holds
   all gradients until they are summed, 4 T.
 - Roles take turns: activations, gathered layers and logits are those of the largest role at its fullest moment, and so

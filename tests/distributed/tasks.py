@@ -250,3 +250,11 @@ def largest_differences(one: str | Path, other: str | Path) -> dict[str, float]:
         role = name.partition(".")[0]
         found[role] = max(found.get(role, 0.0), float((tensor - theirs[name]).abs().max()))
     return found
+
+
+def start_deepspeed() -> None:
+    """Have DeepSpeed open a process group, as a strategy does."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    torch.distributed.destroy_process_group()

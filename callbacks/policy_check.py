@@ -81,7 +81,8 @@ class PolicyCheck(Callback):
         """Sample, score, scale, and say what was found."""
         if trainer.fast_dev_run:
             return
-        rollout = self._samples(trainer)
+        samples: Any = self._samples(trainer) if trainer.is_global_zero else None
+        rollout: Rollout = trainer.strategy.broadcast(samples)  # one judge, and one copy of the policy
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
         reward_model: Any = pl_module.reward_model
         reward_model.normalize(scores.to(pl_module.device))
@@ -100,7 +101,7 @@ class PolicyCheck(Callback):
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
         batch = PromptBatch(list(range(len(rows))), ids, texts, columns)
-        directory = Path(trainer.default_root_dir) / "policy_check" / f"rank{trainer.global_rank}"
+        directory = Path(trainer.default_root_dir) / "policy_check"
         save_architecture(self.policy, directory)
         engine = TransformersEngine()
         longest = max(map(len, ids)) + self.max_response_tokens
@@ -114,7 +115,7 @@ class PolicyCheck(Callback):
     @torch.no_grad()
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
-        for rows in token_budget_batches(rollout.total_lengths, module.micro_batch_tokens):
+        for rows, _ in module.in_step(token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
             with module.trainer.precision_plugin.forward_context():

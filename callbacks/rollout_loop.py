@@ -225,7 +225,7 @@ class RolloutLoop(Callback):
         rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
         with module.trainer.precision_plugin.forward_context():
             logprobs = module.actor_scores("actor", rows).logprobs
-        gap = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].max()
+        gap = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].nan_to_num(nan=torch.inf).max()
         worst = module.roles.max_over_ranks(gap).item()  # or a rank alone would wait for the others below
         single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
         bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0

@@ -1,20 +1,28 @@
 """Every use of what Lightning keeps to itself, in one place, so that an upgrade that breaks one breaks it here.
 
-Checked against lightning 2.6.6; tests/test_compat.py says what changed when a name is gone.
+One name is torch's. Checked against lightning 2.6.6; tests/test_compat.py says what changed when a name is gone.
 """
 
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
     """The Trainer that a module is attached to, if it is; Lightning's own property raises."""
     return module._trainer
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """How long a collective of a device mesh's group may take: torch gives those it makes its own default."""
+    _set_pg_timeout(timeout, group)
 
 
 def optimizer_at(module: LightningModule, index: int) -> Optimizer:

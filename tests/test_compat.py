@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loops.fit_loop import _FitLoop
 
 from lightning_rlhf import SFTModule
-from lightning_rlhf.compat import settle_progress, training_ends
+from lightning_rlhf.compat import set_group_timeout, settle_progress, training_ends
 from lightning_rlhf.types import SequenceBatch
 from tests.stand_ins import TinyModel, fit, quiet_trainer
 
@@ -40,6 +41,7 @@ _OF_CHECKPOINT = (
     "_save_topk_checkpoint",
     "_should_skip_saving_checkpoint",
 )
+_OF_MODULE = ("_trainer",)
 _COUNTS = ("ready", "started", "processed", "completed")
 
 
@@ -49,6 +51,22 @@ def test_the_trainer_still_has(path):
     for name in path.split("."):
         assert hasattr(there, name), f"lightning has no {found}.{name} any more: see lightning_rlhf/compat.py"
         there, found = getattr(there, name), f"{found}.{name}"
+
+
+@pytest.mark.parametrize("name", _OF_MODULE)
+def test_the_module_still_has(name):
+    gone = f"lightning's LightningModule has no {name} any more: see trainer_of in lightning_rlhf/compat.py"
+    assert hasattr(SFTModule(TinyModel()), name), gone
+
+
+def test_torch_still_sets_the_timeout_of_a_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = torch.distributed.group.WORLD
+        set_group_timeout(group, timedelta(seconds=77))
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", _OF_CHECKPOINT)

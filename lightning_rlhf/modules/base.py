@@ -154,17 +154,24 @@ class RLHFModule(RolloutModule):
         """
         if self.roles.data_ranks > 1:  # all ranks' rows are kept where there is room for them
             experience = experience.map(lambda rows: self.roles.gather_over_ranks(rows).cpu())
-        places = experience.rollout.place.cpu().argsort(stable=True)
+        experience = self.learnt_from(experience[experience.rollout.place.argsort(stable=True)])
         for epoch in range(self.update_epochs):
             step = ("minibatches", self.trainer.global_step)
             generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
-            order = places[torch.randperm(len(places), generator=generator)]
+            order = torch.randperm(len(experience), generator=generator)
             for number, rows in enumerate(order.split(self.minibatch_size)):
                 lengths = experience.total_lengths.cpu()[rows].tolist()
                 shares = balanced_shares(lengths, self.roles.data_ranks)
                 share = experience[rows[shares[self.roles.data_rank]]].to(self.device)
                 chosen = derive_seed(derive_seed(run_seed(), *step, self.roles.data_rank, epoch), "chosen", number)
                 yield self.with_choice(share, chosen)
+
+    def learnt_from(self, experience: Experience) -> Experience:
+        """Of the responses of all ranks, in their order, those to draw mini-batches from: as many, at first the same.
+
+        Every rank must give the same ones, so that nothing may depend on which it is.
+        """
+        return experience
 
     @torch.no_grad()
     def with_choice(self, minibatch: Experience, seed: int) -> Experience:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,14 +71,16 @@ class PPOModule(RLHFModule):
         self.value_loss, self.vf_coef, self.critic_warmup_steps = value_loss, vf_coef, critic_warmup_steps
         self.resampling = resampling
 
-    def minibatches(self, experience: Experience) -> Iterator[Experience]:
-        """Those of the base, of responses drawn anew if asked for."""
-        if self.resampling is not None:
-            seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, self.roles.data_rank)
-            generator = torch.Generator().manual_seed(seed)
-            rows = experience.mask.any(dim=1).nonzero().squeeze(1)
-            experience = experience[rows[self.resampling(experience.reward[rows], generator, len(experience))]]
-        return super().minibatches(experience)
+    def learnt_from(self, experience: Experience) -> Experience:
+        """All responses, or those drawn anew if asked for."""
+        if self.resampling is None:
+            return experience
+        seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, 0)
+        rows = experience.mask.any(dim=1).nonzero().squeeze(1)
+        if not len(rows):
+            return experience
+        reward, generator = experience.reward[rows], torch.Generator().manual_seed(seed)
+        return experience[rows[self.resampling(reward, generator, len(experience))]]
 
     def losses(self) -> dict[str, Callable[[Experience, Sums], Tensor]]:
         """Critic, then actor; the critic alone while it warms up."""

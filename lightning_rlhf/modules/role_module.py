@@ -276,6 +276,6 @@ class RoleModule(LightningModule):
     def parameter_counts(self) -> dict[str, int]:
         """Parameters of each role."""
         return {
-            name: sum(p.numel() for p in getattr(self, name).parameters())
+            name: sum(getattr(p, "ds_numel", p.numel()) for p in getattr(self, name).parameters())
             for name in (*self.trained_roles, *self.frozen_roles)
         }

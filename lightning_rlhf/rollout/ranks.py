@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.types import Completion, SamplingParams
 
 T = TypeVar("T")
+_PATIENCE = timedelta(days=1)  # a rollout takes as long as it takes; the ranks that die are missed by others
 _Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int]], list[Completion]]
 _FAULTS = {kind.__name__: kind for kind in (EngineDied, ValueError)}
 
@@ -40,7 +42,7 @@ class RankGroup:
                 f"{ranks} ranks are to share an engine, but the run has {world}: take a divisor of {world}"
             )
         self.ranks = ranks
-        self._group: Any = dist.new_subgroups(ranks, backend="gloo")[0] if ranks > 1 else None
+        self._group: Any = dist.new_subgroups(ranks, backend="gloo", timeout=_PATIENCE)[0] if ranks > 1 else None
         self._number = dist.get_rank(self._group) if ranks > 1 else 0
         self._first = dist.get_rank() - self._number if ranks > 1 else 0
 

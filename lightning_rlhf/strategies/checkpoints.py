@@ -90,8 +90,9 @@ class ReshardableCheckpoints:
                 f"the checkpoint {checkpoint_path} holds {', '.join(sorted(stored))}, and this run trains "
                 f"{', '.join(trained)}: it was written by another kind of run"
             )
+        # Not ranks.together: a rank that fails here alone leaves the others in collectives of their own, and ends them.
         for name in trained:
-            ranks.together(lambda name=name: self.load_role_state(name, version / name))  # type: ignore[misc]
+            self.load_role_state(name, version / name)
         return ranks.together(lambda: load_plain(version / _REST))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -130,7 +130,8 @@ class Hub:
             hello = json.loads(connection.makefile("rb", buffering=0).readline(_LONGEST_LINE))
             known = hmac.compare_digest(hello["token"], self.token)
             member = _Member(Wire(connection), int(hello["rank"]), str(hello["name"]), int(hello["node"]))
-        except (OSError, ValueError, KeyError, TypeError):  # a stranger: a port scanner, a health check
+        # A stranger: a port scanner, a health check, or somebody who means harm.
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             known = False
         if not known:
             connection.close()

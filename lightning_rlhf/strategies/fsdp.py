@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -81,6 +82,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         # Lightning's "auto" makes one share of the data per node.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
+        if self.tensor_parallel_size > 1 and self._timeout is not None:
+            for dimension in ("data_parallel", "tensor_parallel"):
+                set_group_timeout(self.device_mesh[dimension].get_group(), self._timeout)
 
     @property
     def data_group(self) -> Any:

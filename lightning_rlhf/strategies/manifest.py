@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from typing import Any
 
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoint_io import digest, sync_folder
+
+log = logging.getLogger(__name__)
 
 NAME = "manifest.json"
 _FORMAT = 1
@@ -94,7 +97,10 @@ def publish(version: Path) -> None:
         for folder in {version, *(path for path in version.rglob("*") if path.is_dir()), version.parent}:
             sync_folder(folder)
         _write(version.parent, {"format": _FORMAT, "version": version.name, "files": files})
-        remove_leftovers(version.parent)
+        try:
+            remove_leftovers(version.parent)
+        except OSError as error:  # the new version counts already; somebody may still read the one before
+            log.warning("An earlier version of %s could not be removed yet: %s", version.parent, error)
 
     ranks.on_first_rank(finish)
 

@@ -33,6 +33,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -119,6 +120,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             of a batch, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
+    if options.pop("resampling", False):
+        options["resampling"] = ScoreResampling()
     reward = by_chance if options.pop("by_chance", False) else share_of_a
     heads = {"num_attention_heads": options.pop("heads", 1)}
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None

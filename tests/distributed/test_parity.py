@@ -89,6 +89,17 @@ def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
+    answers, files = [], []
+    for ranks, strategy in ((1, "auto"), (3, "rlhf_ddp")):
+        files.append(tmp_path / f"{ranks}.safetensors")
+        run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"resampling": True}}
+        answers.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
+    assert_equal_metrics(*answers)
+    assert max(largest_differences(*files).values()) <= WEIGHTS
+
+
+@pytest.mark.slow
 def test_ranks_that_split_tensors_learn_from_one_judgement():
     """Each would get another reward; were each asked, their halves of one model would learn different things."""
     strategy = STRATEGIES["rlhf_fsdp, tensor parallel 2"]

@@ -236,6 +236,16 @@ def test_where_one_rank_strays_both_stop_after_the_same_update():
     assert len(first) < 16
 
 
+def test_a_parameter_whose_numbers_lie_elsewhere_counts_whole():
+    """As ZeRO-3 leaves it between two forward passes."""
+    module = PPOModule(TinyModel())
+    module.configure_model()
+    before = module.parameter_counts()
+    weight = module.actor.lm.get_output_embeddings().weight
+    weight.ds_numel, weight.data = weight.numel(), torch.empty(0)
+    assert module.parameter_counts() == before
+
+
 @pytest.mark.usefixtures("exact")
 def test_two_ranks_take_the_step_of_one_rank_with_all_rows():
     """Advantages are whitened over both, and every mean is over both, although their token counts differ."""

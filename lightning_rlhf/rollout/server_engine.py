@@ -138,6 +138,7 @@ class VLLMServerEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, the first one sends them."""
+        self._all.gather(None)  # a rank that still waits for answers would get some of them from the new weights
         parameters, self._version = iter(parameters), version
 
         def push() -> None:

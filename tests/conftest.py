@@ -26,8 +26,8 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _same_start():
     """Every test begins with the same random state and leaves environment and torch's switches as it found them."""
+    os.environ.pop("PL_GLOBAL_SEED", None)  # for good: the next module's fixtures begin before its first test does
     environment = dict(os.environ)
-    os.environ.pop("PL_GLOBAL_SEED", None)
     random.seed(0)
     torch.manual_seed(0)
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from safetensors.torch import load_file
 
 from lightning_rlhf.cli import main
-from tests.cli.conftest import PPO
+from tests.cli.conftest import PPO, _elsewhere  # noqa: F401 (loggers are put back)
 from tests.distributed.launch import ROOT
 
 SNIPPETS = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/strategies.md").read_text(), re.DOTALL)

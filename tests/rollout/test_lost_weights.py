@@ -49,7 +49,7 @@ def test_if_nothing_is_lost_nothing_is_named(engines, lose):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_parameter_that_is_lost_wholly_or_in_part_is_named(engines, lose, name, how):
     actor, gap = lose(f"{how} {name}")
-    assert gap > 0.01
+    assert not gap <= 0.01  # what stands in memory that nobody wrote may be no number
     assert first_difference(engines, actor) == name
 
 
@@ -69,7 +69,7 @@ def test_a_parameter_that_vllm_counts_but_does_not_load_is_named(engines, lose):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on CPUs")
 def test_a_packed_copy_of_old_weights_is_named(engines, lose, what, name):
     actor, gap = lose(what)
-    assert gap > 0.01
+    assert not gap <= 0.01  # what stands in memory that nobody wrote may be no number
     assert first_difference(engines, actor) == name
 
 

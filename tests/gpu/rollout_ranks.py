@@ -12,7 +12,7 @@ from lightning_rlhf.rollout.engine import gpus
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
-from tests.gpu.test_rollouts import ON_GPU
+from tests.gpu.test_rollouts_on_gpus import ON_GPU
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, setup_of
 
 

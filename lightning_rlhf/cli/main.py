@@ -163,6 +163,8 @@ def process_count(accelerator: Any, devices: Any, nodes: int) -> int:
         return max(gpus, 1) * nodes
     if isinstance(devices, str) and "," in devices:
         devices = [device for device in devices.split(",") if device.strip()]
+    if isinstance(devices, str) and not devices.strip().isdigit():
+        return nodes  # Lightning says what is wrong with it
     return (len(devices) if isinstance(devices, list) else int(devices)) * nodes
 
 

@@ -50,6 +50,7 @@ def test_every_name_that_is_given_out_is_registered():
         ("gpu", [0, 3], 1, 2),
         ("gpu", "0,3,", 1, 2),
         (None, None, 1, 4),
+        ("cpu", "many", 1, 1),  # which the Trainer then refuses
     ],
 )
 def test_how_many_processes_the_trainers_arguments_make(monkeypatch, accelerator, devices, nodes, count):

@@ -167,9 +167,10 @@ class RLHFModule(RolloutModule):
                 yield self.with_choice(share, chosen)
 
     def learnt_from(self, experience: Experience) -> Experience:
-        """Of the responses of all ranks, in their order, those to draw mini-batches from: as many, at first the same.
+        """The responses to draw mini-batches from: all of them; subclasses may choose as many others. All ranks.
 
-        Every rank must give the same ones, so that nothing may depend on which it is.
+        Args:
+            experience: of the responses of all ranks, in one order; every rank must make the same of it.
         """
         return experience
 

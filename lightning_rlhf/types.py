@@ -7,15 +7,15 @@ real token ever sees it, so no attention mask is needed and padding cannot chang
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_rlhf.tensor_batch import TensorBatch, expect_shape
+
 FinishReason = Literal["stop", "length"]
-_Batch = TypeVar("_Batch", bound="_TensorBatch")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class PromptBatch:
         columns: further columns of the data, one value per prompt each.
         epoch: how often the data had been read through before, 0 at first.
         places: of each prompt in the whole batch, of which this may be a rank's share; empty if it is the whole.
+        messages: the chat messages that each prompt was made of; empty where the prompts are plain text.
     """
 
     indices: list[int]
@@ -90,6 +91,7 @@ class PromptBatch:
     columns: dict[str, list[Any]]
     epoch: int = 0
     places: list[int] = dataclasses.field(default_factory=list)
+    messages: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -98,7 +100,7 @@ class PromptBatch:
         """Some of the prompts."""
         columns = {name: values[prompts] for name, values in self.columns.items()}
         indices, ids, texts = self.indices[prompts], self.token_ids[prompts], self.texts[prompts]
-        return PromptBatch(indices, ids, texts, columns, self.epoch, self.places[prompts])
+        return PromptBatch(indices, ids, texts, columns, self.epoch, self.places[prompts], self.messages[prompts])
 
     def to(self, device: torch.device | str) -> PromptBatch:
         """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
@@ -106,52 +108,7 @@ class PromptBatch:
 
 
 @dataclass(frozen=True)
-class _TensorBatch:
-    """Rows of tensors that are moved, sliced and counted together."""
-
-    def __len__(self) -> int:
-        return len(next(iter(self._rows())))
-
-    @property
-    def total_lengths(self) -> Tensor:
-        """(B,) tokens that each row takes in a model's input."""
-        raise NotImplementedError
-
-    def _rows(self) -> Iterator[Tensor]:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, _TensorBatch):
-                yield from value._rows()
-            elif isinstance(value, Tensor):
-                yield value
-
-    def map(self: _Batch, function: Callable[[Tensor], Tensor]) -> _Batch:
-        """The same batch with a function applied to every tensor of it."""
-
-        def convert(value: Any) -> Any:
-            if isinstance(value, _TensorBatch):
-                return value.map(function)
-            if isinstance(value, Tensor):
-                return function(value)
-            if isinstance(value, Mapping):
-                return {key: convert(item) for key, item in value.items()}
-            return value
-
-        return dataclasses.replace(self, **{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
-
-    def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
-        """The same rows on another device."""
-        return self.map(lambda tensor: tensor.to(device, **kwargs))
-
-    def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
-        """The rows of these numbers, in that order, or those where a mask is True."""
-        index = torch.as_tensor(rows)
-        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
-        return self.map(lambda tensor: tensor[index.to(tensor.device)])
-
-
-@dataclass(frozen=True)
-class Rollout(_TensorBatch):
+class Rollout(TensorBatch):
     """What happened: prompts, the responses an engine sampled, and what reward functions said of them.
 
     Args:
@@ -189,13 +146,13 @@ class Rollout(_TensorBatch):
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
-        _expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
+        expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape, "response_mask": tokens, "rollout_logprobs": tokens}
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "response_ids":
-                _expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
+                expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
         for name, values in self.rewards.items():
-            _expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
+            expect_shape(f"Rollout.rewards[{name!r}]", values, (rows,))
 
     @property
     def total_lengths(self) -> Tensor:
@@ -204,7 +161,7 @@ class Rollout(_TensorBatch):
 
 
 @dataclass(frozen=True)
-class Experience(_TensorBatch):
+class Experience(TensorBatch):
     """What to learn from: a rollout and what the models said of it.
 
     Args:
@@ -235,9 +192,9 @@ class Experience(_TensorBatch):
     chosen: Tensor
 
     def __post_init__(self) -> None:
-        _expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
+        expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
         for field in dataclasses.fields(self)[2:]:
-            _expect_shape(f"Experience.{field.name}", getattr(self, field.name), self.rollout.response_mask.shape)
+            expect_shape(f"Experience.{field.name}", getattr(self, field.name), self.rollout.response_mask.shape)
 
     @property
     def total_lengths(self) -> Tensor:
@@ -245,13 +202,8 @@ class Experience(_TensorBatch):
         return self.rollout.total_lengths
 
 
-def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-
-
 @dataclass(frozen=True)
-class SequenceBatch(_TensorBatch):
+class SequenceBatch(TensorBatch):
     """Whole texts with the tokens to learn from marked.
 
     Args:
@@ -265,8 +217,8 @@ class SequenceBatch(_TensorBatch):
     loss_mask: Tensor
 
     def __post_init__(self) -> None:
-        _expect_shape("SequenceBatch.lengths", self.lengths, self.input_ids.shape[:1])
-        _expect_shape("SequenceBatch.loss_mask", self.loss_mask, self.input_ids.shape)
+        expect_shape("SequenceBatch.lengths", self.lengths, self.input_ids.shape[:1])
+        expect_shape("SequenceBatch.loss_mask", self.loss_mask, self.input_ids.shape)
 
     @property
     def total_lengths(self) -> Tensor:
@@ -275,7 +227,7 @@ class SequenceBatch(_TensorBatch):
 
 
 @dataclass(frozen=True)
-class PreferenceBatch(_TensorBatch):
+class PreferenceBatch(TensorBatch):
     """Pairs of texts of which the first is preferred.
 
     Args:
@@ -289,10 +241,31 @@ class PreferenceBatch(_TensorBatch):
     margin: Tensor
 
     def __post_init__(self) -> None:
-        _expect_shape("PreferenceBatch.margin", self.margin, (len(self.chosen.input_ids),))
-        _expect_shape("PreferenceBatch.rejected.lengths", self.rejected.lengths, self.chosen.lengths.shape)
+        expect_shape("PreferenceBatch.margin", self.margin, (len(self.chosen.input_ids),))
+        expect_shape("PreferenceBatch.rejected.lengths", self.rejected.lengths, self.chosen.lengths.shape)
 
     @property
     def total_lengths(self) -> Tensor:
         """(B,) tokens that both texts of a pair take once padded to the longer one."""
         return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
+
+
+@dataclass(frozen=True)
+class UnpairedBatch(TensorBatch):
+    """Texts that people judged one by one: desirable or not.
+
+    Args:
+        texts: B prompts with answers, the answers marked.
+        desirable: (B,) bool, True where the answer is one to give.
+    """
+
+    texts: SequenceBatch
+    desirable: Tensor
+
+    def __post_init__(self) -> None:
+        expect_shape("UnpairedBatch.desirable", self.desirable, self.texts.lengths.shape)
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens of each text."""
+        return self.texts.lengths

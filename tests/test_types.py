@@ -11,6 +11,7 @@ from lightning_rlhf.types import (
     Rollout,
     SamplingParams,
     SequenceBatch,
+    UnpairedBatch,
 )
 
 ROWS, PROMPT, TOKENS = 3, 2, 4
@@ -198,6 +199,20 @@ def test_pairs_that_do_not_match_are_refused():
         PreferenceBatch(_sequences(), _sequences(), margin=torch.zeros(1))
     with pytest.raises(ValueError, match=r"^PreferenceBatch.rejected.lengths has shape \(1,\), expected \(2,\)$"):
         PreferenceBatch(_sequences(), _sequences(1, (3,)), margin=torch.zeros(2))
+
+
+def test_texts_judged_one_by_one_are_sliced_with_their_judgements():
+    batch = UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True, False]))
+    assert (len(batch), batch.total_lengths.tolist()) == (2, [3, 1])
+    assert batch[~batch.desirable].texts.lengths.tolist() == [1]
+    with pytest.raises(ValueError, match=r"^UnpairedBatch.desirable has shape \(1,\), expected \(2,\)$"):
+        UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True]))
+
+
+def test_prompts_are_sliced_with_their_messages():
+    chats = [[{"role": "user", "content": letter}] for letter in "ab"]
+    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]}, places=[0, 1], messages=chats)
+    assert (prompts[1:].messages, prompts[1:].columns, prompts[1:].places) == (chats[1:], {"answer": [2]}, [1])
 
 
 def test_a_mask_picks_the_rows_where_it_is_true(rollout):

@@ -24,7 +24,7 @@ from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.role_state import check_optimizer
 from lightning_rlhf.strategies.roles import Roles, roles_of
-from lightning_rlhf.types import _TensorBatch
+from lightning_rlhf.tensor_batch import TensorBatch
 
 
 class RoleModule(LightningModule):
@@ -134,7 +134,7 @@ class RoleModule(LightningModule):
     def update(
         self,
         role: str,
-        batch: _TensorBatch,
+        batch: TensorBatch,
         summed_loss: Callable[[Any, Sums], Tensor],
         denominator: Tensor,
         sums: Sums,

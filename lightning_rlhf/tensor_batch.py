@@ -1,0 +1,68 @@
+"""Rows of tensors that are moved, sliced and counted together: what all batches of tensors share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+_Batch = TypeVar("_Batch", bound="TensorBatch")
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Rows of tensors that are moved, sliced and counted together."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self._rows())))
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens that each row takes in a model's input."""
+        raise NotImplementedError
+
+    def _rows(self) -> Iterator[Tensor]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, TensorBatch):
+                yield from value._rows()
+            elif isinstance(value, Tensor):
+                yield value
+
+    def map(self: _Batch, function: Callable[[Tensor], Tensor]) -> _Batch:
+        """The same batch with a function applied to every tensor of it."""
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, TensorBatch):
+                return value.map(function)
+            if isinstance(value, Tensor):
+                return function(value)
+            if isinstance(value, Mapping):
+                return {key: convert(item) for key, item in value.items()}
+            return value
+
+        return dataclasses.replace(self, **{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
+
+    def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
+        """The same rows on another device."""
+        return self.map(lambda tensor: tensor.to(device, **kwargs))
+
+    def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
+        """The rows of these numbers, in that order, or those where a mask is True."""
+        index = torch.as_tensor(rows)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
+        return self.map(lambda tensor: tensor[index.to(tensor.device)])
+
+
+def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        ValueError: naming the tensor and both shapes.
+    """
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")

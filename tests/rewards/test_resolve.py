@@ -1,0 +1,85 @@
+"""A reference names a function, or the message says what it could have meant."""
+
+import re
+import sys
+
+import pytest
+
+from lightning_rlhf.rewards.resolve import load_function
+
+SOURCE = """
+import math
+
+class Judge:
+    strict = True
+    def right(completions): return [1.0]
+
+def brief(completions):
+    return [-len(text) for text in completions]
+
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("import my_rewards_of_mine\n")
+    (tmp_path / "wrong.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_function_of_a_file_is_found_from_the_current_folder_and_by_its_whole_path(folder):
+    found = load_function("my_rewards.py:brief")
+    assert found(["abc"]) == [-3]
+    assert load_function(f"{folder}/my_rewards.py:brief") is found
+    assert load_function("./my_rewards.py:Judge.right")([]) == [1.0]
+
+
+def test_two_files_of_one_name_are_two_modules(folder):
+    (folder / "other").mkdir()
+    (folder / "other" / "my_rewards.py").write_text("def brief(completions): return [7]")
+    assert load_function("other/my_rewards.py:brief")([]) == [7]
+    assert load_function("my_rewards.py:brief")([]) == []
+
+
+@pytest.mark.parametrize("reference", ["os.path:join", "os.path.join", "posixpath:join"])
+def test_a_function_of_a_module_is_found(reference):
+    assert load_function(reference)("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("brief", "a function is given as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
+        ("my_rewards.py", "a function is given as .* got 'my_rewards.py'"),
+        (":brief", "a function is given as .* got ':brief'"),
+        ("my_rewards.py:", "a function is given as .* got 'my_rewards.py:'"),
+        ("my_rewards.py:breif", "there is no 'breif' in my_rewards.py; did you mean 'brief'?"),
+        ("my_rewards.py:zzz", "there is no 'zzz' in my_rewards.py; there are Judge, LIMIT, brief, math"),
+        ("my_rewards.py:Judge.wrong", "there is no 'wrong' in my_rewards.py"),
+        ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is no function: it is int 3"),
+        ("my_reward.py:brief", r"there is no file my_reward.py; did you mean 'my_rewards.py'? (looked in "),
+        ("/nowhere/x.py:f", "there is no file /nowhere/x.py"),
+        ("broken.py:f", "broken.py cannot be imported: ModuleNotFoundError: No module named 'my_rewards_of_mine'"),
+        ("wrong.py:f", "wrong.py cannot be imported: ZeroDivisionError: division by zero"),
+        ("folder/file:f", "there is no file folder/file"),
+        ("no_such_package:f", "there is no module 'no_such_package' to import no_such_package from; a function in a "),
+        ("os.path.joins", "there is no 'joins' in os.path; did you mean 'join'?"),
+        ("os.path:joins", "there is no 'joins' in os.path; did you mean 'join'?"),
+    ],
+)
+def test_what_cannot_be_found_is_told(folder, reference, told):
+    with pytest.raises(ValueError, match=re.escape(told).replace(r"\.\*", ".*")):
+        load_function(reference)
+
+
+def test_a_file_that_failed_is_read_anew(folder):
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        load_function("wrong.py:f")
+    (folder / "wrong.py").write_text("def f(): return 1")
+    assert load_function("wrong.py:f")() == 1

@@ -22,8 +22,13 @@ class TensorBatch:
 
     @property
     def total_lengths(self) -> Tensor:
-        """(B,) tokens that each row takes in a model's input."""
+        """(B,) tokens that each row takes in a model's input, padding to its own counterpart included."""
         raise NotImplementedError
+
+    @property
+    def real_lengths(self) -> Tensor:
+        """(B,) tokens that each row takes where rows are packed without padding."""
+        return self.total_lengths
 
     def _rows(self) -> Iterator[Tensor]:
         for field in dataclasses.fields(self):

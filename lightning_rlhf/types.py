@@ -249,6 +249,11 @@ class PreferenceBatch(TensorBatch):
         """(B,) tokens that both texts of a pair take once padded to the longer one."""
         return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
+    @property
+    def real_lengths(self) -> Tensor:
+        """(B,) tokens of both texts of a pair without padding."""
+        return self.chosen.lengths + self.rejected.lengths
+
 
 @dataclass(frozen=True)
 class UnpairedBatch(TensorBatch):
@@ -257,13 +262,17 @@ class UnpairedBatch(TensorBatch):
     Args:
         texts: B prompts with answers, the answers marked.
         desirable: (B,) bool, True where the answer is one to give.
+        place: (B,) int64, of each text in the whole batch, of which this may be a rank's share: KTO sets each prompt
+            before the answer behind it in that order.
     """
 
     texts: SequenceBatch
     desirable: Tensor
+    place: Tensor
 
     def __post_init__(self) -> None:
         expect_shape("UnpairedBatch.desirable", self.desirable, self.texts.lengths.shape)
+        expect_shape("UnpairedBatch.place", self.place, self.texts.lengths.shape)
 
     @property
     def total_lengths(self) -> Tensor:

@@ -202,11 +202,11 @@ def test_pairs_that_do_not_match_are_refused():
 
 
 def test_texts_judged_one_by_one_are_sliced_with_their_judgements():
-    batch = UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True, False]))
+    batch = UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True, False]), torch.tensor([4, 2]))
     assert (len(batch), batch.total_lengths.tolist()) == (2, [3, 1])
     assert batch[~batch.desirable].texts.lengths.tolist() == [1]
     with pytest.raises(ValueError, match=r"^UnpairedBatch.desirable has shape \(1,\), expected \(2,\)$"):
-        UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True]))
+        UnpairedBatch(_sequences(2, (3, 1)), torch.tensor([True]), torch.tensor([0, 1]))
 
 
 def test_prompts_are_sliced_with_their_messages():

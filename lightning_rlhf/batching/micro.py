@@ -4,15 +4,16 @@ import torch
 from torch import Tensor
 
 
-def token_budget_batches(lengths: Tensor, budget: int) -> list[Tensor]:
-    """Split rows into micro-batches whose padded size stays within a budget, alike lengths together.
+def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> list[Tensor]:
+    """Split rows into micro-batches whose size stays within a budget, alike lengths together.
 
-    A micro-batch of n rows costs n x its longest row. Rows are sorted by length (ties by position, so the split is
+    A micro-batch of n rows costs n x its longest row, or packed the sum of its rows. Rows are sorted by length (ties by position, so the split is
     the same everywhere), longest first: the largest micro-batch comes first, and what does not fit fails at once.
 
     Args:
         lengths: (B,) tokens of each row.
-        budget: most padded tokens in one micro-batch; a single longer row still gets one of its own.
+        budget: most tokens in one micro-batch; a single longer row still gets one of its own.
+        packed: whether rows are laid behind each other without padding.
 
     Returns:
         Row numbers of each micro-batch; together every row once.
@@ -24,11 +25,12 @@ def token_budget_batches(lengths: Tensor, budget: int) -> list[Tensor]:
         raise ValueError(f"micro_batch_tokens must be positive, got {budget}")
     batches: list[list[int]] = []
     sizes = lengths.tolist()
-    widest = 0
+    widest = total = 0
     for row in torch.argsort(lengths, descending=True, stable=True).tolist():
-        if batches and widest * (len(batches[-1]) + 1) <= budget:
+        if batches and (total + sizes[row] if packed else widest * (len(batches[-1]) + 1)) <= budget:
             batches[-1].append(row)
+            total += sizes[row]
         else:
             batches.append([row])
-            widest = sizes[row]
+            widest = total = sizes[row]
     return [torch.tensor(rows) for rows in batches]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_rlhf.batching.packing import pack
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
 from lightning_rlhf.models.lora import adapters_off, own_weights
 
@@ -40,6 +41,7 @@ class CausalLM(nn.Module):
         temperature: float = 1.0,
         squares: bool = False,
         adapters: bool = True,
+        lengths: Tensor | None = None,
     ) -> TokenScores:
         """Log-probability of each target token and entropy of the distribution it was drawn from.
 
@@ -52,17 +54,20 @@ class CausalLM(nn.Module):
             squares: whether to compute ``sum_pi_squared`` too.
             adapters: False asks the model as it was before LoRA adapters were added. An argument, because whoever
                 spreads the model over devices acts on calls.
+            lengths: (B,) int64 tokens of each row: the rows are packed into one without padding, whose positions start
+                again with each; :func:`~lightning_rlhf.modules.texts.check_packing` tells whether the architecture
+                keeps them apart. None leaves the padding.
 
         Returns:
             (B, T) each, 0 where the mask is False.
         """
         with nullcontext() if adapters else adapters_off(self.lm):
-            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        rows = torch.arange(len(index), device=index.device).unsqueeze(1).expand_as(index)
+            hidden, starts = self._hidden(input_ids, lengths)
+        place = starts.unsqueeze(1) + index
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
-            hidden[rows[mask], index[mask]],
+            hidden[place[mask]],
             head.weight,
             head.bias,
             targets[mask],
@@ -73,6 +78,16 @@ class CausalLM(nn.Module):
         zeros = torch.zeros(mask.shape, device=mask.device)
         placed = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
         return TokenScores(*placed)  # type: ignore[arg-type]
+
+    def _hidden(self, input_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(N, H) hidden states of all rows, and (B,) where each row begins among them."""
+        if lengths is None:
+            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            rows, width = input_ids.shape
+            return hidden.flatten(0, 1), torch.arange(rows, device=input_ids.device) * width
+        packed, positions, starts = pack(input_ids, lengths)
+        hidden = self.lm.base_model(input_ids=packed, position_ids=positions, use_cache=False).last_hidden_state
+        return hidden.squeeze(0), starts
 
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load.

@@ -1,0 +1,153 @@
+"""A reward for programs: the share of hidden tests that a program passes in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_rlhf.rewards.sandbox import Limits, Sandbox
+from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox_verdict import CallTest, Test, TextTest
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FORMS = (
+    "a list of {input, output} or of {args, expected} with {name}, or {inputs, outputs} with fn_name where functions "
+    "are called; all of it as JSON text or as it is"
+)
+
+
+@dataclass(frozen=True)
+class CodeExecution:
+    """A reward function that runs programs against tests; each distinct program of a batch is run once.
+
+    Tests are taken from the column ``tests``, and from ``ground_truth`` where the data has no such column:
+
+    - ``[{"input": "2 3", "output": "5"}]``: the program reads and prints,
+    - ``[{"name": "add", "args": [2, 3], "expected": 5}]``: a function of it is called,
+    - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either, as in APPS, TACO and CodeContests.
+
+    Args:
+        sandbox: where programs run. It is tried at once: without one that works there is no reward.
+        limits: of one test.
+        continuous: True gives the share of tests passed; False 1 where all are passed, else 0, and stops at the first
+            that is not.
+        fenced: take the last block fenced with three backquotes (and ``python``, ``py`` or nothing) where there is one,
+            else the whole completion; False always takes the whole.
+        workers: programs that run at a time; None takes one for each processor.
+    """
+
+    sandbox: Sandbox = field(default_factory=BubblewrapSandbox)
+    limits: Limits = field(default_factory=Limits)
+    continuous: bool = True
+    fenced: bool = True
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, or null for one a processor, got {self.workers}")
+        self.sandbox.check()
+
+    def __call__(
+        self, completions: list[str], tests: list[Any] | None = None, ground_truth: list[Any] | None = None
+    ) -> list[float]:
+        """One number in [0, 1] per completion.
+
+        Args:
+            completions: the responses.
+            tests: of each response.
+            ground_truth: used where the data has no column ``tests``.
+
+        Raises:
+            ValueError: no column holds tests, or a row's are not in a form that is known.
+            SandboxFault: the sandbox failed; nothing is known about the programs.
+        """
+        column = ground_truth if tests is None else tests
+        if column is None:
+            raise ValueError("CodeExecution needs a column 'tests' or 'ground_truth': name it under the data's columns")
+        rows = [
+            (program_of(text) if self.fenced else text, tests_of(given))
+            for text, given in zip(completions, column, strict=True)
+        ]
+        keys = [json.dumps([program, repr(wanted)]) for program, wanted in rows]
+        distinct = dict(zip(keys, rows, strict=True))
+        with ThreadPoolExecutor(self.workers or os.cpu_count()) as pool:
+            scores = dict(zip(distinct, pool.map(lambda row: self._score(*row), distinct.values()), strict=True))
+        return [scores[key] for key in keys]
+
+    def _score(self, program: str, tests: Sequence[Test]) -> float:
+        passed = 0
+        for test in tests:
+            right = test.judge(self.sandbox, program, self.limits) == "passed"
+            if not (right or self.continuous):
+                return 0.0
+            passed += right
+        return passed / len(tests)
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block of Python in a completion, or the whole of it where there is none."""
+    found = _FENCED.findall(completion)
+    blocks = [body for language, body in found if language.lower() in ("", "python", "py", "python3")]
+    return blocks[-1] if blocks else completion
+
+
+def tests_of(given: Any) -> list[Test]:
+    """The tests of a row, in one of the three forms of :class:`CodeExecution`.
+
+    Raises:
+        ValueError: another form, or none at all.
+    """
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"the tests {_short(given)} are no JSON ({error}); expected {_FORMS}") from None
+    if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
+        return _paired(value, given)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"the tests {_short(given)} are not in a form that is known; expected {_FORMS}")
+    return [_one(test, given) for test in value]
+
+
+def _one(test: Any, given: Any) -> Test:
+    if isinstance(test, Mapping):
+        if isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+            return TextTest(test["input"], test["output"])
+        if isinstance(test.get("name"), str) and isinstance(test.get("args"), Sequence) and "expected" in test:
+            return CallTest(test["name"], tuple(test["args"]), test["expected"])
+    raise ValueError(
+        f"a test of {_short(given)} is neither {{input, output}} nor {{name, args, expected}}: {_short(test)}"
+    )
+
+
+def _paired(value: Mapping[str, Any], given: Any) -> list[Test]:
+    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
+    lists = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
+    if not lists or not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"inputs and outputs of {_short(given)} must be lists of one length, of at least one test")
+    pairs = list(zip(inputs, outputs, strict=True))
+    if name:
+        return [CallTest(name, tuple(_arguments(one)), _parsed(other)) for one, other in pairs]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError(f"inputs and outputs of {_short(given)} must be texts, because there is no fn_name")
+    return [TextTest(one, other) for one, other in pairs]
+
+
+def _arguments(value: Any) -> Sequence[Any]:
+    """The arguments of a call: a list of them, or a text with one in JSON on each line."""
+    return [json.loads(line) for line in value.splitlines()] if isinstance(value, str) else list(value)
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

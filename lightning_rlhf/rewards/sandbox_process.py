@@ -1,0 +1,125 @@
+"""A process that is fed, listened to, and ended at its limits."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from dataclasses import dataclass, field
+
+_CHUNK = 2**16
+
+
+@dataclass
+class Watched:
+    """What a process said and how it ended.
+
+    Args:
+        output: of each pipe it writes to, by name.
+        exit_code: None if it was ended from outside.
+        timed_out: it was still running at the end of its time.
+        truncated: it wrote more than it may.
+        seconds: how long it ran.
+    """
+
+    output: dict[str, bytearray]
+    exit_code: int | None = None
+    timed_out: bool = False
+    truncated: bool = False
+    seconds: float = 0.0
+    _started: float = field(default_factory=time.monotonic)
+
+    def left(self, limit: float) -> float:
+        """Seconds until the limit, at least 0."""
+        return max(0.0, limit - (time.monotonic() - self._started))
+
+
+def watch(
+    process: subprocess.Popen[bytes], stdin: bytes, pipes: dict[str, int], seconds: float, most: int, *, spared: str
+) -> Watched:
+    """Feed a process, gather what it says, and kill it at its limits.
+
+    Args:
+        process: just started, with a pipe as its stdin.
+        stdin: all that it gets; what it does not read is dropped.
+        pipes: name and file descriptor of each pipe that it writes to. They are closed here.
+        seconds: after which it is killed.
+        most: bytes that it may write to each pipe.
+        spared: the pipe whose end is not waited for, because whoever holds it open may outlive the process.
+
+    Returns:
+        What came of it. The process has ended.
+    """
+    found = Watched({name: bytearray() for name in pipes})
+    assert process.stdin is not None
+    feed, rest = process.stdin.fileno(), memoryview(stdin)
+    with selectors.DefaultSelector() as selector:
+        for name, pipe in pipes.items():
+            os.set_blocking(pipe, False)
+            selector.register(pipe, selectors.EVENT_READ, name)
+        os.set_blocking(feed, False)
+        selector.register(feed, selectors.EVENT_WRITE, "stdin")
+        try:
+            while any(key.data not in (spared, "stdin") for key in selector.get_map().values()):
+                ready = selector.select(found.left(seconds))
+                if not found.left(seconds):
+                    found.timed_out = True
+                    break
+                for key, _ in ready:
+                    if key.data == "stdin":
+                        rest = _feed(key.fd, rest)
+                        over = not rest
+                    else:
+                        over = _listen(key.fd, found.output[key.data])
+                        found.truncated |= key.data != spared and len(found.output[key.data]) > most
+                    if over:
+                        selector.unregister(key.fd)
+                        if key.data == "stdin":
+                            process.stdin.close()
+                if found.truncated:
+                    break
+            _end(process, found, seconds)
+            if spared in found.output:
+                _listen(pipes[spared], found.output[spared])
+        finally:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            for pipe in pipes.values():
+                os.close(pipe)
+    for name, text in found.output.items():
+        if name != spared:
+            del text[most:]
+    return found
+
+
+def _feed(pipe: int, rest: memoryview) -> memoryview:
+    try:
+        return rest[os.write(pipe, rest[:_CHUNK]) :]
+    except BlockingIOError:
+        return rest
+    except BrokenPipeError:  # it reads no more
+        return rest[:0]
+
+
+def _listen(pipe: int, text: bytearray) -> bool:
+    """Take what is there; whether nothing can follow."""
+    try:
+        chunk = os.read(pipe, _CHUNK)
+    except BlockingIOError:
+        return False
+    text += chunk
+    return not chunk
+
+
+def _end(process: subprocess.Popen[bytes], found: Watched, seconds: float) -> None:
+    """Wait for the end, or bring it about."""
+    if not (found.timed_out or found.truncated):
+        try:
+            found.exit_code = process.wait(found.left(seconds))
+        except subprocess.TimeoutExpired:  # it closed its output and goes on
+            found.timed_out = True
+    process.kill()
+    process.wait()
+    found.seconds = time.monotonic() - found._started

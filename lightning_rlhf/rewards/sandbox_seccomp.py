@@ -1,0 +1,74 @@
+"""System calls that a sandboxed program may not make: what namespaces leave open, as a filter for the kernel.
+
+Namespaces do not cover everything: the keys of the trainer's session are inherited, VM sockets reach the host of a
+virtual machine, inotify sees who opens a shared library, memory files and System V memory are not counted by the limits
+of a process. The others are calls that no ordinary program makes, and through which holes of the kernel were reached.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+# Name: number on x86_64, number on aarch64 (None: it has no such call). From the kernel's syscall tables, Linux 6.18.
+_DENIED: dict[str, tuple[int | None, int | None]] = {
+    # sockets of every kind; socketpair stays, asyncio needs it
+    "socket": (41, 198),
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
+    # keys, which are inherited from the trainer's session
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # memory that RLIMIT_AS does not see
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180),
+    # what others do with shared files
+    "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    # large and young parts of the kernel
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "modify_ldt": (154, None),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    # the machine
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "reboot": (169, 142), "syslog": (103, 116), "acct": (163, 89), "swapon": (167, 224),
+    "swapoff": (168, 225), "quotactl": (179, 60), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "personality": (135, 92),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
+}  # fmt: skip
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH_*
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF: ld [k]; jeq k; jge k; ret k
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # go on; EPERM; end the process
+_X32 = 0x40000000  # on x86_64 the bit of a second table of calls, whose numbers differ
+
+
+def filter_program() -> bytes:
+    """The filter as the kernel takes it: EPERM for what is denied, death for another architecture's calls.
+
+    Raises:
+        NotImplementedError: a machine whose system calls are not in the table.
+    """
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        raise NotImplementedError(
+            f"the sandbox's system call filter knows {', '.join(_MACHINES)}, not {machine}: use a RemoteSandbox"
+        )
+    column, architecture = _MACHINES[machine]
+    denied = [numbers[column] for numbers in _DENIED.values() if numbers[column] is not None]
+    # (code, where true, where false, k); jumps count the instructions that are skipped
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, len(denied) + 1, 0, _X32),
+        *((_EQUAL, len(denied) - place, 0, number) for place, number in enumerate(denied)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from lightning_rlhf.types import Rollout
+from lightning_rlhf.types import Rollout, SequenceBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -47,6 +48,22 @@ def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
     return input_ids, (prompt - 1 + step).clamp(max=input_ids.shape[1] - 1)
 
 
+def below(texts: Sequence[SequenceBatch]) -> SequenceBatch:
+    """Texts below each other, cut or padded to the longest.
+
+    Args:
+        texts: at least one batch.
+    """
+    lengths = torch.cat([batch.lengths for batch in texts])
+    width = int(lengths.max())
+
+    def widened(rows: Tensor) -> Tensor:
+        return functional.pad(rows[:, :width], (0, width - rows[:, :width].shape[1]))
+
+    ids, masks = ([widened(getattr(batch, name)) for batch in texts] for name in ("input_ids", "loss_mask"))
+    return SequenceBatch(torch.cat(ids), lengths, torch.cat(masks))
+
+
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     """Rollouts below each other, padded to the widest; groups are numbered on, so that none meets another's.
 
@@ -58,7 +75,7 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
         columns = [getattr(rollout, name) for rollout in rollouts]
         if columns[0].ndim == 2:
             width = max(column.shape[1] for column in columns)
-            columns = [torch.nn.functional.pad(column, (0, width - column.shape[1])) for column in columns]
+            columns = [functional.pad(column, (0, width - column.shape[1])) for column in columns]
         fields[name] = torch.cat(columns)
     first = torch.tensor([0, *(int(rollout.group.max()) + 1 for rollout in rollouts[:-1])]).cumsum(0)
     fields["group"] = torch.cat([rollout.group + start for rollout, start in zip(rollouts, first, strict=True)])

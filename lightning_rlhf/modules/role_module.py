@@ -4,42 +4,38 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
-from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.models.lora import check_same, described, frozen_names, save_adapter
+from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.models.vocabulary import check_vocabularies
+from lightning_rlhf.modules.kept_roles import KeptRoles
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.role_state import check_optimizer
-from lightning_rlhf.strategies.roles import Roles, roles_of
 from lightning_rlhf.tensor_batch import TensorBatch
 
 
-class RoleModule(LightningModule):
+class RoleModule(KeptRoles):
     """A module of several models, each with its own optimizer, under manual optimization.
 
     ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
 
     Args:
-        micro_batch_tokens: most padded tokens in one forward pass, positive.
+        micro_batch_tokens: most tokens in one forward pass, padding included unless rows are packed, positive.
         max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
     """
 
-    sources: dict[str, ModelSource]  # of each role, set by subclasses
-    trained_roles: tuple[str, ...] = ()
-    frozen_roles: tuple[str, ...] = ()
+    packing = False  # whether rows share a forward pass without padding
 
     def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
         super().__init__()
@@ -54,6 +50,24 @@ class RoleModule(LightningModule):
         self.built = False
 
     # -- models -----------------------------------------------------------------------------------------------
+
+    def take_sources(self, **given: str | ModelSource | None) -> None:
+        """Remember where the weights of an actor and of other roles come from; those that are not trained are frozen.
+
+        An actor with LoRA whose reference has the same source is that reference without its adapters: no second copy
+        is loaded, and "ref" is no role.
+
+        Raises:
+            ValueError: a frozen role with LoRA.
+        """
+        self.sources = {name: as_source(source) for name, source in given.items() if source is not None}
+        start, ref = self.sources["actor"], self.sources.get("ref")
+        if start.lora is not None and ref in (start, replace(start, lora=None)):
+            del self.sources["ref"]
+        self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
+        for name in self.frozen_roles:
+            if self.sources[name].lora is not None:
+                raise ValueError(f"the {name} is not trained, so its source can have no lora: leave it out there")
 
     def build_role(self, name: str) -> nn.Module:
         """Load or make the model of a role. Subclasses say how."""
@@ -116,11 +130,6 @@ class RoleModule(LightningModule):
             configured.append(entry)
         return configured
 
-    @property
-    def roles(self) -> Roles:
-        """The roles as the strategy runs them; the only way to call a model."""
-        return roles_of(self)
-
     def train(self, mode: bool = True) -> RoleModule:
         """Train or evaluation mode of the trained roles; frozen ones stay in evaluation mode."""
         super().train(mode)
@@ -158,7 +167,7 @@ class RoleModule(LightningModule):
             FloatingPointError: the norm is not finite; this role's weights are as before.
         """
         scale = self.roles.gradient_scale / float(denominator)
-        micro_batches = self.in_step(token_budget_batches(batch.total_lengths, self.micro_batch_tokens))
+        micro_batches = self.micro_batches(batch)
         for i, (rows, idle) in enumerate(micro_batches):
             with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
                 loss = summed_loss(batch[rows], Sums() if idle else sums)
@@ -171,6 +180,31 @@ class RoleModule(LightningModule):
             )
         self.roles.step_role(role)
         return norm
+
+    def micro_batches(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
+        """The batch's row numbers by token budget, and idle ones (see :meth:`in_step`). All ranks."""
+        lengths = batch.real_lengths if self.packing else batch.total_lengths
+        return self.in_step(token_budget_batches(lengths, self.micro_batch_tokens, self.packing))
+
+    def by_rows(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
+        """Apply a function of a batch to micro-batches of it and put the results back in order; None stays None.
+
+        All ranks.
+        """
+        micro_batches = self.micro_batches(batch)
+        outputs = [function(batch[rows]) for rows, _ in micro_batches]
+        parts = [rows for rows, idle in micro_batches if not idle]
+        back = torch.argsort(torch.cat(parts))
+        columns = zip(*outputs[: len(parts)], strict=True)
+        return [None if column[0] is None else torch.cat(column)[back.to(column[0].device)] for column in columns]
+
+    @torch.no_grad()
+    def measure(self, batch: TensorBatch, summed_loss: Callable[[Any, Sums], Tensor]) -> Sums:
+        """What a loss says of a validation batch, nothing learnt from it. All ranks."""
+        sums = Sums()
+        for rows, idle in self.micro_batches(batch):
+            summed_loss(batch[rows], Sums() if idle else sums)
+        return sums
 
     def in_step(self, micro_batches: list[Tensor]) -> list[tuple[Tensor, bool]]:
         """As many micro-batches on every rank, because every forward of a sharded model takes all ranks.
@@ -219,63 +253,3 @@ class RoleModule(LightningModule):
     def reduced(self, sums: Sums) -> dict[str, float]:
         """Means over all ranks."""
         return sums.means(self.roles.sum_over_ranks)
-
-    # -- checkpoints ------------------------------------------------------------------------------------------
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Leave frozen roles out, and what LoRA leaves as it was: their source is in the configuration."""
-        prefixes, frozen = tuple(f"{name}." for name in self.frozen_roles), frozen_names(self)
-        state = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {
-            k: v for k, v in state.items() if k not in frozen and not k.startswith(prefixes or ("\0",))
-        }
-        if adapters := described(self.sources):
-            checkpoint["lora"] = adapters
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of other adapters, or without all weights of the trained roles.
-
-        What is not strict lets any weight be absent.
-
-        Role strategies keep roles apart and look for themselves.
-
-        Raises:
-            ValueError: weights are missing.
-        """
-        check_same(self.sources, checkpoint.get("lora", {}))
-        if isinstance(self.trainer.strategy, ReshardableCheckpoints):
-            return
-        prefixes = tuple(f"{name}." for name in self.trained_roles)
-        there = checkpoint["state_dict"].keys() | frozen_names(self)
-        missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in there]
-        if missing:
-            raise ValueError(
-                f"the checkpoint lacks {len(missing)} weights of {type(self).__name__}, the first is {missing[0]}; "
-                f"it was written by another kind of run"
-            )
-
-    def export(self, directory: str | Path, write: bool = True, adapter: bool = False) -> None:
-        """Write the model that a finished run hands on, in the format that transformers and vLLM load. All ranks.
-
-        Args:
-            directory: where to.
-            write: whether this rank writes; the others only help to bring the weights together.
-            adapter: write LoRA adapters by themselves, as peft does; else they are merged into the weights.
-        """
-        role, weights = self.trained_roles[0], dict[str, Tensor]()
-        for name, tensor in self.roles.iter_adapters(role) if adapter else self.roles.iter_full_params(role):
-            if write:
-                weights[name] = tensor.to("cpu", copy=True)
-        model = getattr(self, role)
-        if write and adapter:
-            save_adapter(self.sources[role].lora, weights, Path(directory), model.lm.name_or_path or None)
-        elif write:
-            model.save_pretrained(directory, weights)
-
-    @torch.no_grad()
-    def parameter_counts(self) -> dict[str, int]:
-        """Parameters of each role."""
-        return {
-            name: sum(getattr(p, "ds_numel", p.numel()) for p in getattr(self, name).parameters())
-            for name in (*self.trained_roles, *self.frozen_roles)
-        }

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
-from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -51,17 +49,8 @@ class RolloutModule(RoleModule):
         max_grad_norm: float | None,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
-        given = {"actor": actor, "ref": ref, "reward_model": reward_model}
-        self.sources = {name: as_source(source) for name, source in given.items() if source is not None}
+        self.take_sources(actor=actor, ref=ref, reward_model=reward_model)
         self.has_ref = ref is not None
-        start = self.sources["actor"]
-        # Without its adapters, the actor is what it started from: no second copy of that is loaded.
-        if start.lora is not None and self.sources.get("ref") in (start, replace(start, lora=None)):
-            del self.sources["ref"]
-        self.frozen_roles = tuple(name for name in ("ref", "reward_model") if name in self.sources)
-        for name in self.frozen_roles:
-            if self.sources[name].lora is not None:
-                raise ValueError(f"the {name} is not trained, so its source can have no lora: leave it out there")
         if advantages.needs_critic and "critic" not in self.trained_roles:
             raise ValueError(
                 f"{type(advantages).__name__} needs a critic, which {type(self).__name__} does not have: "
@@ -202,17 +191,6 @@ class RolloutModule(RoleModule):
             input_ids, index, rollout.response_ids, rollout.response_mask, rollout.temperature, squares, adapters
         )
         return scores
-
-    def by_rows(self, function: Any, rollout: Rollout) -> list[Any]:
-        """Apply a function of a rollout to micro-batches of it and put the results back in order; None stays None.
-
-        All ranks.
-        """
-        parts = token_budget_batches(rollout.total_lengths, self.micro_batch_tokens)
-        outputs = [function(rollout[rows]) for rows, _ in self.in_step(parts)][: len(parts)]
-        back = torch.argsort(torch.cat(parts))
-        columns = zip(*outputs, strict=True)
-        return [None if column[0] is None else torch.cat(column)[back.to(column[0].device)] for column in columns]
 
     # -- models -----------------------------------------------------------------------------------------------
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.texts import check_packing, text_scores
 from lightning_rlhf.types import SequenceBatch
 
 
@@ -21,7 +23,9 @@ class SFTModule(RoleModule):
         actor: the model to train: directory, hub id or ``FromConfig``.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
-        micro_batch_tokens: most padded tokens in one forward pass.
+        packing: lay the texts of a forward pass behind each other without padding; none sees another, which is tried
+            on the model before the first update. What is learnt is the same, to rounding.
+        micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
         max_grad_norm: gradients are clipped to this global norm; None leaves them.
     """
 
@@ -32,12 +36,18 @@ class SFTModule(RoleModule):
         actor: str | ModelSource,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
+        packing: bool = False,
         micro_batch_tokens: int = 16384,
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
-        self.sources = {"actor": as_source(actor)}
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.take_sources(actor=actor)
+        self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
+
+    def on_train_start(self) -> None:
+        """Refuse packing where it would let texts see each other."""
+        if self.packing:
+            check_packing(self)
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """One update on one batch."""
@@ -49,17 +59,12 @@ class SFTModule(RoleModule):
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """Loss of held-out texts, each token counting the same."""
-        sums = Sums()
-        with torch.no_grad():
-            self.token_loss(batch, sums, prefix="val")
+        sums = self.measure(batch, partial(self.token_loss, prefix="val"))
         self.log_validation(sums, batch.loss_mask.sum(), bar="val/loss")
 
     def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
         """Negative log-likelihood summed over the marked tokens of some rows."""
-        ids = rows.input_ids[:, : int(rows.lengths.max())]
-        mask = rows.loss_mask[:, 1 : ids.shape[1]]
-        index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
-        logprobs, entropy, _ = self.roles.role("actor")(ids, index, ids[:, 1:], mask)
+        (logprobs, entropy, _), mask = text_scores(self, "actor", rows, self.packing)
         sums.add(f"{prefix}/loss", -logprobs, mask)
         sums.add(f"{prefix}/entropy", entropy, mask)
         return -logprobs.sum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.models.loading import quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 
+from .exported import Origin, check_adapter, complete_export
+
 
 class HFExport(Callback):
     """Writes the trained model and its tokenizer to ``export/`` when training ends, and every n steps if asked.
 
     The directory is what ``transformers`` and vLLM load, and what the next run's configuration names.
-    ``metrics.json`` in it holds the run's last metrics.
+    ``metrics.json`` in it holds the run's last metrics, ``README.md`` says where the model comes from. The command
+    ``export`` makes the same of a checkpoint.
 
     Args:
         every_n_steps: also write ``export-<step>/`` every so many steps; 0 only at the end.
@@ -32,13 +34,8 @@ class HFExport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Refuse adapters by themselves where there are none, or where they are not all that was trained."""
-        role = pl_module.trained_roles[0]
-        if self.adapter and (role != "actor" or pl_module.sources[role].lora is None):
-            reason = "whose head is trained too" if role != "actor" else "which has none"
-            raise ValueError(
-                f"HFExport(adapter=True) writes LoRA adapters by themselves, and this run exports its {role}, "
-                f"{reason}: leave adapter out"
-            )
+        if self.adapter:
+            check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
@@ -61,8 +58,9 @@ class HFExport(Callback):
             module.export(draft, trainer.is_global_zero, self.adapter)
         if not trainer.is_global_zero:
             return
-        trainer.datamodule.tokenizer.save_pretrained(draft)
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        (draft / "metrics.json").write_text(json.dumps({"step": trainer.global_step, **metrics}, indent=2) + "\n")
+        config = target.parent / "config.yaml"
+        origin = Origin(module, module.trained_roles[0], trainer.datamodule, config, trainer.global_step, metrics)
+        complete_export(draft, origin, trainer.datamodule.tokenizer)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)

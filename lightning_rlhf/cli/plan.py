@@ -9,16 +9,14 @@ from typing import Any
 
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.cli.main import RLHFCLI, is_for_users, quiet
-from lightning_rlhf.cli.parser import FriendlyParser
+from lightning_rlhf.cli.main import is_for_users
+from lightning_rlhf.cli.understood import ConfigCLI, module_of, understood
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
@@ -32,24 +30,14 @@ from lightning_rlhf.strategies.names import OURS, our_name
 _DEFAULT_GIB = 80.0
 
 
-class PlanCLI(RLHFCLI):
-    """Understands a run's configuration and makes nothing of it."""
+class PlanCLI(ConfigCLI):
+    """Understands what a plan asks beside the configuration."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add what a plan asks beside the configuration."""
+        """Add it."""
         parser.add_argument("--gpus", type=PositiveInt, default=None, help="GPUs in all")
         parser.add_argument("--gpu-memory-gib", type=PositiveFloat, default=_DEFAULT_GIB, help="memory of one GPU")
         parser.add_argument("--nodes", type=PositiveInt, default=None, help="machines that the GPUs are in")
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse what is given, whatever the process was started with."""
-        self.config = parser.parse_args(args)
-
-    def instantiate_classes(self) -> None:
-        """Make nothing."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
 
 
 def run(arguments: list[str]) -> int:
@@ -61,19 +49,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0 if the run fits, 2 if not or if something is wrong with the configuration.
     """
-    quiet()
-    cli = PlanCLI(
-        RoleModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        parser_class=FriendlyParser,
-        save_config_callback=None,
-        seed_everything_default=42,
-        args=["fit", *arguments],
-    )
-    config = cli.config["fit"]
+    config = understood(arguments, PlanCLI)
     try:
         if config["gpus"] is None:
             raise ValueError("a plan is for a number of GPUs: give --gpus, for example --gpus 8")
@@ -98,9 +74,7 @@ def run_of(config: Namespace) -> Run:
     Args:
         config: of ``fit`` and ``plan``, parsed; no class of it is made but the module, which loads nothing.
     """
-    parser = LightningArgumentParser()
-    parser.add_lightning_class_args(RoleModule, "model", subclass_mode=True)
-    module: Any = parser.instantiate_classes(Namespace(model=config["model"]))["model"]
+    module = module_of(config)
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
     mixed = config["trainer"]["precision"] == "bf16-mixed"
     loop = next((own for own in config["trainer"]["callbacks"] or () if is_made_of(own, RolloutLoop)), None)

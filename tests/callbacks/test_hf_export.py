@@ -78,7 +78,7 @@ def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
     made = run(callbacks=[HFExport(every_n_steps=1, adapter=True)], model={"actor": TinyModel(lora=LORA)}).fit()
     written = {path.name for path in (tmp_path / "export").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "metrics.json"} <= written
-    assert not written & {"model.safetensors", "config.json", "README.md"}
+    assert not written & {"model.safetensors", "config.json"}
     base = TinyModel().causal().lm
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "export", autocast_adapter_dtype=False)
     torch.testing.assert_close(logits(loaded), logits(made.module.actor.lm), atol=1e-6, rtol=0)

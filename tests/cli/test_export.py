@@ -1,0 +1,164 @@
+"""A checkpoint becomes what the run itself would have exported at that step, file by file."""
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lightning_rlhf.cli import export as command
+
+CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
+EXPORTS = {"class_path": "lightning_rlhf.callbacks.HFExport", "init_args": {"every_n_steps": 1}}
+PLAIN = {"class_path": "lightning.pytorch.strategies.SingleDeviceStrategy", "init_args": {"device": "cpu"}}
+LORA = {"class_path": "lightning_rlhf.models.lora.LoRA", "init_args": {"rank": 2, "alpha": 4}}
+
+
+def varied(completions):
+    """Something to learn from in every step."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@pytest.fixture
+def trained(fit, config):
+    """A run of two steps with its checkpoints and exports; returns its directory."""
+    sys.modules.setdefault("tests.cli.test_export", sys.modules[__name__])
+    config["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "tests.cli.test_export.varied"}]
+
+    def trained(strategy=None, lora=False):
+        given = copy.deepcopy(config)
+        given["trainer"]["callbacks"] += [copy.deepcopy(CHECKPOINTS), copy.deepcopy(EXPORTS)]
+        if strategy:
+            given["trainer"]["strategy"] = strategy
+        if lora:
+            given["model"]["init_args"]["actor"]["init_args"]["lora"] = LORA
+        result = fit(given)
+        assert result.code == 0, result.err
+        return Path("runs/tiny")
+
+    return trained
+
+
+@pytest.fixture
+def export(capsys):
+    def export(*arguments):
+        capsys.readouterr()
+        try:
+            code = command.run(list(arguments))
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().err
+
+    return export
+
+
+def files_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
+def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
+    run = trained(strategy)
+    assert (run / "checkpoints/last.ckpt").is_dir() == (strategy is None)
+    assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
+    assert files_of(Path("out")) == files_of(run / "export")
+    assert files_of(Path("out"))["model.safetensors"] != files_of(run / "export-1")["model.safetensors"]
+
+
+def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_configuration(trained, export):
+    run = trained()
+    shutil.move(run, "elsewhere")
+    assert export("--config", "elsewhere/config.yaml", "--to", "out") == (0, "")
+    assert files_of(Path("out")) == files_of(Path("elsewhere/export"))
+
+
+def test_adapters_are_merged_or_written_by_themselves(trained, export):
+    pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
+    run = trained(lora=True)
+    assert export("--config", str(run / "config.yaml"), "--to", "merged") == (0, "")
+    assert files_of(Path("merged")) == files_of(run / "export")
+    assert export("--config", str(run / "config.yaml"), "--to", "alone", "--adapter") == (0, "")
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files_of(Path("alone")).keys()
+    assert "model.safetensors" not in files_of(Path("alone"))
+    assert "| LoRA | rank 2, alpha 4 |" in Path("alone/README.md").read_text()
+
+
+def test_another_role_is_a_classifier_of_one_label(trained, export):
+    run = trained()
+    arguments = ("--config", str(run / "config.yaml"), "--checkpoint", str(run / "checkpoints/last.ckpt"))
+    assert export(*arguments, "--to", "critic", "--role", "critic") == (0, "")
+    critic = AutoModelForSequenceClassification.from_pretrained("critic", use_safetensors=True)
+    assert critic.config.num_labels == 1
+    assert critic.score.weight.abs().max() > 0  # it began as zeros
+    assert json.loads(Path("critic/metrics.json").read_text())["step"] == 2
+
+
+def test_the_card_says_where_the_model_comes_from(trained, export):
+    run = trained()
+    export("--config", str(run / "config.yaml"), "--to", "out")
+    head, body = Path("out/README.md").read_text().removeprefix("---\n").split("---\n", 1)
+    assert yaml.safe_load(head) == {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lightning-rlhf", "ppo"],
+    }  # fmt: skip
+    assert "| base model | fresh weights, llama |" in body
+    assert "| algorithm | PPO, its actor, after 2 steps |" in body
+    assert "Problems(num_rows=12" in body
+    assert "| configuration | SHA-256 " in body
+    assert "| `reward/mean` | " in body
+
+
+def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained, export):
+    run = trained()
+    export("--config", str(run / "config.yaml"), "--to", "out")
+    model = AutoModelForCausalLM.from_pretrained("out", use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    ends = model.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
+    assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--to", "runs"], "runs is there already: choose another directory, or remove it"),
+        (["--to", "out", "--role", "ref"], "the run trains actor, critic, and no ref: choose --role among them"),
+        (["--to", "out", "--adapter"], "--adapter writes LoRA adapters by themselves, and this run exports its actor,"),
+        (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),
+        (["--to", "out", "--checkpoint", "nowhere"], "no checkpoint at nowhere"),
+        (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),
+    ],
+)
+def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, arguments, told):
+    run = trained()
+    code, said = export("--config", str(run / "config.yaml"), *arguments)
+    assert code == 2
+    assert said.splitlines()[-1].startswith(f"lightning-rlhf: {told}"), said
+    assert not Path("out").exists()
+
+
+def test_a_damaged_checkpoint_is_named(trained, export):
+    run = trained()
+    (shard,) = (run / "checkpoints/last.ckpt").glob("v*/actor/shard-*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    code, said = export("--config", str(run / "config.yaml"), "--to", "out")
+    assert code == 2
+    assert "is damaged" in said
+    assert "actor/shard-" in said
+
+
+@pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
+def test_a_checkpoint_of_another_model_is_refused(trained, export, strategy):
+    run = trained(strategy)
+    text = (run / "config.yaml").read_text()
+    Path("other.yaml").write_text(text.replace("intermediate_size: 48", "intermediate_size: 64"))
+    code, said = export("--config", "other.yaml", "--to", "out")
+    assert code == 2
+    assert said.startswith("lightning-rlhf: the actor")
+    assert "mlp" in said

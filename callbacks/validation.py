@@ -181,7 +181,7 @@ def sources_in(data: PromptDataModule) -> list[str]:
     Args:
         data: whose validation rows are looked at, all of them, so that every rank finds the same.
     """
-    found = {source_of(rest) for _, _, rest in data.examples.get("val", [])} - {None}
+    found = {source_of(example.columns) for example in data.examples.get("val", [])} - {None}
     if len(found) > _MOST_SOURCES:
         log.info("the validation data names %d sources: too many for metrics of their own", len(found))
         return []

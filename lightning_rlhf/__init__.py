@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.data.conversations import ConversationDataModule as ConversationDataModule
     from lightning_rlhf.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_rlhf.data.prompts import PromptDataModule as PromptDataModule
+    from lightning_rlhf.data.unpaired import UnpairedDataModule as UnpairedDataModule
     from lightning_rlhf.models.loading import FromConfig as FromConfig
     from lightning_rlhf.models.loading import Pretrained as Pretrained
     from lightning_rlhf.modules.base import RLHFModule as RLHFModule
@@ -38,6 +39,7 @@ _HOME = {
     "ConversationDataModule": "lightning_rlhf.data.conversations",
     "PreferenceDataModule": "lightning_rlhf.data.preferences",
     "PromptDataModule": "lightning_rlhf.data.prompts",
+    "UnpairedDataModule": "lightning_rlhf.data.unpaired",
     "FromConfig": "lightning_rlhf.models.loading",
     "Pretrained": "lightning_rlhf.models.loading",
     "CISPOModule": "lightning_rlhf.modules.cispo",

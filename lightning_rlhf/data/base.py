@@ -1,18 +1,24 @@
-"""What the three data modules share: rows in, tokenised examples kept in memory, resumable batches out."""
+"""What the data modules share: rows in, tokenised examples kept in memory, resumable batches out."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from jinja2 import TemplateError
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader
-from lightning_rlhf.data.rows import BadRow, OnBadRow, Row, RowReport, RowSource, as_rows, is_unicode, text_of, use_rows
+from lightning_rlhf.data.chat import Message, chat_of, check_options, holds_messages, messages_of
+from lightning_rlhf.data.columns import TEMPLATE, Columns, Fields, Question
+from lightning_rlhf.data.lengths import TooLong, cut, refuse
+from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
+from lightning_rlhf.data.row import BadRow, Row
+from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_rows
+from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
 from lightning_rlhf.seeding import run_seed
 
@@ -21,31 +27,45 @@ class RowsDataModule(LightningDataModule):
     """Reads rows, tokenises them once, and serves batches whose order and position a checkpoint restores.
 
     Args:
-        train: JSONL file, other file, hub id or row source.
+        train: JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a URL, a hub id, a row source, or
+            a list of any of these.
         val: likewise; None trains without validation.
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
         val_batch_size: rows per validation batch, over all ranks; None takes ``batch_size``.
-        columns: which column holds what, where the names differ from ours: ``{prompt: question}``.
+        columns: which column holds what, where the names are not known or two could be meant: ``{prompt: question}``;
+            dots lead into nested values: ``{ground_truth: extra_info.answer}``.
         split_after: where a column holds prompt and answer in one text, the prompt ends with the last occurrence of
             this marker.
-        max_tokens: longest prompt with answer, in tokens; a longer row is a bad row.
+        max_tokens: longest prompt with answer, in tokens.
+        too_long: what becomes of a longer row: it is a bad row, it is left out and counted (``drop``), or tokens are
+            cut from its start, end or middle.
         on_bad_row: ``error`` names the first bad rows and stops; ``skip`` leaves them out and counts.
+        bad_rows: file for all rows that are not used, with where they stand and why, as JSON lines.
         shuffle: False keeps the order of the data.
+        sampler: gives the order of each epoch instead.
+        chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's own column of this
+            name wins.
     """
+
+    questions: ClassVar[tuple[Question, ...]]
 
     def __init__(
         self,
-        train: str | RowSource,
+        train: Source,
         tokenizer: str | TokenizerSource,
-        val: str | RowSource | None = None,
+        val: Source | None = None,
         batch_size: int = 32,
         val_batch_size: int | None = None,
         columns: dict[str, str] | None = None,
         split_after: str | None = None,
         max_tokens: int = 1024,
+        too_long: TooLong = "bad_row",
         on_bad_row: OnBadRow = "error",
+        bad_rows: str | None = None,
         shuffle: bool = True,
+        sampler: Sampler | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
@@ -54,14 +74,20 @@ class RowsDataModule(LightningDataModule):
         self.sources = {"train": train, **({} if val is None else {"val": val})}
         self.tokenizer_source = tokenizer
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
-        self.columns, self.split_after = dict(columns or {}), split_after
-        self.max_tokens, self.on_bad_row, self.shuffle = max_tokens, on_bad_row, shuffle
+        self.columns, self.split_after = Columns(columns or {}, (*self.questions, *TEMPLATE)), split_after
+        self.max_tokens, self.too_long = max_tokens, too_long
+        self.on_bad_row, self.bad_rows = on_bad_row, None if bad_rows is None else Path(bad_rows)
+        self.shuffle, self.sampler = shuffle, sampler
+        self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
+        check_options(self.chat_template_kwargs)
         self.examples: dict[str, list[Any]] = {}
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
+        self._keys: list[Any] = []
+        self._report = RowReport("data")
 
     @abstractmethod
-    def convert(self, row: Row) -> Any:
+    def convert(self, fields: Fields) -> Any:
         """One tokenised example of a row, or :class:`BadRow`."""
 
     @abstractmethod
@@ -80,16 +106,22 @@ class RowsDataModule(LightningDataModule):
             return
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # a missing file is said first
         self.tokenizer = load_tokenizer(self.tokenizer_source)
+        bad_rows = self._fresh_bad_rows()
         for name, source in sources.items():
-            self.examples[name], self.reports[name] = use_rows(source, f"{name} data", self.convert, self.on_bad_row)
+            self._report = self.reports[name] = RowReport(f"{name} data")
+            self.examples[name], _ = use_rows(
+                source, f"{name} data", self._training_row if name == "train" else self._row, self.on_bad_row,
+                self._report, bad_rows,
+            )  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[Any]:
         """This rank's share of shuffled whole batches."""
         rows = self.examples["train"]
         lengths = [self.tokens(example) for example in rows]
+        order = None if self.sampler is None else SamplerOrder(self.sampler, self._keys, lengths, run_seed())
         rank, ranks = self._share()
         return ResumableLoader(
-            rows, self.batch_size, self.collate, run_seed(), self.shuffle, lengths=lengths, rank=rank, ranks=ranks
+            rows, self.batch_size, self.collate, run_seed(), self.shuffle, lengths, rank, ranks, order
         )
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
@@ -109,34 +141,39 @@ class RowsDataModule(LightningDataModule):
         strategy = None if self.trainer is None else self.trainer.strategy
         return getattr(strategy, "data_rank", 0), getattr(strategy, "data_ranks", 1)
 
+    def _fresh_bad_rows(self) -> Path | None:
+        """The file for unused rows, emptied; only one process writes it."""
+        if self.bad_rows is None or (self.trainer is not None and not self.trainer.is_global_zero):
+            return None
+        self.bad_rows.parent.mkdir(parents=True, exist_ok=True)
+        self.bad_rows.write_text("")
+        return self.bad_rows
+
+    def _row(self, row: Row) -> Any:
+        fields = self.columns.find(row)
+        example = self.convert(fields)
+        self._report.understood[fields.described()] += 1
+        return example
+
+    def _training_row(self, row: Row) -> Any:
+        key = None if self.sampler is None else self.sampler.key(self.columns.find(row))
+        example = self._row(row)
+        self._keys.append(key)
+        return example
+
     # -- helpers for convert ----------------------------------------------------------------------------------
 
-    def column(self, row: Row, name: str) -> str:
-        """The text of the column that holds ``name``."""
-        return text_of(row, self.columns.get(name, name))
-
-    def prompt_of(self, row: Row) -> str:
-        """The prompt as text; a list of messages goes through the chat template.
+    def prompt_of(self, fields: Fields) -> tuple[str, list[Message]]:
+        """The prompt as text, and the messages it was made of by the chat template, if it was.
 
         Raises:
             BadRow: no prompt, messages without a template, or messages that the template refuses.
         """
-        value = row.get(self.columns.get("prompt", "prompt"))
-        if not isinstance(value, list):
-            return self.column(row, "prompt")
-        if self.tokenizer.chat_template is None:
-            raise BadRow("the prompt is a list of messages, and the tokenizer has no chat template")
-        if not value or not all(
-            isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in value
-        ):
-            raise BadRow("every message of a prompt needs 'role' and text in 'content'")
-        try:
-            text = str(self.tokenizer.apply_chat_template(value, tokenize=False, add_generation_prompt=True))
-        except TemplateError as error:
-            raise BadRow(f"the chat template refuses the prompt: {error}") from error
-        if not is_unicode(text):
-            raise BadRow("the prompt is not valid UTF-8 text")
-        return text
+        value = fields["prompt"]
+        if not holds_messages(value):
+            return fields.text("prompt"), []
+        messages = messages_of(value, "prompt")
+        return chat_of(self.tokenizer, fields, self.chat_template_kwargs).render(messages, "prompt", True), messages
 
     def split(self, text: str) -> tuple[str, str]:
         """Prompt and answer of a text that holds both.
@@ -155,15 +192,27 @@ class RowsDataModule(LightningDataModule):
         """Token ids of a text, without special tokens."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def fit(self, ids: list[int], what: str) -> list[int]:
-        """The ids themselves.
+    def excess(self, tokens: int, what: str) -> int:
+        """How many tokens are to be cut, 0 if none.
 
         Raises:
-            BadRow: longer than ``max_tokens``.
+            BadRow: there are too many, and they are not to be cut.
         """
-        if len(ids) > self.max_tokens:
-            raise BadRow(
-                f"{what} has {len(ids)} tokens, the limit is {self.max_tokens}",
-                f"{what} longer than {self.max_tokens} tokens",
-            )
+        if tokens > self.max_tokens and self.too_long in ("bad_row", "drop"):
+            refuse(tokens, self.max_tokens, what, self.too_long)
+        return max(tokens - self.max_tokens, 0)
+
+    def fit(self, ids: list[int], what: str) -> list[int]:
+        """The ids, cut to ``max_tokens`` if that is what is to be done with longer ones.
+
+        Raises:
+            BadRow: longer, and not to be cut.
+        """
+        if excess := self.excess(len(ids), what):
+            self.count_cut(what)
+            return cut(ids, excess, self.too_long)
         return ids
+
+    def count_cut(self, what: str) -> None:
+        """Report a row that was cut."""
+        self._report.cut[f"{what} to {self.max_tokens} tokens ({self.too_long})"] += 1

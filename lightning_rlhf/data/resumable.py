@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.batching.shares import balanced_shares
-from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.data.samplers import Sampler, shuffle
 
 
 class EpochOrder:
@@ -32,10 +32,31 @@ class EpochOrder:
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(range(self.size))
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "row order", self.epoch))
-        return iter(torch.randperm(self.size, generator=generator).tolist())
+        return iter(shuffle(self.size, self.seed, self.epoch) if self.shuffle else range(self.size))
+
+
+class SamplerOrder(EpochOrder):
+    """The order of rows that a sampler gives.
+
+    Args:
+        sampler: that gives it.
+        keys: what the sampler remembers of each row.
+        lengths: tokens of each row.
+        seed: of the order.
+    """
+
+    def __init__(self, sampler: Sampler, keys: Sequence[Any], lengths: Sequence[int], seed: int) -> None:
+        self._sampler, self._keys, self._lengths, self._seed = sampler, keys, lengths, seed
+        super().__init__(len(sampler.order(keys, lengths, seed, 0)), seed, shuffle=False)
+
+    def __iter__(self) -> Iterator[int]:
+        order = [int(row) for row in self._sampler.order(self._keys, self._lengths, self._seed, self.epoch)]
+        name, rows = type(self._sampler).__name__, len(self._keys)
+        if len(order) != self.size:
+            raise ValueError(f"{name} orders {len(order)} rows in epoch {self.epoch}, and {self.size} in epoch 0")
+        if wrong := [row for row in order if not 0 <= row < rows]:
+            raise ValueError(f"{name} names row {wrong[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
+        return iter(order)
 
 
 class _Batches:
@@ -84,6 +105,7 @@ class ResumableLoader(DataLoader[Any]):
         lengths: tokens of each row, by which a batch is shared among ranks; None takes all for equal.
         rank: whose share this is, in [0, ranks).
         ranks: that share each batch.
+        order: of each epoch; None takes that of ``seed`` and ``shuffle``.
 
     Raises:
         ValueError: fewer rows than one batch, or a batch that leaves a rank without a row.
@@ -99,14 +121,17 @@ class ResumableLoader(DataLoader[Any]):
         lengths: Sequence[int] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        order: EpochOrder | None = None,
     ) -> None:
-        if len(rows) < batch_size:
-            raise ValueError(f"{len(rows)} rows make no batch of {batch_size}: lower batch_size or give more data")
+        self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
+        if len(self._order) < batch_size:
+            raise ValueError(
+                f"{len(self._order)} rows make no batch of {batch_size}: lower batch_size or give more data"
+            )
         if batch_size < ranks:
             raise ValueError(
                 f"batch_size {batch_size} leaves some of {ranks} ranks without a row: give at least {ranks}"
             )
-        self._order = EpochOrder(len(rows), seed, shuffle)
         self._position = 0
         self._resume_at = 0
         lengths = [1] * len(rows) if lengths is None else lengths

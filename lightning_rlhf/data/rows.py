@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, TypeVar
 
-Row = Mapping[str, Any]
+from lightning_rlhf.data.columns import AmbiguousColumns
+from lightning_rlhf.data.columns import text_of as text_of
+from lightning_rlhf.data.files import FILE_KINDS, Files, expand, looks_like_a_path
+from lightning_rlhf.data.row import BadRow as BadRow
+from lightning_rlhf.data.row import LeftOut
+from lightning_rlhf.data.row import Row as Row
+from lightning_rlhf.data.row import RowSource as RowSource
+
 OnBadRow = Literal["error", "skip"]
+Source = str | RowSource | list[str | RowSource]
 _Item = TypeVar("_Item")
 _SHOWN = 5
-_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-@runtime_checkable
-class RowSource(Protocol):
-    """Anything that makes rows: give it in YAML by ``class_path``."""
-
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """(where the row stands, the row); where is ``file:line`` or the like."""
-
-
-class BadRow(ValueError):
-    """A row that cannot be used.
-
-    Args:
-        why: in words, with what this row holds.
-        kind: the same for all such rows, under which they are counted; by default ``why``.
-    """
-
-    def __init__(self, why: str, kind: str | None = None) -> None:
-        super().__init__(why)
-        self.kind = kind or why
 
 
 @dataclass
@@ -45,34 +32,21 @@ class RowReport:
         name: of the data, for messages.
         kept: rows in use.
         dropped: reason to number of rows.
+        cut: what was cut to fit, to number of rows; they are in use.
+        understood: which column was taken for what, to number of rows in use.
     """
 
     name: str
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
+    understood: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         read = self.kept + sum(self.dropped.values())
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in self.dropped.most_common())
-        return f"{self.name}: {read} rows read, {self.kept} kept{reasons}"
-
-
-@dataclass(frozen=True)
-class JsonLines:
-    """One JSON object per line.
-
-    Args:
-        path: of the file.
-    """
-
-    path: str
-
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """Rows with their line numbers; a line that is no JSON object comes as the error that says so."""
-        with open(self.path, encoding="utf-8-sig", errors="surrogateescape") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{self.path}:{number}", _parsed(line.rstrip())
+        cuts = "".join(f"; cut {n}: {what}" for what, n in self.cut.most_common())
+        return f"{self.name}: {read} rows read, {self.kept} kept{reasons}{cuts}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +66,27 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class HubDataset:
-    """A dataset read by ``datasets``: hub id, or a parquet, CSV or JSON file. Code from the hub is never run.
+class Several:
+    """Sources one behind the other.
 
     Args:
-        path: hub id or file.
+        sources: at least one.
+    """
+
+    sources: Sequence[RowSource]
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """The rows of each."""
+        for source in self.sources:
+            yield from source.rows()
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A dataset of the hub, read by ``datasets``. Code from the hub is never run.
+
+    Args:
+        path: hub id.
         name: configuration of the dataset.
         split: which part.
         revision: branch, tag or commit.
@@ -115,41 +105,46 @@ class HubDataset:
         """
         import datasets
 
-        kind = _FILE_KINDS.get(Path(self.path).suffix)
         try:
-            if kind is not None:
-                dataset = datasets.load_dataset(kind, data_files=self.path, split="train")
-            else:
-                dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
+            dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            what = "" if kind is not None else f", split {self.split!r}, which is no file and so taken for a hub id"
+            what = f"split {self.split!r}, which is no file and so taken for a hub id"
             reason = str(error.__cause__ or error).strip().split("\n")[0]
-            raise ValueError(f"cannot read {self.path!r}{what}: {reason}") from error
+            raise ValueError(f"cannot read {self.path!r}, {what}: {reason}") from error
         for number, row in enumerate(dataset):
             yield f"{self.path}[{number}]", row
 
 
-def as_rows(source: str | RowSource) -> RowSource:
-    """A bare string is short for a JSONL file, another file that ``datasets`` reads, or a hub id.
+def as_rows(source: Source) -> RowSource:
+    """A bare string is short for files or a hub id; a list is read one behind the other.
 
     Raises:
         FileNotFoundError: it looks like a path and nothing is there.
+        ValueError: an empty list, or a directory with files of several splits.
     """
+    if isinstance(source, list):
+        if not source:
+            raise ValueError("the list of data is empty: give at least one file, hub id or row source")
+        return Several([as_rows(part) for part in source])
     if not isinstance(source, str):
         return source
-    if Path(source).is_file() and Path(source).suffix in _FILE_KINDS:
-        return JsonLines(source) if source.endswith(".jsonl") else HubDataset(source)
-    path = Path(source)
-    if path.exists() or path.suffix in _FILE_KINDS or source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if files := expand(source):
+        return Files(tuple(files))
+    if looks_like_a_path(source):
         raise FileNotFoundError(
-            f"no data at {source!r}: expected an existing {', '.join(_FILE_KINDS)} file, or a hub id such as "
-            f"'Anthropic/hh-rlhf'"
+            f"no data at {source!r}: expected an existing {', '.join(FILE_KINDS)} file, a directory or pattern of "
+            f"them, a URL such as 'hf://datasets/owner/name/file.parquet', or a hub id such as 'Anthropic/hh-rlhf'"
         )
     return HubDataset(source)
 
 
 def use_rows(
-    source: str | RowSource, name: str, convert: Callable[[Row], _Item], on_bad_row: OnBadRow
+    source: Source,
+    name: str,
+    convert: Callable[[Row], _Item],
+    on_bad_row: OnBadRow,
+    report: RowReport | None = None,
+    bad_rows: Path | None = None,
 ) -> tuple[list[_Item], RowReport]:
     """Convert every row, and account for those that cannot be used.
 
@@ -159,64 +154,42 @@ def use_rows(
         convert: makes an item of a row, or raises :class:`BadRow` saying why it cannot.
         on_bad_row: ``error`` reads everything, then fails naming the first bad rows; ``skip`` leaves them out and
             counts.
+        report: to count in; None makes one.
+        bad_rows: file to which each row that is not used is added, with where it stands and why.
 
     Raises:
-        ValueError: bad rows and ``on_bad_row`` is ``error``; or no row is left.
+        ValueError: bad rows and ``on_bad_row`` is ``error``; no row is left; or a column could be meant by two names.
     """
     items: list[_Item] = []
     shown: list[str] = []
-    report = RowReport(name)
-    for where, row in as_rows(source).rows():
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            items.append(convert(row))
-            report.kept += 1
-        except BadRow as reason:
-            report.dropped[reason.kind] += 1
-            if len(shown) < _SHOWN:  # a file may hold millions of bad rows
-                shown.append(f"\n  {where}: {reason}")
-    bad = report.dropped.total()
+    report = RowReport(name) if report is None else report
+    bad = 0
+    with ExitStack() as open_files:
+        notes = None if bad_rows is None else open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
+        for where, row in as_rows(source).rows():
+            try:
+                if isinstance(row, BadRow):  # a line that is no row at all
+                    raise row
+                items.append(convert(row))
+                report.kept += 1
+            except AmbiguousColumns as error:
+                raise ValueError(f"{name}: {where}: {error}") from error
+            except BadRow as reason:
+                report.dropped[reason.kind] += 1
+                bad += not isinstance(reason, LeftOut)
+                if len(shown) < _SHOWN and not isinstance(reason, LeftOut):  # a file may hold millions of bad rows
+                    shown.append(f"\n  {where}: {reason}")
+                if notes is not None:
+                    held = None if isinstance(row, BadRow) else dict(row)
+                    json.dump({"where": where, "why": str(reason), "row": held}, notes, default=str)
+                    notes.write("\n")
     if bad and on_bad_row == "error":
         more = f"\n  ... and {bad - len(shown)} more" if bad > len(shown) else ""
+        listed = "" if bad_rows is None else f"\n  all of them are in {bad_rows}"
         raise ValueError(
-            f"{name}: {bad} of {report.kept + bad} rows cannot be used (on_bad_row: skip leaves them out):"
-            f"{''.join(shown)}{more}"
+            f"{name}: {bad} of {report.kept + report.dropped.total()} rows cannot be used "
+            f"(on_bad_row: skip leaves them out):{''.join(shown)}{more}{listed}"
         )
     if not items:
         raise ValueError(f"{report}: nothing is left to use")
     return items, report
-
-
-def text_of(row: Row, column: str) -> str:
-    """The text in a column.
-
-    Raises:
-        BadRow: the column is missing, empty, or no text.
-    """
-    if column not in row:
-        raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}", f"no column {column!r}")
-    value = row[column]
-    if not isinstance(value, str):
-        found = "null" if value is None else type(value).__name__
-        raise BadRow(f"column {column!r} holds {found}, expected text")
-    if not value.strip():
-        raise BadRow(f"column {column!r} is empty")
-    if not is_unicode(value):
-        raise BadRow(f"column {column!r} is not valid UTF-8 text")
-    return value
-
-
-def is_unicode(text: str) -> bool:
-    """False for a text with lone surrogates (bytes that are no UTF-8, half a pair in JSON); no tokenizer reads it."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        return BadRow(f"not JSON: {error.msg} at column {error.colno}", "not JSON")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of brackets
-        return BadRow(f"not JSON that can be read: {error}", "not JSON")
-    return row if isinstance(row, dict) else BadRow(f"a JSON {type(row).__name__}, expected an object", "not an object")

@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_rlhf.data.rows import as_rows, is_unicode
+from lightning_rlhf.data.columns import is_unicode
+from lightning_rlhf.data.rows import as_rows
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rlhf import SFTModule
-from lightning_rlhf.data.conversations import ConversationDataModule, answers_marked
+from lightning_rlhf.data.answers import Marked, sequences
+from lightning_rlhf.data.conversations import ConversationDataModule
 from tests.data.rows_given import Given, Letters, first_batch, module_of, said_of
 from tests.helpers import properties
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -132,7 +133,8 @@ def test_validation_reads_every_row_in_order_and_the_last_batch_may_be_smaller()
 def test_marks_reach_from_the_start_to_the_end_of_each_text(data):
     texts = data.draw(st.lists(st.lists(st.integers(3, 9), min_size=2, max_size=8), min_size=1, max_size=5))
     starts = [data.draw(st.integers(1, len(text) - 1)) for text in texts]
-    batch = answers_marked(texts, starts)
+    marked = [[place >= start for place in range(len(text))] for text, start in zip(texts, starts, strict=True)]
+    batch = sequences([Marked(text, said) for text, said in zip(texts, marked, strict=True)])
     for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
         assert batch.input_ids[row][batch.loss_mask[row]].tolist() == text[start:]
         assert torch.equal(batch.input_ids[row, : len(text)], torch.tensor(text))

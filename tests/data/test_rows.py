@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from lightning_rlhf.data.rows import BadRow, HubDataset, JsonLines, RowReport, RowSource, as_rows, text_of, use_rows
+from lightning_rlhf.data.columns import text_of
+from lightning_rlhf.data.files import Files
+from lightning_rlhf.data.row import BadRow, RowSource
+from lightning_rlhf.data.rows import HubDataset, RowReport, as_rows, use_rows
 
 
 def texts(source, on_bad_row="error"):
@@ -154,13 +157,13 @@ def no_hub(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("x.json", '[{"text": "a"}, {"text": "b"}]'), ("x.csv", "text\na\nb\n")],
+    ("name", "content", "line"),
+    [("x.json", '[{"text": "a"}, {"text": "b"}]', 1), ("x.csv", "text\na\nb\n", 2)],
 )
-def test_json_and_csv_files_are_read_by_datasets(tmp_path, name, content):
+def test_json_and_csv_files_are_read_with_the_lines_of_their_rows(tmp_path, name, content, line):
     path = write(tmp_path / name, content)
     assert texts(path)[0] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"x\.\w+\[0\]: no column 'other', only \['text'\]"):
+    with pytest.raises(ValueError, match=rf"x\.\w+:{line}: no column 'other', only \['text'\]"):
         use_rows(path, "train data", lambda row: text_of(row, "other"), "error")
 
 
@@ -186,5 +189,5 @@ def test_a_reason_with_details_is_counted_under_its_kind():
 
 
 def test_line_numbers_count_empty_lines(tmp_path):
-    source = JsonLines(write(tmp_path / "x.jsonl", "", "", '{"text": "a"}'))
+    source = Files((write(tmp_path / "x.jsonl", "", "", '{"text": "a"}'),))
     assert [where for where, _ in source.rows()] == [f"{tmp_path}/x.jsonl:3"]

@@ -1,0 +1,90 @@
+"""Texts whose answers are marked: what supervised, preference and unpaired data are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.chat import Message, chat_of, holds_messages, messages_of
+from lightning_rlhf.data.columns import Fields
+from lightning_rlhf.data.lengths import cut
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.types import SequenceBatch
+
+
+class Marked(NamedTuple):
+    """A text.
+
+    Args:
+        ids: token ids.
+        said: of each token, whether it belongs to an answer; never the first.
+    """
+
+    ids: list[int]
+    said: list[bool]
+
+    @property
+    def start(self) -> int:
+        """The place of the first token of an answer."""
+        return self.said.index(True)
+
+
+class AnswersDataModule(RowsDataModule):
+    """What reads prompts with answers. See :class:`~lightning_rlhf.data.base.RowsDataModule`."""
+
+    def answered(self, fields: Fields) -> Marked:
+        """A row's prompt and completion, or its conversation, of any length."""
+        if "messages" in fields:
+            return self.marked_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
+        if holds_messages(fields["completion"]):
+            prompt = messages_of(fields["prompt"], "prompt")
+            answer = messages_of(fields["completion"], "completion")
+            return self.marked_messages(fields, [*prompt, *answer], "conversation", first=len(prompt))
+        text = fields.text("completion")
+        return self.marked_text(*(self.split(text) if self.split_after else (self.prompt_of(fields)[0], text)))
+
+    def marked_text(self, prompt: str, answer: str) -> Marked:
+        """A prompt and the answer behind it with its end token, which is what is marked."""
+        prompt_ids = self.ids(prompt)
+        ids = [*prompt_ids, *self.ids(answer), self.tokenizer.eos_token_id]
+        start = max(len(prompt_ids), 1)
+        return Marked(ids, [place >= start for place in range(len(ids))])
+
+    def marked_messages(self, fields: Fields, messages: Sequence[Message], what: str, first: int = 0) -> Marked:
+        """A conversation with what an assistant said in it marked.
+
+        Args:
+            fields: of the row.
+            messages: of the conversation.
+            what: it is, for what is said of it.
+            first: message from which on is marked.
+        """
+        return Marked(*chat_of(self.tokenizer, fields, self.chat_template_kwargs).marked(messages, what, first))
+
+    def fit_marked(self, text: Marked, what: str) -> Marked:
+        """The text, cut to ``max_tokens`` if that is what is to be done with a longer one.
+
+        Raises:
+            BadRow: longer, and not to be cut; or nothing of the answer would be left.
+        """
+        excess = self.excess(len(text.ids), what)
+        if not excess:
+            return text
+        ids, said = cut(text.ids, excess, self.too_long), cut(text.said, excess, self.too_long)
+        said[0] = False  # nothing stands before it that could predict it
+        if not any(said):
+            raise BadRow(
+                f"{what} has {len(text.ids)} tokens, and cut to {self.max_tokens} nothing of the answer is left",
+                "nothing of the answer is left after the cut",
+            )
+        self.count_cut(what)
+        return Marked(ids, said)
+
+
+def sequences(texts: Sequence[Marked]) -> SequenceBatch:
+    """Texts right-padded to the longest, their answers marked."""
+    ids, lengths = pad_right([text.ids for text in texts])
+    said, _ = pad_right([text.said for text in texts])
+    return SequenceBatch(ids, lengths, said.bool())

@@ -1,0 +1,154 @@
+"""Packed texts do not see each other: loss, gradients and updates are those of padded ones, on every attention."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import FromConfig, SFTModule
+from lightning_rlhf.models import causal
+from lightning_rlhf.modules.texts import text_scores
+from lightning_rlhf.types import SequenceBatch
+from tests.helpers import assert_close
+from tests.stand_ins import TINY_LLAMA, VOCABULARY, TinyModel, fit
+
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+APART = {
+    "llama": {}, "mistral": {"sliding_window": 4}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi3": {}, "olmo2": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 4}, "gemma3_text": {"head_dim": 16, "sliding_window": 4},
+    "mixtral": {"num_local_experts": 4}, "qwen3_moe": {"head_dim": 16, **EXPERTS},
+    "gpt2": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64},
+}  # fmt: skip
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+TOGETHER = {
+    "jamba": {}, "falcon": {}, "opt": {"ffn_dim": 48},
+    "qwen3_next": {"head_dim": 16, "shared_expert_intermediate_size": 16, **EXPERTS, **LINEAR},
+}  # fmt: skip
+LENGTHS = (9, 2, 12, 1, 5, 7)
+
+
+def architecture(name, options, attention="sdpa"):
+    return {"model_type": name, **SMALL, **options, "attn_implementation": attention}
+
+
+def texts(lengths=LENGTHS, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
+    lengths, place = torch.tensor(lengths), torch.arange(ids.shape[1]).expand_as(ids)
+    marked = (torch.rand(ids.shape, generator=draw) < 0.7) & (place > 0) & (place < lengths.unsqueeze(1))
+    return SequenceBatch(ids, lengths, marked)
+
+
+def sft(source, lr=0.1, **options):
+    module = SFTModule(source, optimizer=partial(torch.optim.SGD, lr=lr), **options)
+    module.configure_model()
+    return module
+
+
+def gradients(module, batch, packed):
+    """Log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
+    (logprobs, _, _), mask = text_scores(module, "actor", batch, packed)
+    weights = torch.linspace(-1, 2, mask.numel()).view_as(mask)
+    wanted = [p for p in module.actor.parameters() if p.requires_grad]
+    return logprobs, torch.autograd.grad((logprobs * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", APART)
+def test_log_probabilities_and_gradients_are_those_of_padded_texts(name, attention):
+    dtype = "float32" if name in ("mixtral", "qwen3_moe") else "float64"  # experts know no float64
+    # transformers' eager attention takes its softmax in float32 whatever the weights are
+    rounding = 1e-12 if (dtype, attention) == ("float64", "sdpa") else 2e-5
+    module = sft(FromConfig(architecture(name, APART[name], attention), seed=3, dtype=dtype))
+    assert module.actor.lm.config._attn_implementation == attention
+    (padded, one), (packed, other) = (gradients(module, texts(), packed) for packed in (False, True))
+    largest = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+    assert_close(packed, padded, rtol=0, atol=rounding)
+    assert largest <= rounding
+    assert max(float(a.abs().max()) for a in one) > 0.1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "gpt2"])
+def test_positions_that_do_not_start_again_would_be_seen(name, attention, monkeypatch):
+    def running_on(input_ids, lengths):
+        packed, positions, starts = causal_pack(input_ids, lengths)
+        return packed, torch.arange(positions.shape[1]).unsqueeze(0), starts
+
+    module = sft(FromConfig(architecture(name, APART[name], attention), seed=3))
+    causal_pack = causal.pack
+    padded, _ = gradients(module, texts(), False)
+    monkeypatch.setattr(causal, "pack", running_on)
+    packed, _ = gradients(module, texts(), True)
+    assert float((packed - padded).detach().abs().max()) > 0.1
+    with pytest.raises(ValueError, match=f"with attention '{attention}' does not keep packed texts apart"):
+        fit(sft(FromConfig(architecture(name, APART[name], attention), seed=3), packing=True), [texts()])
+
+
+def updates(dtype, packing, micro_batch_tokens, attention):
+    """Loss and gradient norm of three updates, and the weights after them."""
+    steps = []
+
+    class Watch(SFTModule):
+        def finish_step(self, metrics, bar):
+            steps.append([metrics["train/loss"], metrics["train/entropy"], metrics["grad_norm/actor"]])
+            super().finish_step(metrics, bar)
+
+    source = TinyModel({**TINY_LLAMA, "attn_implementation": attention}, dtype=dtype)
+    module = Watch(
+        source, optimizer=partial(torch.optim.AdamW, lr=1e-2, eps=1e-5), packing=packing,
+        micro_batch_tokens=micro_batch_tokens, max_grad_norm=0.5,
+    )  # fmt: skip
+    metrics = fit(module, [texts(seed=seed) for seed in range(3)], val=[texts(seed=9)]).callback_metrics
+    return steps, metrics["val/loss"], torch.cat([p.detach().flatten() for p in module.actor.parameters()])
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(
+    ("dtype", "attention", "rounding"),
+    [("float64", "sdpa", 1e-12), ("float64", "eager", 5e-6), ("float32", "sdpa", 2e-5), ("float32", "eager", 2e-5)],
+)
+def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, attention, rounding):
+    steps, val_loss, weights = updates(dtype, False, 1000, attention)
+    for budget in (1, 14, 25, 1000):
+        packed_steps, packed_val_loss, packed_weights = updates(dtype, True, budget, attention)
+        assert_close(packed_steps, steps, rtol=rounding, atol=rounding)
+        assert_close(packed_val_loss, val_loss, rtol=max(rounding, 1e-6))
+        assert_close(packed_weights, weights, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_an_architecture_that_would_mix_texts_is_refused_by_name(name):
+    module = sft(FromConfig(architecture(name, TOGETHER[name]), seed=3), packing=True)
+    weights = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match=r"ForCausalLM with attention 'sdpa' does not keep packed texts apart") as info:
+        fit(module, [texts()])
+    assert type(module.actor.lm).__name__ in str(info.value)
+    assert str(info.value).endswith("set packing: false")
+    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+
+
+def test_an_architecture_without_positions_is_refused():
+    mamba = {"model_type": "mamba", **SMALL, "state_size": 8}
+    with pytest.raises(ValueError, match=r"^MambaForCausalLM with .* takes no positions"):
+        fit(sft(FromConfig(mamba, seed=3), packing=True), [texts()])
+
+
+def test_the_budget_of_packed_texts_counts_real_tokens_only():
+    def forwards(packing):
+        seen = []
+        module = sft(TinyModel(), lr=0.0, packing=packing, micro_batch_tokens=20)
+        module.actor.lm.base_model.register_forward_pre_hook(
+            lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+        )
+        fit(module, [texts((12, 3, 3, 2, 7, 6, 7))])
+        return seen[3:] if packing else seen  # three to try whether texts are kept apart
+
+    assert forwards(packing=False) == [12, 14, 18, 2]  # 12; 7 + 7; 6, 3 and 3; 2
+    assert forwards(packing=True) == [19, 19, 2]  # 12 + 7; 7 + 6 + 3 + 3; 2

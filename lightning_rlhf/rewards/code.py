@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lightning_rlhf.rewards.sandbox import Limits, Sandbox
@@ -32,7 +33,8 @@ class CodeExecution:
     - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either, as in APPS, TACO and CodeContests.
 
     Args:
-        sandbox: where programs run. It is tried at once: without one that works there is no reward.
+        sandbox: where programs run; None takes bubblewrap. It is tried at once: without one that works there is no
+            reward.
         limits: of one test.
         continuous: True gives the share of tests passed; False 1 where all are passed, else 0, and stops at the first
             that is not.
@@ -41,7 +43,7 @@ class CodeExecution:
         workers: programs that run at a time; None takes one for each processor.
     """
 
-    sandbox: Sandbox = field(default_factory=BubblewrapSandbox)
+    sandbox: Sandbox | None = None
     limits: Limits = field(default_factory=Limits)
     continuous: bool = True
     fenced: bool = True
@@ -50,7 +52,11 @@ class CodeExecution:
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be at least 1, or null for one a processor, got {self.workers}")
-        self.sandbox.check()
+        self._place.check()
+
+    @cached_property
+    def _place(self) -> Sandbox:
+        return self.sandbox or BubblewrapSandbox()
 
     def __call__(
         self, completions: list[str], tests: list[Any] | None = None, ground_truth: list[Any] | None = None
@@ -82,7 +88,7 @@ class CodeExecution:
     def _score(self, program: str, tests: Sequence[Test]) -> float:
         passed = 0
         for test in tests:
-            right = test.judge(self.sandbox, program, self.limits) == "passed"
+            right = test.judge(self._place, program, self.limits) == "passed"
             if not (right or self.continuous):
                 return 0.0
             passed += right

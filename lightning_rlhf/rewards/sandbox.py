@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class SandboxUnavailable(RuntimeError):
@@ -68,6 +68,7 @@ class Finished:
     seconds: float = 0.0
 
 
+@runtime_checkable
 class Sandbox(Protocol):
     """Runs Python programs that nobody has read."""
 

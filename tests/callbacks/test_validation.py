@@ -246,7 +246,7 @@ def one_by_one(tokenizer):
 
 def data_with(sources, column="source"):
     rests = [{} if source is None else {column: source} for source in sources]
-    return SimpleNamespace(examples={"val": [("a", [4], rest) for rest in rests]})
+    return SimpleNamespace(examples={"val": [SimpleNamespace(columns=rest) for rest in rests]})
 
 
 def test_sources_are_found_in_all_validation_data():
@@ -396,7 +396,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     encode = {letter: 4 + i for i, letter in enumerate("abcdefg")}
     texts = {tuple(encode[letter] for letter in row["prompt"]): row["prompt"] for row in ROWS}
 
-    def generate(prompts, sampling, seeds):
+    def generate(prompts, sampling, seeds, finished=None):
         said, number = [], {}
         for ids in prompts:
             prompt = texts[tuple(ids)]
@@ -412,7 +412,8 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     assert found["val/sampled"] == (1 + 0 + 2 + 1) / 8
     assert found["val/pass@2"] == 3 / 4
     assert found["val/response_tokens_mean"] == 2.0
-    assert made.loop.validation_samples[2] == {"prompt": "ccc", "response": "d", "exact": 0.0, "answer": "c"}
+    shown = {"prompt": "ccc", "response": "d", "exact": 0.0, "answer": "c", "ground_truth": "c"}
+    assert made.loop.validation_samples[2] == shown
 
     scorer = TinyModel(seed=5).scalar()
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import string
 import warnings
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from lightning_rlhf.cli import main
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import FromConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -118,3 +121,21 @@ def fit(cli, tmp_path):
         return cli("fit", "--config", str(path), *arguments)
 
     return fit
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_export(tmp_path_factory):
+    """A directory with a small language model of printable characters, which chats; vLLM's CPU attention takes it."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    changes = {"vocab_size": 100, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+    FromConfig({**LLAMA, **changes}, seed=0).causal().save_pretrained(directory)
+    tokenizer = CharacterTokenizer((string.printable[:95] + "\n")[:96]).load()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory

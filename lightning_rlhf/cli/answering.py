@@ -1,0 +1,329 @@
+"""Who answers prompts for ``generate``: an engine on this machine, or a server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from lightning_rlhf.data.chat import messages_of
+from lightning_rlhf.data.columns import Columns, Fields
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.row import BadRow, Row
+from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.models.loading import Dtype, Pretrained
+from lightning_rlhf.rollout.choose import choose_engine
+from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+
+if TYPE_CHECKING:
+    from lightning_rlhf.rewards.endpoint import Client
+
+_NO_LIMIT = 1 << 30
+_SERVER_SECONDS = 3600.0  # for one answer; a server that is up but busy is waited for
+_TRIES = 8
+_SEEDS = 1 << 31  # what every server takes
+_ENDS = 1 << 16  # bytes of each end of a file of weights
+
+
+class Prompt(NamedTuple):
+    """A prompt and the row it came in.
+
+    Args:
+        row: as plain values.
+        text: of the prompt, after the chat template if this machine applies it; empty where a server does.
+        ids: of its tokens; empty where a server makes them.
+        messages: it was made of, if any.
+    """
+
+    row: dict[str, Any]
+    text: str
+    ids: list[int]
+    messages: list[dict[str, Any]]
+
+
+class Answer(NamedTuple):
+    """A response.
+
+    Args:
+        text: without special tokens.
+        tokens: how many it has, the stop token included; None if a server does not tell.
+        finish_reason: ``stop`` or ``length``.
+    """
+
+    text: str
+    tokens: int | None
+    finish_reason: str
+
+
+class Answerer(Protocol):
+    """Whoever answers."""
+
+    def identity(self) -> dict[str, Any]:
+        """What decides about its answers, as plain values."""
+
+    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
+        """The prompts of a source.
+
+        Raises:
+            ValueError: rows that cannot be used.
+        """
+
+    def start(self, longest: int, log: Path) -> str:
+        """Get ready; says in a few words who answers.
+
+        Args:
+            longest: prompt, in tokens.
+            log: file for output of its own.
+        """
+
+    def answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Answer]:
+        """One answer for each prompt, each drawn from a seed of its own."""
+
+    def close(self) -> None:
+        """End whatever was started."""
+
+
+class EngineAnswerer:
+    """A model on this machine.
+
+    Args:
+        model: directory or hub id.
+        kind: ``vllm``, ``transformers`` or ``auto``.
+        dtype: of the weights; None is bfloat16 with a GPU, else float32.
+        sampling: how to draw; stop tokens are added.
+        tensor_parallel_size: GPUs that share vLLM.
+    """
+
+    def __init__(
+        self, model: str, kind: str, dtype: Dtype | None, sampling: SamplingParams, tensor_parallel_size: int = 1
+    ) -> None:
+        self._source = Pretrained(model, dtype=dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
+        self._config = self._source.hf_config()
+        self._sampling, self._engine = sampling, _engine(kind, self._config, tensor_parallel_size)
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`Answerer`."""
+        found = {"model": self._source.path, "dtype": self._source.dtype, "engine": type(self._engine).__name__}
+        return {**found, "weights": fingerprint(self._source.path)}
+
+    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
+        """See :class:`Answerer`; a prompt that leaves no room for a response is a bad row."""
+        room = getattr(self._config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
+        if room <= self._sampling.max_tokens:
+            raise ValueError(
+                f"max_tokens {self._sampling.max_tokens} leaves no room for a prompt: the model takes {room} tokens"
+            )
+        data = _PromptRows(
+            source, self._source.path, columns=columns, max_tokens=room - self._sampling.max_tokens,
+            on_bad_row=on_bad_row,
+        )  # fmt: skip
+        data.setup("fit")
+        self._tokenizer = data.tokenizer
+        print(data.reports["train"])
+        return data.examples["train"]
+
+    def start(self, longest: int, log: Path) -> str:
+        """See :class:`Answerer`."""
+        ends = _ends(self._source.path, self._tokenizer.eos_token_id)
+        self._sampling = SamplingParams(**{**vars(self._sampling), "stop_token_ids": ends})
+        self._engine.check(self._sampling)
+        total = longest + self._sampling.max_tokens
+        self._engine.start(EngineSetup(Path(self._source.path), self._source.dtype, total, log))
+        described = self._engine.wait()
+        if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
+            lm = self._source.causal().lm
+            self._engine.update_weights(((name, tensor.detach()) for name, tensor in lm.named_parameters()), 0)
+        return described
+
+    def answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Answer]:
+        """See :class:`Answerer`."""
+        completions = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seeds)
+        texts = self._tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+        parts = zip(texts, completions, strict=True)
+        return [Answer(text, len(completion.token_ids), completion.finish_reason) for text, completion in parts]
+
+    def close(self) -> None:
+        """See :class:`Answerer`."""
+        self._engine.close()
+
+
+class ServerAnswerer:
+    """A server that speaks OpenAI's API; text is completed, messages are answered by its chat template.
+
+    Args:
+        url: for example ``http://127.0.0.1:8000``.
+        key_env: environment variable with the key; None sends none.
+        model: its name at the server; None takes the only one there.
+        sampling: how to draw.
+        concurrency: requests under way at a time.
+    """
+
+    def __init__(
+        self, url: str, key_env: str | None, model: str | None, sampling: SamplingParams, concurrency: int
+    ) -> None:
+        missing = [name for name in ("httpx", "tenacity") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ModuleNotFoundError(
+                f"--server needs {' and '.join(missing)}, which is not installed: pip install 'lightning-rlhf[judge]'"
+            )
+        self._url, self._key_env, self._sampling, self._concurrency = url.rstrip("/"), key_env, sampling, concurrency
+        self._url = self._url.removesuffix("/v1")
+        self._clients: dict[str, Client] = {route: self._client(route) for route in ("completions", "chat/completions")}
+        self._model = model or self._only_model()
+
+    def _client(self, route: str) -> Client:
+        from lightning_rlhf.rewards.endpoint import Client, Endpoint
+
+        url = f"{self._url}/v1/{route}"
+        return Client(Endpoint(url, self._key_env, _SERVER_SECONDS, _TRIES, self._concurrency))
+
+    def _only_model(self) -> str:
+        import httpx
+
+        headers = {"Authorization": f"Bearer {os.environ[self._key_env]}"} if self._key_env else {}
+        try:
+            response = httpx.get(f"{self._url}/v1/models", headers=headers, timeout=30, trust_env=False)
+        except httpx.TransportError as error:
+            raise ValueError(
+                f"no server answers at {self._url} ({error}): start it, or give another --server"
+            ) from error
+        if response.status_code != 200:
+            how = "; put its key into a variable and name it with --api-key-env" if response.status_code == 401 else ""
+            raise ValueError(f"{self._url}/v1/models answered {response.status_code}{how}")
+        names = [str(entry["id"]) for entry in response.json()["data"]]
+        if len(names) != 1:
+            raise ValueError(f"{self._url} serves {', '.join(names) or 'no model'}: say which by --model")
+        return names[0]
+
+    def identity(self) -> dict[str, Any]:
+        """See :class:`Answerer`; where the server is does not matter."""
+        return {"model": self._model, "engine": "server"}
+
+    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
+        """See :class:`Answerer`."""
+        found = Columns(columns, PromptDataModule.questions)
+
+        def convert(row: Row) -> Prompt:
+            fields = found.find(row)
+            name = "messages" if "messages" in fields else "prompt"
+            value = fields[name]
+            if isinstance(value, str):
+                return Prompt(plain(row), fields.text(name), [], [])
+            messages = messages_of(value, "prompt")
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            return Prompt(plain(row), "", [], messages)
+
+        prompts, report = use_rows(source, "prompts", convert, on_bad_row)
+        print(report)
+        return prompts
+
+    def start(self, longest: int, log: Path) -> str:
+        """See :class:`Answerer`."""
+        return f"{self._model} at {self._url}"
+
+    def answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Answer]:
+        """See :class:`Answerer`."""
+
+        async def all_of_them() -> list[Answer]:
+            return await asyncio.gather(*map(self._ask, prompts, seeds))
+
+        return asyncio.run(all_of_them())
+
+    async def _ask(self, prompt: Prompt, seed: int) -> Answer:
+        from lightning_rlhf.rewards.endpoint import Question
+
+        route = "chat/completions" if prompt.messages else "completions"
+        given = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
+        drawn = self._sampling
+        body = {
+            "model": self._model, **given, "seed": seed % _SEEDS, "max_tokens": drawn.max_tokens,
+            "temperature": drawn.temperature, "top_p": drawn.top_p,
+        }  # fmt: skip
+        if drawn.top_k:  # not every server knows it
+            body["top_k"] = drawn.top_k
+        answer = await self._clients[route].ask(Question(body, 1))
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if prompt.messages else choice["text"]
+        used = answer.get("usage") or {}
+        return Answer(text or "", used.get("completion_tokens"), choice["finish_reason"])
+
+    def close(self) -> None:
+        """See :class:`Answerer`."""
+        for client in self._clients.values():
+            client.close()
+
+
+class _PromptRows(PromptDataModule):
+    """Keeps the rows that prompts came in."""
+
+    def convert(self, fields: Fields) -> Any:
+        text, ids, _, messages = super().convert(fields)
+        return Prompt(plain(fields.row), text, ids, messages)
+
+    def tokens(self, example: Any) -> int:
+        return len(example.ids)
+
+
+def _engine(kind: str, config: Any, tensor_parallel_size: int) -> RolloutEngine:
+    if kind == "auto":
+        chosen, reason = choose_engine(config)
+        print(f"engine: {type(chosen).__name__}: {reason}")
+        kind = "vllm" if isinstance(chosen, VLLMEngine) else "transformers"
+    if kind == "transformers":
+        return TransformersEngine()
+    return VLLMEngine(0.9, tensor_parallel_size, arguments={"load_format": "safetensors"})
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row as it is written beside its responses.
+
+    Raises:
+        BadRow: it holds something that JSON has no words for.
+    """
+    try:
+        return json.loads(json.dumps(dict(row)))  # type: ignore[no-any-return]
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"cannot be written as JSON: {error}", "cannot be written as JSON") from error
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """What tells prompts from others: of their tokens, or of what a server is sent."""
+    total = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        total.update(json.dumps(prompt.ids or prompt.messages or prompt.text).encode() + b"\n")
+    return total.hexdigest()
+
+
+def fingerprint(model: str) -> str:
+    """What tells a directory's weights from others, read from the ends of its files; empty for a hub id."""
+    total = hashlib.blake2b(digest_size=16)
+    files = sorted(Path(model).glob("*.safetensors"))
+    for path in files:
+        total.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            total.update(file.read(_ENDS))
+            file.seek(max(0, path.stat().st_size - _ENDS))
+            total.update(file.read(_ENDS))
+    return total.hexdigest() if files else ""
+
+
+def _ends(model: str, end: int) -> tuple[int, ...]:
+    """Tokens that end a response: the tokenizer's, and those that chat models have beside it."""
+    try:
+        further = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a model without settings of its own
+        further = None
+    listed = further if isinstance(further, list) else [] if further is None else [further]
+    return tuple(dict.fromkeys([end, *listed]))

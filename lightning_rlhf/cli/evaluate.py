@@ -1,0 +1,227 @@
+"""``lightning-rlhf evaluate``: scores of a file of responses, for each source of data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_rlhf.cli.generate import PROMPT_TOKENS, REASONS, RESPONSES, TOKENS, pairs
+from lightning_rlhf.cli.main import is_for_users, quiet
+from lightning_rlhf.cli.scores import Judged, figures
+from lightning_rlhf.data.columns import ABOUT, PROMPT, Columns
+from lightning_rlhf.data.row import BadRow, Row
+from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.resolve import load_function
+
+ALL = "all"
+_EPILOG = """The file is what generate writes, or verl: each row has a list of responses, and beside it what the reward
+functions read (ground_truth, reward_model.ground_truth, answer, data_source, ...). An interval is that of 95 %.
+
+  lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
+  lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --answer my_rewards.py:last_number
+"""
+_BESIDE = ("prompt", "messages", "responses", RESPONSES, TOKENS, REASONS, PROMPT_TOKENS)
+
+
+class Responded(NamedTuple):
+    """A prompt with its responses.
+
+    Args:
+        prompt: as text.
+        messages: it was made of, if any.
+        responses: at least one.
+        tokens: of each, where the row tells.
+        truncated: each, where the row tells.
+        source: of the data.
+        columns: for reward functions.
+    """
+
+    prompt: str
+    messages: list[Any]
+    responses: list[str]
+    tokens: list[int]
+    truncated: list[bool]
+    source: str
+    columns: dict[str, Any]
+
+
+def run(arguments: list[str]) -> int:
+    """Judge responses and print what came of it.
+
+    Args:
+        arguments: behind ``evaluate``.
+
+    Returns:
+        Exit code: 0; 2 for a mistake found before anything was judged; 1 where a reward function failed.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-rlhf evaluate",
+        description="Scores of a file of responses, for each source of data.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
+    parser.add_argument("--reward", action="append", required=True, metavar="FUNCTION", help="may be given repeatedly")
+    parser.add_argument("--answer", metavar="FUNCTION", help="from responses to the answers they give, for maj@k")
+    parser.add_argument("--correct-at", type=float, default=1.0, help="least reward that is correct (default: 1)")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=YOURS", help="as ground_truth=target")
+    parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report")
+    given = parser.parse_args(arguments)
+    quiet()
+    code = 2
+    try:
+        rewards = [RewardFunction(reference) for reference in given.reward]
+        extract = load_function(given.answer) if given.answer else None
+        rows = read(given.file, pairs(given.columns), given.on_bad_row)
+        names = sorted({name for row in rows for name in row.columns})
+        check(rewards, names)
+        code = 1
+        judged = judge(rows, rewards, names, extract)
+        report = {"file": given.file, "correct_at": given.correct_at, "sources": by_source(judged, given.correct_at)}
+        if given.json is not None:
+            given.json.write_text(json.dumps(report, indent=2) + "\n")
+    except Exception as error:
+        if not is_for_users(error):
+            raise
+        if error.__cause__ is not None and code == 1:
+            traceback.print_exception(error.__cause__)
+        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        return code
+    Console(width=None if sys.stdout.isatty() else 200).print(table(report))
+    return 0
+
+
+def read(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Responded]:
+    """Rows with responses.
+
+    Args:
+        path: of anything that data is read from.
+        columns: our name to the file's.
+        on_bad_row: what becomes of rows that cannot be used.
+
+    Raises:
+        ValueError: rows without responses, and they are not to be skipped.
+    """
+    found = Columns(columns, ((("responses", RESPONSES),), PROMPT, *ABOUT))
+
+    def convert(row: Row) -> Responded:
+        fields = found.find(row)
+        responses = fields["responses"]
+        responses = [responses] if isinstance(responses, str) else responses
+        if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
+            raise BadRow("the responses are neither a text nor a list of texts", "no responses")
+        name = next((name for name in ("messages", "prompt") if name in fields), None)
+        prompt = "" if name is None else fields[name]
+        messages = [] if isinstance(prompt, str) else list(prompt or [])
+        text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in messages)
+        tokens, reasons = (_of_each(row, key, len(responses)) for key in (TOKENS, REASONS))
+        return Responded(
+            text,
+            messages,
+            responses,
+            [value for value in tokens if isinstance(value, int)],
+            [reason == "length" for reason in reasons],
+            str(fields["data_source"]) if "data_source" in fields else "data",
+            found.rest(fields, but=_BESIDE),
+        )
+
+    rows, report = use_rows(path, path, convert, on_bad_row)
+    print(report)
+    return rows
+
+
+def _of_each(row: Row, name: str, count: int) -> list[Any]:
+    values = row.get(name)
+    return values if isinstance(values, list) and len(values) == count else []
+
+
+def check(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
+    """Refuse functions that cannot judge these rows.
+
+    Raises:
+        ValueError: one needs what is not there.
+    """
+    check_rewards(rewards, columns)
+    for reward in rewards:
+        if "completion_ids" in reward.call.required:
+            raise ValueError(f"reward function {reward.label!r} needs 'completion_ids', which a file of texts has not")
+
+
+def judge(
+    rows: Sequence[Responded],
+    rewards: Sequence[RewardFunction],
+    columns: Sequence[str],
+    extract: Callable[[list[str]], Sequence[Hashable]] | None,
+) -> list[Judged]:
+    """What reward functions say of every response.
+
+    Args:
+        rows: with the responses.
+        rewards: the functions.
+        columns: of all rows; one that lacks some has None there.
+        extract: from responses to the answers they give; None where nobody asks.
+
+    Raises:
+        RuntimeError: a function misbehaved.
+    """
+    each = [row for row in rows for _ in row.responses]
+    texts = [text for row in rows for text in row.responses]
+    offered: dict[str, list[Any]] = {
+        "prompts": [row.prompt for row in each],
+        "completions": texts,
+        "finished": [not cut for row in rows for cut in (row.truncated or [False] * len(row.responses))],
+        "messages": [row.messages for row in each] if any(row.messages for row in rows) else [],
+        **{name: [row.columns.get(name) for row in each] for name in columns},
+    }
+    values = {reward.label: iter(reward(**offered).tolist()) for reward in rewards}
+    judged = []
+    for row in rows:
+        answers = list(extract(row.responses)) if extract is not None else []
+        if extract is not None and len(answers) != len(row.responses):
+            raise RuntimeError(f"--answer gave {len(answers)} answers to {len(row.responses)} responses")
+        said = {name: [next(those) for _ in row.responses] for name, those in values.items()}
+        lengths = [len(text) for text in row.responses]
+        judged.append(Judged(row.source, said, answers, row.tokens, row.truncated, lengths))
+    return judged
+
+
+def by_source(judged: Sequence[Judged], correct_at: float) -> dict[str, Any]:
+    """Figures of each source, and of all where there are several."""
+    sources = list(dict.fromkeys(row.source for row in judged))
+    found = {name: figures([row for row in judged if row.source == name], correct_at) for name in sources}
+    return found if len(sources) == 1 else {**found, ALL: figures(judged, correct_at)}
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The report for eyes."""
+    entries = [
+        (source, name, found, values)
+        for source, found in report["sources"].items()
+        for name, values in found["rewards"].items()
+    ]
+    draws = dict.fromkeys(key for *_, values in entries for key in values if "@" in key)
+    shown = Table(title=report["file"])
+    for column in ("source", "reward", "prompts", "responses", "mean", "95 % interval", *draws, "tokens", "cut"):
+        shown.add_column(column, justify="left" if column in ("source", "reward") else "right")
+    for source, name, found, values in entries:
+        cells = [_number(values[key]["mean"]) if key in values else "" for key in draws]
+        low, high = (_number(values.get(bound)) for bound in ("low", "high"))
+        tokens, cut = (_number(found.get(key)) for key in ("response_tokens_mean", "truncated_fraction"))
+        counts = (str(found["prompts"]), str(found["responses"]))
+        shown.add_row(source, name, *counts, _number(values["mean"]), f"{low} to {high}", *cells, tokens, cut)
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

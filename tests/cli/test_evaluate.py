@@ -1,0 +1,190 @@
+"""Figures of a file of responses, each worked by hand, and what is said of files and functions that do not fit."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.cli import evaluate as command
+from lightning_rlhf.cli.scores import Judged, estimate, figures, sizes_of_draws
+from tests.helpers import assert_close
+
+REWARDS = '''
+"""Rewards of a user."""
+
+def right(completions, answer):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def length(completions):
+    return [float(len(text)) for text in completions]
+
+def some(completions):
+    return [None if text == "?" else 1.0 for text in completions]
+
+def answers(responses):
+    return [text if text.isdigit() else None for text in responses]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source in ("a", "b")
+    return {"score": 1.0 if solution_str == ground_truth else 0.5, "acc": True}
+
+def ids(completions, completion_ids):
+    return [1.0] * len(completions)
+
+def broken(completions):
+    raise KeyError("mine")
+'''
+ROWS = [
+    {"prompt": "p", "answer": "1", "data_source": "a", "responses": ["1", "1", "2", "3"]},
+    {"prompt": "p", "answer": "9", "data_source": "a", "responses": ["1", "1", "2", "?"]},
+    {"prompt": "p", "answer": "5", "data_source": "b", "responses": ["5", "5", "5", "5"]},
+]
+
+
+@pytest.fixture
+def evaluate(capsys):
+    """Runs the command on rows; its exit code, its report, and what it printed."""
+    Path("rewards.py").write_text(REWARDS)
+
+    def evaluate(*arguments, rows=ROWS, file="responses.jsonl"):
+        if file.endswith(".jsonl") and rows is not None:
+            Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        capsys.readouterr()
+        try:
+            code = command.run([file, "--json", "report.json", *arguments])
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        return code, json.loads(Path("report.json").read_text()) if code == 0 else None, shown.out + shown.err
+
+    return evaluate
+
+
+def test_every_figure_is_the_one_worked_by_hand(evaluate):
+    code, report, shown = evaluate("--reward", "rewards.py:right", "--answer", "rewards.py:answers")
+    assert code == 0
+    a, b = (report["sources"][name] for name in "ab")
+    assert (a["prompts"], a["responses"], b["prompts"], b["responses"]) == (2, 8, 1, 4)
+    right = a["rewards"]["right"]
+    # Prompts score 1/2 and 0: p = 1/4, s^2 / m = (2/64) / ... = 0.125 / 4, so n = 0.1875 / 0.03125 = 6 trials.
+    assert right["mean"] == 0.25
+    assert_close([right["low"], right["high"]], [0.05999, 0.63519], rtol=2e-4)
+    # C(2, 2) / C(4, 2) = 1/6 of the pairs of the first prompt hold no right response.
+    assert_close(right["pass@1"]["mean"], 1 / 4)
+    assert_close(right["pass@2"]["mean"], (5 / 6 + 0) / 2)
+    assert_close(right["pass@4"]["mean"], (1 + 0) / 2)
+    # Of the six pairs of 1, 1, 2, 3 one agrees on 1, four tie between 1 and another, one has no 1: (1 + 4/2 + 0) / 6.
+    assert_close(right["maj@2"]["mean"], (3 / 6 + 0) / 2)
+    assert_close(right["maj@4"]["mean"], (1 + 0) / 2)
+    assert b["rewards"]["right"]["mean"] == 1
+    assert_close(report["sources"]["all"]["rewards"]["right"]["mean"], (1 / 2 + 0 + 1) / 3)
+    assert [line.split("│")[1].strip() for line in shown.splitlines() if "│ right" in line] == ["a", "b", "all"]
+
+
+def test_one_response_each_gives_wilsons_interval_of_the_prompts():
+    found = estimate([[1.0]] * 7 + [[0.0]] * 3)
+    assert found["interval"] == "wilson"
+    assert_close([found["low"], found["high"]], [0.39677, 0.89221], rtol=1e-4)
+    assert_close(estimate([[1.0]] * 5)["low"], 5 / (5 + 1.959964**2))
+
+
+def test_samples_of_one_prompt_are_no_further_trials():
+    alike = estimate([[1.0] * 50] * 5 + [[0.0] * 50] * 5)
+    single = estimate([[1.0]] * 5 + [[0.0]] * 5)
+    assert_close([alike["low"], alike["high"]], [single["low"], single["high"]])
+    spread = estimate([[1.0] * 25 + [0.0] * 25] * 10)  # all prompts alike: every sample tells something
+    assert spread["high"] - spread["low"] < (single["high"] - single["low"]) / 5
+
+
+def test_other_numbers_get_the_normal_interval():
+    found = estimate([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
+    assert found["interval"] == "normal"
+    assert_close([found["low"], found["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
+    assert estimate([[5.0]]) == {"mean": 5.0, "low": None, "high": None, "interval": "none"}
+
+
+@pytest.mark.parametrize("kinds", [(0.5, 0.5), (0.1, 0.9), (0.0, 1.0), (0.02, 0.3)])
+def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
+    draw, held, tries = random.Random(0), 0, 600
+    for _ in range(tries):
+        prompts = [draw.choice(kinds) for _ in range(40)]
+        found = estimate([[float(draw.random() < p) for _ in range(8)] for p in prompts])
+        held += found["low"] <= sum(kinds) / 2 <= found["high"]
+    assert 0.92 <= held / tries <= 0.985
+
+
+def test_what_does_not_apply_is_left_out(evaluate):
+    _, report, _ = evaluate("--reward", "rewards.py:some", "--reward", "rewards.py:length")
+    found = report["sources"]["a"]["rewards"]
+    assert (found["some"]["not_applicable"], found["some"]["mean"]) == (1, 1.0)
+    assert found["length"]["mean"] == 1.0
+    assert found["some"]["pass@3"]["mean"] == 1.0  # three are left of the second prompt
+    assert "pass@4" not in found["some"]
+
+
+def test_lengths_and_cuts_are_those_that_generate_counted(evaluate):
+    told = [{**ROWS[0], "response_tokens": [2, 2, 2, 4], "finish_reasons": ["stop", "stop", "stop", "length"]}]
+    _, report, _ = evaluate("--reward", "rewards.py:length", rows=told)
+    found = report["sources"]["a"]
+    assert (found["response_tokens_mean"], found["truncated_fraction"]) == (2.5, 0.25)
+    _, report, _ = evaluate("--reward", "rewards.py:length")
+    assert "response_tokens_mean" not in report["sources"]["a"]
+
+
+def test_what_verls_main_eval_reads_gives_what_it_prints(evaluate):
+    from pyarrow import Table, parquet
+
+    rows = [
+        {
+            "data_source": row["data_source"],
+            "prompt": [{"role": "user", "content": "?"}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": 0},
+            "responses": row["responses"],
+        }
+        for row in ROWS
+    ]
+    parquet.write_table(Table.from_pylist(rows), "verl.parquet")
+    code, report, shown = evaluate("--reward", "rewards.py:compute_score", file="verl.parquet")
+    assert code == 0, shown
+    means = {name: found["rewards"]["compute_score"]["mean"] for name, found in report["sources"].items()}
+    # test_score/<source>: the mean over rows of the mean over responses
+    assert means == {"a": (0.75 + 0.5) / 2, "b": 1.0, "all": (0.75 + 0.5 + 1) / 3}
+
+
+def test_a_built_in_reward_judges_what_its_rule_says(evaluate):
+    rows = [{"prompt": "", "answer": "x #### 42", "response": ["so #### 42", "41"]}]
+    arguments = ("--reward", "lightning_rlhf.rewards.rules.gsm8k_strict", "--columns", "responses=response")
+    code, report, shown = evaluate(*arguments, rows=rows)
+    assert code == 0, shown
+    assert report["sources"]["data"]["rewards"]["gsm8k_strict"]["mean"] == 0.5
+
+
+def test_draws_are_powers_of_two_and_all():
+    assert [sizes_of_draws(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
+    rows = [Judged("s", {"r": [1.0, 0.0]}, characters=[1, 1]), Judged("s", {"r": [1.0] * 5}, characters=[1] * 5)]
+    found = figures(rows, 1.0)["rewards"]["r"]
+    assert [key for key in found if key.startswith("pass")] == ["pass@1", "pass@2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "code", "told"),
+    [
+        (["--reward", "rewards.py:rihgt"], ROWS, 2, "there is no 'rihgt' in rewards.py; did you mean 'right'?"),
+        (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which a file"),
+        (["--reward", "rewards.py:right"], [{"prompt": "", "responses": ["1"]}], 2, "reward function 'right' needs 'a"),
+        (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),
+        (["--reward", "rewards.py:right"], [{**ROWS[0], "responses": [3]}], 2, "responses.jsonl: 1 of 1 rows cannot"),
+        (["--reward", "rewards.py:broken"], ROWS, 1, "reward function 'broken' raised KeyError: 'mine'"),
+        (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "columns are given as ours=yours"),
+    ],
+)
+def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, told):
+    found, _, shown = evaluate(*arguments, rows=rows)
+    assert found == code
+    assert f"lightning-rlhf: {told}" in shown
+    assert not Path("report.json").exists()

@@ -1,0 +1,216 @@
+"""A file of prompts becomes a file of responses: the same whatever batches and interruptions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rlhf.cli import generate as command
+from lightning_rlhf.cli.responses_file import ResponsesFile, read_lines
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": f"what is {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]
+CHATS = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("a", "bcd", "ef")]
+
+
+@pytest.fixture
+def prompts():
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return "prompts.jsonl"
+
+
+@pytest.fixture
+def generate(capsys, prompts, tiny_export):
+    """Runs the command with the small model; its exit code, and what it printed."""
+
+    def generate(*arguments, model=tiny_export, to="out.jsonl", engine="transformers", source=prompts):
+        capsys.readouterr()
+        who = [] if "--server" in arguments else ["--model", str(model), "--engine", engine]
+        given = [*who, "--prompts", source, "--to", to, "--max-tokens", "12"]
+        try:
+            code = command.run([*given, *arguments])
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return generate
+
+
+def test_each_row_keeps_its_columns_and_gets_its_responses(generate):
+    code, out, err = generate("-n", "3")
+    assert (code, err) == (0, "")
+    assert "tokens/s" in out
+    rows = read_lines(Path("out.jsonl"))
+    assert [{name: row[name] for name in ("prompt", "answer")} for row in rows] == ROWS
+    for row in rows:
+        assert len(row["responses"]) == len(row["response_tokens"]) == len(row["finish_reasons"]) == 3
+        assert row["prompt_tokens"] == len(row["prompt"])
+        for text, tokens, reason in zip(row["responses"], row["response_tokens"], row["finish_reasons"], strict=True):
+            assert (reason == "length" and tokens == 12) or (reason == "stop" and tokens == len(text) + 1)
+    assert len({text for row in rows for text in row["responses"]}) > 20
+
+
+def test_batches_change_nothing_and_the_seed_changes_everything(generate):
+    for name, arguments in (("a", ("--batch-size", "2")), ("b", ("--batch-size", "100")), ("c", ("--seed", "1"))):
+        assert generate("-n", "2", *arguments, to=f"{name}.jsonl")[0] == 0
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
+    assert all(
+        a["responses"] != c["responses"]
+        for a, c in zip(read_lines(Path("a.jsonl")), read_lines(Path("c.jsonl")), strict=True)
+    )
+
+
+def test_greedy_responses_are_what_transformers_generates(generate, tiny_export):
+    Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    assert generate("--temperature", "0", source="chat.jsonl")[0] == 0
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_export), AutoTokenizer.from_pretrained(tiny_export)
+    for row in read_lines(Path("out.jsonl")):
+        text = f"user: {row['prompt'][0]['content']}\nassistant: "
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert row["responses"] == [tokenizer.decode(said, skip_special_tokens=True)]
+        assert row["prompt_tokens"] == ids.shape[1]
+
+
+@pytest.mark.parametrize("ending", ["json", "parquet"])
+def test_other_formats_hold_the_same_rows(generate, ending):
+    assert generate()[0] == 0
+    assert generate(to=f"out.{ending}")[0] == 0
+    if ending == "json":
+        rows = json.loads(Path("out.json").read_text())
+    else:
+        from pyarrow import parquet
+
+        rows = parquet.read_table("out.parquet").to_pylist()
+    assert rows == read_lines(Path("out.jsonl"))
+    assert not list(Path().glob("*.part.jsonl"))
+    code, out, _ = generate(to=f"out.{ending}")
+    assert code == 0
+    assert f"out.{ending} has 11 of 11 rows already" in out
+
+
+def test_a_file_that_was_cut_short_anywhere_is_gone_on_with(generate):
+    assert generate("--batch-size", "4")[0] == 0
+    whole = Path("out.jsonl").read_bytes()
+    for cut in (0, 1, len(whole) // 3, len(whole) // 2 + 7, len(whole) - 1):
+        Path("out.jsonl").write_bytes(whole[:cut])
+        code, out, _ = generate("--batch-size", "5")
+        assert code == 0
+        assert Path("out.jsonl").read_bytes() == whole
+        kept = whole[:cut].count(b"\n")
+        assert (f"has {kept} of 11 rows already" in out) == (kept > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_killed_in_between_and_run_again_it_is_the_same_file(generate, tiny_export, engine):
+    if engine == "vllm" and not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    assert generate("-n", "2", to="whole.jsonl", engine=engine)[0] == 0
+    command_line = [
+        sys.executable, "-m", "lightning_rlhf", "generate", "--model", str(tiny_export), "--prompts", "prompts.jsonl",
+        "--to", "killed.jsonl", "--engine", engine, "--max-tokens", "12", "-n", "2", "--batch-size", "1",
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command_line, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    ) as child:
+        end = time.monotonic() + 200
+        killed = Path("killed.jsonl")
+        while not (killed.exists() and killed.read_bytes().count(b"\n") >= 2) and time.monotonic() < end:
+            time.sleep(0.001)
+        child.send_signal(signal.SIGKILL)
+    rows = killed.read_bytes().count(b"\n")
+    assert 2 <= rows <= 11
+    with killed.open("ab") as file:
+        file.write(b'{"prompt": "what')
+    assert generate("-n", "2", to="killed.jsonl", engine=engine)[0] == 0
+    assert killed.read_bytes() == Path("whole.jsonl").read_bytes()
+
+
+def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export, tmp_path):
+    assert generate()[0] == 0
+    before = Path("out.jsonl").read_bytes()
+    Path("prompts.jsonl").write_text(Path("prompts.jsonl").read_text().replace("times", "plus"))
+    for arguments, told in (
+        (("--temperature", "0.5"), "temperature was 1.0, is 0.5"),
+        (("--seed", "3"), "seed was 0, is 3"),
+        ((), "prompts was '"),
+    ):
+        code, _, err = generate(*arguments)
+        assert code == 2
+        assert err.startswith("lightning-rlhf: out.jsonl was begun with other settings (")
+        assert told in err
+    assert Path("out.jsonl").read_bytes() == before
+
+
+def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
+    model = Path("model")
+    model.mkdir()
+    for path in tiny_export.iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    assert generate(model=model)[0] == 0
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-10] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    code, _, err = generate(model=model)
+    assert code == 2
+    assert "weights was" in err
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    first, second = (ResponsesFile(tmp_path / "x.jsonl", {"n": 1}, 3) for _ in range(2))
+    assert first.begin() == 0
+    with pytest.raises(ValueError, match="is being written by another process"):
+        second.begin()
+    second.close()
+    first.close()
+    assert second.begin() == 0
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "told"),
+    [
+        (("-n", "0"), {}, "n must be at least 1, got 0"),
+        (("--max-tokens", "256"), {}, "max_tokens 256 leaves no room for a prompt: the model takes 256 tokens"),
+        (("--columns", "question"), {}, "columns are given as ours=yours, for example prompt=question, got 'question'"),
+        (("--columns", "prompt=question"), {}, "train data: 11 of 11 rows cannot be used"),
+        ((), {"to": "out.csv"}, "responses are written as .jsonl, .json, .parquet, got 'out.csv'"),
+        ((), {"to": "prompts.jsonl"}, "prompts.jsonl is there already and was not begun by generate"),
+        ((), {"model": "runs/none/export"}, "no model at 'runs/none/export'"),
+        ((), {"source": "none.jsonl"}, "no data at 'none.jsonl'"),
+        (("--temperature", "-1"), {}, "temperature must be 0 (greedy) or positive, got -1.0"),
+        (("--server", "http://127.0.0.1:9"), {}, "no server answers at http://127.0.0.1:9"),
+        (("--server", "http://127.0.0.1:9", "--api-key-env", "NO_KEY"), {}, "the environment variable 'NO_KEY'"),
+        (("--api-key-env", "KEY"), {}, "--api-key-env is for a --server"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_code_2(generate, arguments, changes, told):
+    code, _, err = generate(*arguments, **changes)
+    assert code == 2
+    assert err.startswith(f"lightning-rlhf: {told}")
+    assert not Path("out.jsonl").exists()
+
+
+def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "x" * 245}) + "\n" + json.dumps({"prompt": "y"}) + "\n")
+    code, _, err = generate()
+    assert code == 2
+    assert "prompts.jsonl:1: the prompt has 245 tokens, the limit is 244" in err
+    assert generate("--on-bad-row", "skip")[0] == 0
+    assert [row["prompt"] for row in read_lines(Path("out.jsonl"))] == ["y"]
+
+
+def test_a_column_that_would_be_written_over_is_refused(generate):
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "x", "responses": ["y"]}) + "\n")
+    code, _, err = generate()
+    assert code == 2
+    assert "the prompts have a column 'responses' already" in err

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.base import RLHFModule as RLHFModule
     from lightning_rlhf.modules.cispo import CISPOModule as CISPOModule
     from lightning_rlhf.modules.dapo import DAPOModule as DAPOModule
+    from lightning_rlhf.modules.dpo import DPOModule as DPOModule
     from lightning_rlhf.modules.dr_grpo import DrGRPOModule as DrGRPOModule
     from lightning_rlhf.modules.gmpo import GMPOModule as GMPOModule
     from lightning_rlhf.modules.gpg import GPGModule as GPGModule
     from lightning_rlhf.modules.grpo import GRPOModule as GRPOModule
     from lightning_rlhf.modules.gspo import GSPOModule as GSPOModule
+    from lightning_rlhf.modules.ipo import IPOModule as IPOModule
+    from lightning_rlhf.modules.kto import KTOModule as KTOModule
+    from lightning_rlhf.modules.online_dpo import OnlineDPOModule as OnlineDPOModule
     from lightning_rlhf.modules.opo import OPOModule as OPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
     from lightning_rlhf.modules.reinforce_plus_plus import ReinforcePlusPlusModule as ReinforcePlusPlusModule
@@ -44,11 +48,15 @@ _HOME = {
     "Pretrained": "lightning_rlhf.models.loading",
     "CISPOModule": "lightning_rlhf.modules.cispo",
     "DAPOModule": "lightning_rlhf.modules.dapo",
+    "DPOModule": "lightning_rlhf.modules.dpo",
     "DrGRPOModule": "lightning_rlhf.modules.dr_grpo",
     "GMPOModule": "lightning_rlhf.modules.gmpo",
     "GPGModule": "lightning_rlhf.modules.gpg",
     "GRPOModule": "lightning_rlhf.modules.grpo",
     "GSPOModule": "lightning_rlhf.modules.gspo",
+    "IPOModule": "lightning_rlhf.modules.ipo",
+    "KTOModule": "lightning_rlhf.modules.kto",
+    "OnlineDPOModule": "lightning_rlhf.modules.online_dpo",
     "OPOModule": "lightning_rlhf.modules.opo",
     "PPOModule": "lightning_rlhf.modules.ppo",
     "RLHFModule": "lightning_rlhf.modules.base",

@@ -7,8 +7,9 @@ from torch import Tensor
 def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> list[Tensor]:
     """Split rows into micro-batches whose size stays within a budget, alike lengths together.
 
-    A micro-batch of n rows costs n x its longest row, or packed the sum of its rows. Rows are sorted by length (ties by position, so the split is
-    the same everywhere), longest first: the largest micro-batch comes first, and what does not fit fails at once.
+    A micro-batch of n rows costs n x its longest row, or packed the sum of its rows. Rows are sorted by length (ties by
+    position, so the split is the same everywhere), longest first: the largest micro-batch comes first, and what does
+    not fit fails at once.
 
     Args:
         lengths: (B,) tokens of each row.

@@ -1,13 +1,13 @@
 """Prompt and response joined into one right-padded sequence, and where in it each response token is predicted."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_rlhf.types import Rollout, SequenceBatch
+from lightning_rlhf.types import Rollout, SequenceBatch, UnpairedBatch
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
@@ -62,6 +62,32 @@ def below(texts: Sequence[SequenceBatch]) -> SequenceBatch:
 
     ids, masks = ([widened(getattr(batch, name)) for batch in texts] for name in ("input_ids", "loss_mask"))
     return SequenceBatch(torch.cat(ids), lengths, torch.cat(masks))
+
+
+def mismatched(batch: UnpairedBatch, gather: Callable[[Tensor], Tensor]) -> SequenceBatch:
+    """Each prompt of this rank's share with the answer of the next text in the whole batch; the last has the first's.
+
+    An answer is cut where it would make a text longer than any of the batch, so that it fits where they do.
+
+    Args:
+        batch: this rank's share.
+        gather: brings the rows of all ranks together.
+    """
+    texts, places = batch.texts.map(gather), gather(batch.place)
+    starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
+    order = places.argsort()
+    following = torch.empty_like(order)
+    following[order] = order.roll(-1)
+    rows, masks = [], []
+    for place in batch.place:
+        own = int((places == place).nonzero())
+        other, start = int(following[own]), int(starts[own])
+        end = min(int(texts.lengths[other]), int(starts[other]) + int(texts.lengths.max()) - start)
+        answer = slice(int(starts[other]), end)
+        rows.append([*texts.input_ids[own, :start].tolist(), *texts.input_ids[other, answer].tolist()])
+        masks.append([*([False] * start), *texts.loss_mask[other, answer].tolist()])
+    (ids, lengths), (marked, _) = pad_right(rows), pad_right(masks)
+    return SequenceBatch(ids, lengths, marked.bool()).to(batch.place.device)
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:

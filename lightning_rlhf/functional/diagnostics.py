@@ -195,3 +195,41 @@ def ordered_share(better: Tensor, worse: Tensor) -> float:
         return math.nan
     higher, lower = better.unsqueeze(1), worse.unsqueeze(0)
     return ((higher > lower).double() + (higher == lower).double() / 2).mean().item()
+
+
+def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
+    """Pairs by how sure a score is of them: what :func:`calibration_error` is worked out from. Sums may be added up.
+
+    A score says that the preferred text of a pair is better with probability sigmoid(difference). Whichever of the two
+    it puts first, it is sure of that with probability sigmoid(|difference|).
+
+    Args:
+        difference: (N,) score of the preferred text less that of the other.
+        bins: equal parts of [0.5, 1], at least 1.
+
+    Returns:
+        (3, bins) float64: of the pairs in each part their number, how sure the score was in sum, and how many it
+        ordered rightly; ties count one half.
+    """
+    difference = difference.double()
+    sure = difference.abs().sigmoid()
+    right = (difference > 0).double() + (difference == 0).double() / 2
+    place = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    found = difference.new_zeros(3, bins)
+    return found.index_add(1, place, torch.stack([torch.ones_like(sure), sure, right]))
+
+
+def calibration_error(bins: Tensor) -> float:
+    """Expected calibration error: by how much a score is surer than right, or less sure, on average over pairs.
+
+    ECE = sum over bins of n_b / N * |right_b / n_b - sure_b / n_b|.
+    See "On Calibration of Modern Neural Networks", Guo et al. 2017, eq. 3.
+
+    Args:
+        bins: (3, bins) sums of :func:`calibration_bins`.
+
+    Returns:
+        A number in [0, 1]: 0 is perfect. NaN of no pairs.
+    """
+    count, sure, right = bins
+    return float((right - sure).abs().sum() / count.sum())

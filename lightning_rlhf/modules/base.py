@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -25,6 +26,7 @@ from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Experience, PromptBatch
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class RLHFModule(RolloutModule):
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
+    learns_from_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     experience: Experience  # of the last step, for callbacks
     actor_learns = True  # in the last step; False while a critic warms up
 
@@ -87,7 +90,7 @@ class RLHFModule(RolloutModule):
         target_kl: float | None = None,
     ) -> None:
         correction = RolloutCorrection() if correction is None else correction
-        needs_ref = kl_reward.coef > 0 or kl_loss.coef > 0
+        needs_ref = self.learns_from_ref or kl_reward.coef > 0 or kl_loss.coef > 0
         super().__init__(
             actor,
             (actor if ref is None else ref) if needs_ref else None,
@@ -146,7 +149,7 @@ class RLHFModule(RolloutModule):
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
 
-    def minibatches(self, experience: Experience) -> Iterator[Experience]:
+    def minibatches(self, experience: Experience) -> Iterator[Any]:
         """This rank's rows of shuffled mini-batches, the rollout gone through ``update_epochs`` times. All ranks.
 
         A mini-batch is drawn from the responses of all ranks, so it is the same one whatever their number, and dealt
@@ -154,20 +157,21 @@ class RLHFModule(RolloutModule):
         """
         if self.roles.data_ranks > 1:  # all ranks' rows are kept where there is room for them
             experience = experience.map(lambda rows: self.roles.gather_over_ranks(rows).cpu())
-        experience = self.learnt_from(experience[experience.rollout.place.argsort(stable=True)])
+        learnt: Any = self.learnt_from(experience[experience.rollout.place.argsort(stable=True)])
+        size = self.minibatch_size * len(learnt) // len(experience)  # a row may stand for several responses
         for epoch in range(self.update_epochs):
             step = ("minibatches", self.trainer.global_step)
             generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
-            order = torch.randperm(len(experience), generator=generator)
-            for number, rows in enumerate(order.split(self.minibatch_size)):
-                lengths = experience.total_lengths.cpu()[rows].tolist()
+            order = torch.randperm(len(learnt), generator=generator)
+            for number, rows in enumerate(order.split(size)):
+                lengths = learnt.total_lengths.cpu()[rows].tolist()
                 shares = balanced_shares(lengths, self.roles.data_ranks)
-                share = experience[rows[shares[self.roles.data_rank]]].to(self.device)
+                share = learnt[rows[shares[self.roles.data_rank]]].to(self.device)
                 chosen = derive_seed(derive_seed(run_seed(), *step, self.roles.data_rank, epoch), "chosen", number)
                 yield self.with_choice(share, chosen)
 
-    def learnt_from(self, experience: Experience) -> Experience:
-        """The responses to draw mini-batches from: all of them; subclasses may choose as many others. All ranks.
+    def learnt_from(self, experience: Experience) -> TensorBatch:
+        """The responses to draw mini-batches from: all of them; subclasses may choose others, or pairs. All ranks.
 
         Args:
             experience: of the responses of all ranks, in one order; every rank must make the same of it.
@@ -185,7 +189,7 @@ class RLHFModule(RolloutModule):
         chosen = self.policy_loss.choose(*tensors, generator, self.roles.sum_over_ranks)
         return replace(minibatch, chosen=chosen)
 
-    def denominator(self, minibatch: Experience) -> Tensor:
+    def denominator(self, minibatch: Any) -> Tensor:
         """What summed losses are divided by, over all ranks."""
         return self.aggregation.denominator(minibatch.mask, self.roles.sum_over_ranks)
 
@@ -193,7 +197,7 @@ class RLHFModule(RolloutModule):
         """Weighted sum of the tokens' losses; :meth:`update` divides it."""
         return (losses.masked_fill(~rows.mask, 0) * self.aggregation.weights(rows.mask).to(losses.dtype)).sum()
 
-    def losses(self) -> dict[str, Callable[[Experience, Sums], Tensor]]:
+    def losses(self) -> dict[str, Callable[[Any, Sums], Tensor]]:
         """For each role to update, in that order: the summed loss of some rows, which adds metrics of them."""
         return {"actor": self.actor_loss}
 

@@ -82,7 +82,7 @@ class PPOModule(RLHFModule):
         reward, generator = experience.reward[rows], torch.Generator().manual_seed(seed)
         return experience[rows[self.resampling(reward, generator, len(experience))]]
 
-    def losses(self) -> dict[str, Callable[[Experience, Sums], Tensor]]:
+    def losses(self) -> dict[str, Callable[[Any, Sums], Tensor]]:
         """Critic, then actor; the critic alone while it warms up."""
         self.actor_learns = self.trainer.global_step >= self.critic_warmup_steps
         return {"critic": self.critic_loss, **(super().losses() if self.actor_learns else {})}

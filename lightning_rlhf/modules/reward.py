@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from lightning_rlhf.functional.diagnostics import wilson_interval
+from lightning_rlhf.batching.sequences import below
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
-from lightning_rlhf.types import PreferenceBatch, SequenceBatch
+from lightning_rlhf.types import PreferenceBatch
 
 
-class RewardModule(RoleModule):
+class RewardModule(PairModule):
     """A scalar model trained so that the preferred text of each pair scores higher.
+
+    ``val/pair_calibration_error`` tells how far sigmoid(score difference) can be read as a probability. It is of the
+    scores that were trained: a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them at the end.
 
     Args:
         reward_model: the model to start from: directory, hub id or ``FromConfig``; a language model gets a new head.
@@ -44,47 +47,24 @@ class RewardModule(RoleModule):
         self.sources = {"reward_model": as_source(reward_model)}
         self.loss, self.optimizer, self.lr_scheduler = loss, optimizer, lr_scheduler
 
-    def training_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """One update on one batch of pairs."""
-        sums = Sums()
-        pairs = self.roles.sum_over_ranks(torch.tensor(len(batch), device=self.device))
-        norm = self.update("reward_model", batch, self.pair_loss, pairs, sums)
-        metrics = {**self.reduced(sums), "grad_norm/reward_model": float(norm)}
-        self.finish_step(metrics, bar=("train/loss", "train/pair_accuracy"))
+    def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
+        """(B,) scores of the preferred texts and of the others, all in one forward pass."""
+        texts = below([rows.chosen, rows.rejected])
+        scores: Tensor = self.roles.role("reward_model")(texts.input_ids, (texts.lengths - 1).unsqueeze(1))
+        return scores.squeeze(1).chunk(2)
 
-    def on_validation_epoch_start(self) -> None:
-        """Begin to count."""
-        self._held_out, self._pairs = Sums(), 0
-
-    def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Loss and accuracy of held-out pairs, each pair counting the same."""
-        sums = Sums()
-        with torch.no_grad():
-            self.pair_loss(batch, sums, prefix="val")
-        self.log_validation(sums, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
-        self._held_out.merge(sums)
-        self._pairs += len(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """How sure the accuracy is: number of held-out pairs over all ranks, and the 95 % interval."""
-        accuracy = self.reduced(self._held_out)["val/pair_accuracy"]
-        pairs = float(self.roles.sum_over_ranks(torch.tensor(float(self._pairs), device=self.device)))
-        low, high = wilson_interval(round(accuracy * pairs), pairs)
-        for name, value in (("pairs", pairs), ("pair_accuracy_low", low), ("pair_accuracy_high", high)):
-            self.log(f"val/{name}", value, batch_size=1)
-
-    def pair_loss(self, rows: PreferenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
-        """Loss summed over some pairs, both texts in one forward pass."""
-        width = int(torch.maximum(rows.chosen.lengths, rows.rejected.lengths).max())
-        ids = torch.cat([_widened(rows.chosen, width), _widened(rows.rejected, width)])
-        last = torch.cat([rows.chosen.lengths, rows.rejected.lengths]) - 1
-        scores = self.roles.role("reward_model")(ids, last.unsqueeze(1)).squeeze(1)
-        chosen, rejected = scores.chunk(2)
+    def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+        """(B,) nats."""
+        chosen, rejected = scores
         losses = self.loss(chosen, rejected, rows.margin)
         sums.add(f"{prefix}/loss", losses)
         sums.add(f"{prefix}/pair_accuracy", (chosen > rejected).float())
         sums.add(f"{prefix}/score_margin", chosen - rejected)
-        return losses.sum()
+        return losses
+
+    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+        """(B,) score differences."""
+        return scores[0] - scores[1]
 
     def build_role(self, name: str) -> nn.Module:
         """The scalar model."""
@@ -93,8 +73,3 @@ class RewardModule(RoleModule):
     def optimizer_of(self, name: str) -> tuple[Any, Any]:
         """The only one."""
         return self.optimizer, self.lr_scheduler
-
-
-def _widened(texts: SequenceBatch, width: int) -> Tensor:
-    ids = texts.input_ids[:, :width]
-    return pad(ids, (0, width - ids.shape[1]))

@@ -1,7 +1,9 @@
-"""How a reward model learns from pairs."""
+"""How models learn from what people prefer: reward models from pairs, policies from pairs or single judgements."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -37,3 +39,146 @@ class PairwiseLoss:
         """
         difference = chosen - rejected if margin is None else chosen - rejected - margin
         return -logsigmoid(difference) + self.center_coef * (chosen + rejected) ** 2
+
+
+@dataclass(frozen=True)
+class DirectLoss(ABC):
+    """From the log-ratios of two answers to a loss. The log-ratio of an answer is log pi(y|x) - log ref(y|x), nats.
+
+    ``beta`` times the log-ratio is the reward that the policy gives the answer: see "Direct Preference Optimization:
+    Your Language Model is Secretly a Reward Model", Rafailov et al. 2023, eq. 5.
+
+    Args:
+        beta: strength of the hold on the reference, positive; large holds fast.
+        length_normalized: divide each log-ratio by the answer's number of tokens, so that long answers weigh no more
+            than short ones.
+    """
+
+    beta: float = 0.1
+    length_normalized: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+
+    @abstractmethod
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """Loss of each pair.
+
+        Args:
+            chosen: (B,) log-ratios of the preferred answers, summed over tokens or averaged as ``length_normalized``
+                says.
+            rejected: (B,) those of the others.
+
+        Returns:
+            (B,).
+        """
+
+
+@dataclass(frozen=True)
+class DPOLoss(DirectLoss):
+    """Direct preference optimization: the Bradley-Terry loss of the rewards that the policy implies.
+
+    L = -(1 - s) log sigmoid(beta d) - s log sigmoid(-beta d),   d = chosen - rejected, s = label_smoothing.
+    See Rafailov et al. 2023, eq. 7; s > 0 is conservative DPO: "A note on DPO with noisy preferences", Mitchell 2023.
+    With ``length_normalized``, the variant of "Tulu 3", Lambert et al. 2024.
+
+    Args:
+        label_smoothing: share of the pairs that are taken to be labelled the wrong way round, in [0, 0.5).
+    """
+
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; nats."""
+        reward = self.beta * (chosen - rejected)
+        return -(1 - self.label_smoothing) * logsigmoid(reward) - self.label_smoothing * logsigmoid(-reward)
+
+
+@dataclass(frozen=True)
+class RobustDPOLoss(DPOLoss):
+    """DPO whose mean over wrongly labelled pairs is that of DPO over right labels.
+
+    L = (-(1 - s) log sigmoid(beta d) + s log sigmoid(-beta d)) / (1 - 2 s).
+    See "Provably Robust DPO: Aligning Language Models with Noisy Feedback", Chowdhury et al. 2024.
+    """
+
+    label_smoothing: float = 0.1
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; nats."""
+        reward, share = self.beta * (chosen - rejected), self.label_smoothing
+        return (share * logsigmoid(-reward) - (1 - share) * logsigmoid(reward)) / (1 - 2 * share)
+
+
+@dataclass(frozen=True)
+class HingeLoss(DirectLoss):
+    """The hinge instead of the logistic: pairs whose rewards are 1 apart teach nothing more.
+
+    L = max(0, 1 - beta d). See "SLiC-HF", Zhao et al. 2023, and with the log-ratios "Statistical Rejection Sampling
+    Improves Preference Optimization", Liu et al. 2023.
+    """
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`."""
+        return (1 - self.beta * (chosen - rejected)).relu()
+
+
+@dataclass(frozen=True)
+class IPOLoss(DirectLoss):
+    """Identity preference optimization: the log-ratios are to differ by 1 / (2 beta), and no more.
+
+    L = (d - 1 / (2 beta))^2. See "A General Theoretical Paradigm to Understand Learning from Human Preferences", Azar
+    et al. 2023, eq. 17, where beta is tau. The paper's log-ratios are of whole answers; its experiments, and TRL,
+    average over tokens.
+    """
+
+    length_normalized: bool = True
+
+    def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """See :class:`DirectLoss`; squared nats."""
+        return (chosen - rejected - 1 / (2 * self.beta)) ** 2
+
+
+@dataclass(frozen=True)
+class KTOLoss:
+    """Kahneman-Tversky optimization: each answer is judged by itself, as a gain or a loss against a point of reference.
+
+    L = w_desirable (1 - sigmoid(beta (r - z))) for answers to give, w_undesirable (1 - sigmoid(beta (z - r))) for
+    others; r is the log-ratio, and z >= 0 the policy's KL to the reference.
+    See "KTO: Model Alignment as Prospect Theoretic Optimization", Ethayarajh et al. 2024, eqs. 7 and 8.
+
+    Args:
+        beta: strength of the hold on the reference, positive.
+        desirable_weight: of answers to give, positive. The paper wants weight times count of both kinds to be alike.
+        undesirable_weight: of the others, positive.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+    def __call__(self, log_ratio: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
+        """Loss of each answer.
+
+        Args:
+            log_ratio: (B,) summed over the answer's tokens, nats.
+            desirable: (B,) bool.
+            kl: () the policy's KL to the reference, without gradient, at least 0, nats.
+
+        Returns:
+            (B,) in [0, the larger weight].
+        """
+        gain = torch.where(desirable, log_ratio - kl, kl - log_ratio)
+        weight = torch.where(desirable, self.desirable_weight, self.undesirable_weight).to(gain.dtype)
+        return weight * (1 - (self.beta * gain).sigmoid())

@@ -1,0 +1,101 @@
+"""Direct preference optimization: learn from pairs which answer to give, without reward model and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rlhf.batching.sequences import below
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.pairs import PairModule
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.texts import check_packing, text_scores
+from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
+from lightning_rlhf.types import SequenceBatch
+
+
+class DPOModule(PairModule):
+    """A policy trained so that it prefers, more than the frozen reference does, what people prefer.
+
+    Held-out pairs are ordered by the reward that the policy implies, ``beta`` times the log-ratio to the reference.
+    See "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", Rafailov et al. 2023.
+
+    Args:
+        actor: the policy to train: directory, hub id or ``FromConfig``.
+        ref: the frozen reference; None starts from the actor's own source. With LoRA that is the actor without its
+            adapters, and no second copy is loaded.
+        loss: from the log-ratios of a pair to its loss.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
+        packing: lay the texts of a forward pass behind each other without padding, as in
+            :class:`~lightning_rlhf.modules.sft.SFTModule`.
+        micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
+        max_grad_norm: gradients are clipped to this global norm; None leaves them.
+    """
+
+    trained_roles = ("actor",)
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        ref: str | ModelSource | None = None,
+        loss: DirectLoss = DPOLoss(),
+        optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
+        lr_scheduler: LRSchedulerCallable | None = None,
+        packing: bool = False,
+        micro_batch_tokens: int = 16384,
+        max_grad_norm: float | None = 1.0,
+    ) -> None:
+        super().__init__(micro_batch_tokens, max_grad_norm)
+        self.take_sources(actor=actor, ref=actor if ref is None else ref)
+        self.loss: Any = loss
+        self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
+
+    def on_train_start(self) -> None:
+        """Refuse packing where it would let texts see each other."""
+        if self.packing:
+            check_packing(self)
+
+    def row_scores(self, rows: Any) -> Sequence[Tensor]:
+        """(B,) log-ratios of the preferred answers and of the others, then the actor's log-probabilities of them."""
+        log_ratios, logprobs = self.answer_scores(below([rows.chosen, rows.rejected]))
+        return (*log_ratios.chunk(2), *logprobs.chunk(2))
+
+    def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """(B,) of each text's answer: actor's log-probability less the reference's, and the actor's. All ranks."""
+        with torch.no_grad():
+            reference = text_scores(self, "ref", texts, self.packing)[0].logprobs.sum(dim=1)
+        logprobs = text_scores(self, "actor", texts, self.packing)[0].logprobs.sum(dim=1)
+        return logprobs - reference, logprobs
+
+    def losses(self, rows: Any, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+        """(B,) of each pair."""
+        ratios, logprobs = scores[:2], scores[2:]
+        if self.loss.length_normalized:
+            tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
+            ratios = [ratio / count for ratio, count in zip(ratios, tokens, strict=True)]
+        losses: Tensor = self.loss(*ratios)
+        sums.add(f"{prefix}/loss", losses)
+        sums.add(f"{prefix}/pair_accuracy", (scores[0] > scores[1]).float())
+        sums.add(f"{prefix}/score_margin", self.differences(scores))
+        for name, ratio, logprob in zip(("chosen", "rejected"), scores[:2], logprobs, strict=True):
+            sums.add(f"{prefix}/reward_{name}", self.loss.beta * ratio)
+            sums.add(f"{prefix}/logprob_{name}", logprob)
+        return losses
+
+    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+        """(B,) differences of the rewards that the policy implies."""
+        difference: Tensor = self.loss.beta * (scores[0] - scores[1])
+        return difference
+
+    def build_role(self, name: str) -> nn.Module:
+        """The language model."""
+        return self.sources[name].causal()
+
+    def optimizer_of(self, name: str) -> tuple[Any, Any]:
+        """The only one."""
+        return self.optimizer, self.lr_scheduler

@@ -1,0 +1,137 @@
+"""Online DPO: the policy writes the answers that it learns from, and a reward says which it should have written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.objectives.aggregation import TokenMean
+from lightning_rlhf.objectives.base import approx_kl, log_ratio_of
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
+from lightning_rlhf.objectives.preference_pairs import BestAgainstWorst
+from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import Experience, Rollout
+
+
+@dataclass(frozen=True)
+class ExperiencePairs(TensorBatch):
+    """The best and the worst response to each prompt.
+
+    Args:
+        chosen: one response to each prompt.
+        rejected: another one each.
+        decided: (B,) bool, False where all rewards were equal, so that there is nothing to learn.
+    """
+
+    chosen: Experience
+    rejected: Experience
+    decided: Tensor
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """(B,) tokens that both take once padded to the longer one."""
+        return 2 * torch.maximum(self.chosen.total_lengths, self.rejected.total_lengths)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B,) which pairs count."""
+        return self.decided
+
+
+class OnlineDPOModule(RLHFModule):
+    """DPO on pairs of the policy's own: of the responses to each prompt the best and the worst by reward.
+
+    A prompt whose responses all earned the same is left out, and counted in ``train/tied_fraction``. The reward is that
+    of any other algorithm: reward functions, a reward model, or both; only its order matters.
+    See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024.
+
+    ``minibatch_size`` counts responses as everywhere, so with a group_size of 8 a mini-batch of 64 is 8 pairs.
+
+    Args:
+        actor: the policy to train: directory, hub id or ``FromConfig``.
+        loss: from the log-ratios of a pair to its loss.
+        **kwargs: see :class:`~lightning_rlhf.modules.base.RLHFModule`.
+    """
+
+    learns_from_ref = True
+
+    def __init__(self, actor: str | ModelSource, loss: DirectLoss = DPOLoss(), **kwargs: Any) -> None:
+        super().__init__(
+            actor,
+            advantages=BestAgainstWorst(),
+            policy_loss=ClippedPolicyLoss(),
+            aggregation=TokenMean(),
+            correction=None,
+            kl_reward=KLTerm(),
+            kl_loss=KLTerm(),
+            ent_coef=0.0,
+            **kwargs,
+        )
+        self.loss = loss
+
+    def setup(self, stage: str) -> None:
+        """Refuse mini-batches that would tear pairs apart, or leave a rank without one."""
+        super().setup(stage)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        for size in {getattr(callback, "group_size", 1) for callback in callbacks} - {1}:
+            if self.minibatch_size % size or self.minibatch_size // size < self.roles.data_ranks:
+                raise ValueError(
+                    f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} that leaves each of "
+                    f"{self.roles.data_ranks} ranks a prompt: give a multiple of {size * self.roles.data_ranks}"
+                )
+
+    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+        """As the base does; responses to a prompt must be as many as to any other."""
+        sizes = rollout.group.unique(return_counts=True)[1]
+        self.group_size = int(sizes[0])
+        if self.group_size < 2 or bool((sizes != self.group_size).any()):
+            raise ValueError(f"every prompt needs as many responses, two or more; got {sizes.unique().tolist()}")
+        return super().evaluate(rollout, greedy)
+
+    def learnt_from(self, experience: Experience) -> TensorBatch:
+        """A pair of each prompt. All ranks."""
+        marks = experience.advantages.sum(dim=1).sign().view(-1, self.group_size)
+        first = torch.arange(len(marks), device=marks.device) * self.group_size
+        best, worst = (first + place for place in (marks.argmax(dim=1), marks.argmin(dim=1)))
+        decided = (marks.amax(dim=1) > 0) & (marks.amin(dim=1) < 0)
+        self.measured["train/tied_fraction"] = float((~decided).float().mean())
+        return ExperiencePairs(experience[best], experience[worst], decided)
+
+    def losses(self) -> dict[str, Callable[[Any, Sums], Tensor]]:
+        """The actor's."""
+        return {"actor": self.pair_loss}
+
+    def denominator(self, minibatch: ExperiencePairs) -> Tensor:
+        """Pairs of all ranks."""
+        return self.roles.sum_over_ranks(minibatch.decided.sum())
+
+    def pair_loss(self, rows: ExperiencePairs, sums: Sums) -> Tensor:
+        """Loss summed over some pairs."""
+        sides = (rows.chosen, rows.rejected)
+        both = concatenate([side.rollout for side in sides])
+        old, ref = (torch.cat([getattr(side, name) for side in sides]) for name in ("old_logprobs", "ref_logprobs"))
+        logprobs = self.actor_scores("actor", both).logprobs
+        mask, tokens = both.response_mask, both.response_mask.sum(dim=1).clamp(min=1)
+        summed = logprobs.sum(dim=1)
+        ratios = summed - ref.masked_fill(~mask, 0).sum(dim=1)
+        losses = self.loss(*(ratios / tokens if self.loss.length_normalized else ratios).chunk(2))
+        rewards, decided = self.loss.beta * ratios, rows.decided
+        sums.add("train/loss", losses, decided)
+        sums.add("train/pair_accuracy", (torch.sub(*rewards.chunk(2)) > 0).float(), decided)
+        sums.add("train/score_margin", torch.sub(*rewards.chunk(2)), decided)
+        for name, reward, logprob in zip(("chosen", "rejected"), rewards.chunk(2), summed.chunk(2), strict=True):
+            sums.add(f"train/reward_{name}", reward, decided)
+            sums.add(f"train/logprob_{name}", logprob, decided)
+        counted = mask & decided.repeat(2).unsqueeze(1)
+        sums.add("kl/approx", approx_kl(log_ratio_of(logprobs, old)), counted)
+        return losses.masked_fill(~decided, 0).sum()

@@ -1,0 +1,73 @@
+"""What modules that learn from preferred and other texts share: one update, and what is measured on held-out pairs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error, wilson_interval
+from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.modules.sums import Sums
+
+
+class PairModule(RoleModule):
+    """Its first trained role learns from pairs of texts, each pair counting the same.
+
+    Held-out pairs tell how many are ordered rightly, with the interval of that share, and how far the model is surer
+    of its order than right.
+    """
+
+    @abstractmethod
+    def row_scores(self, rows: Any) -> Sequence[Tensor]:
+        """(B,) each, what the models say of some rows. All ranks."""
+
+    @abstractmethod
+    def losses(self, rows: Any, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+        """(B,) loss of each of some rows, given what :meth:`row_scores` said; adds metrics under the prefix."""
+
+    @abstractmethod
+    def differences(self, scores: Sequence[Tensor]) -> Tensor:
+        """(B,) log-odds that the preferred text of each pair is the better one, as the model has it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """One update on one batch."""
+        self.finish_step(self.learn(batch), bar=("train/loss", "train/pair_accuracy"))
+
+    def learn(self, batch: Any) -> dict[str, float]:
+        """Update the first trained role on one batch; metrics. All ranks."""
+        sums, role = Sums(), self.trained_roles[0]
+        rows = self.roles.sum_over_ranks(torch.tensor(len(batch), device=self.device))
+        norm = self.update(role, batch, self.summed_loss, rows, sums)
+        return {**self.reduced(sums), f"grad_norm/{role}": float(norm)}
+
+    def summed_loss(self, rows: Any, sums: Sums) -> Tensor:
+        """Loss summed over some rows."""
+        return self.losses(rows, self.row_scores(rows), sums, "train").sum()
+
+    def on_validation_epoch_start(self) -> None:
+        """Begin to count."""
+        self._held_out, self._pairs = Sums(), 0
+        self._calibration = torch.zeros(3, 10, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Loss and accuracy of held-out pairs, each pair counting the same."""
+        sums, scores = Sums(), self.by_rows(self.row_scores, batch)
+        self.losses(batch, scores, sums, "val")
+        self.log_validation(sums, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
+        self._held_out.merge(sums)
+        self._pairs += len(batch)
+        self._calibration += calibration_bins(self.differences(scores))
+
+    def on_validation_epoch_end(self) -> None:
+        """Number of held-out pairs over all ranks, the 95 % interval of their accuracy, and the calibration error."""
+        accuracy = self.reduced(self._held_out)["val/pair_accuracy"]
+        pairs = float(self.roles.sum_over_ranks(torch.tensor(float(self._pairs), device=self.device)))
+        low, high = wilson_interval(round(accuracy * pairs), pairs)
+        error = calibration_error(self.roles.sum_over_ranks(self._calibration))
+        found = {"pairs": pairs, "pair_accuracy_low": low, "pair_accuracy_high": high, "pair_calibration_error": error}
+        for name, value in found.items():
+            self.log(f"val/{name}", value, batch_size=1)

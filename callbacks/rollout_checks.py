@@ -10,6 +10,9 @@ from lightning.pytorch import Trainer
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import check_rewards
+from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.types import PromptBatch
 
 if TYPE_CHECKING:
     from .rollout_loop import RolloutLoop
@@ -28,8 +31,7 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
         raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
     if not loop.rewards and "reward_model" not in module.sources:
         raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
-    columns = {name for examples in data.examples.values() for _, _, rest in examples[:1] for name in rest}
-    check_rewards(loop.rewards, sorted(columns))
+    check_rewards(loop.rewards, sorted({name for batch in _first_prompts(data) for name in batch.columns}))
     if loop.val_metric is not None and loop.val_metric not in [reward.label for reward in loop.rewards]:
         raise ValueError(f"val_metric {loop.val_metric!r} is none of the rewards {[r.label for r in loop.rewards]}")
     if module.advantages.needs_groups and loop.group_size < 2:
@@ -51,12 +53,20 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
             f"({prompts} prompts x group_size {loop.group_size}); {nearest} would"
         )
     _check_ranks(loop, data, module)
+    for batch in _first_prompts(data)[:1]:
+        Collector(batch, Scoring(loop.jury), data.tokenizer, size=3 - len(batch)).rehearse()
     splitting = tensor_ranks(trainer, module)
     if loop._engine_choice != "auto" and loop._engine_choice.ranks % splitting:
         raise ValueError(
             f"{splitting} ranks split the actor between them and hold the same prompts, so they must share one engine: "
             f"say engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
         )
+
+
+def _first_prompts(data: PromptDataModule) -> list[PromptBatch]:
+    """The first two prompts of the training data, then of the validation data."""
+    firsts = [examples[:2] for examples in data.examples.values() if examples]
+    return [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
 
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +16,18 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.conventions import TrainerState
+from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.scoring import Scoring, Told
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.collect import collect
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, gpus
+from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, gpus
 from lightning_rlhf.seeding import derive_seed, run_seed
-from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
+from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
-from .clock import Clock, over_ranks
+from .clock import Clock, means_over_ranks, over_ranks
 from .dynamic_sampling import DynamicSampling
+from .engine_check import compare
 from .rollout_checks import check_run, tensor_ranks
 from .validation import Answer, Validation, sources_in
 
@@ -83,6 +86,7 @@ class RolloutLoop(Callback):
         if max_logprob_diff is not None and not max_logprob_diff > 0:
             raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
         self.rewards, self._engine_choice = list(rewards or []), engine
+        self.jury = Jury(self.rewards)
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
         self.validate_at_ends = validate_at_ends
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
@@ -142,7 +146,8 @@ class RolloutLoop(Callback):
             run_validation(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """End the engine."""
+        """End the engine and whatever judges."""
+        self.jury.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -154,20 +159,24 @@ class RolloutLoop(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
         """One rollout."""
-        clock, tokens = Clock(), 0
+        clock, tokens, told, roles = Clock(), 0, list[Told](), pl_module.roles
         with clock("time/sync_s"):
             self.push_weights(trainer, pl_module)
 
         def roll(prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
             nonlocal tokens
+            collector = self._collector(trainer, prompts, samples)
             with clock("time/generate_s"):
-                completions = self._generate(prompts, "train", prompts.epoch, samples, temperature)
+                take = collector.take if roles.makes_for_share else None
+                completions = self._generate(prompts, "train", prompts.epoch, samples, temperature, take)
             tokens += sum(len(completion.token_ids) for completion in completions)
-            with clock("time/reward_s"):
-                return pl_module.roles.once_per_share(partial(self._judge, trainer, prompts, completions, temperature))
+            with clock("time/reward_s"):  # what is left to do
+                rollout, scores = roles.once_per_share(partial(collector.rollout, completions, temperature))
+            told.append(scores.told)
+            return rollout
 
         sample = partial(roll, samples=self.group_size, temperature=self.temperature)
-        roles, metrics = pl_module.roles, dict[str, float]()
+        metrics = dict[str, float]()
         if self.dynamic_sampling is None:
             rollout = sample(batch)
         else:
@@ -182,6 +191,7 @@ class RolloutLoop(Callback):
         metrics |= over_ranks(clock.seconds, roles.max_over_ranks, pl_module.device)  # the slowest rank is waited for
         total = over_ranks({"tokens": float(tokens)}, roles.sum_over_ranks, pl_module.device)["tokens"]
         metrics["rollout/tokens_per_s"] = total / metrics["time/generate_s"]
+        metrics |= means_over_ranks(told, roles.gather_over_ranks, pl_module.device)
         for name, value in metrics.items():
             pl_module.log(name, value, batch_size=1)
 
@@ -202,48 +212,30 @@ class RolloutLoop(Callback):
                 self.engine.update_adapters(roles.iter_adapters("actor"), version)
             self._pushed = trainer.global_step
 
-    def _generate(self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float) -> list[Any]:
+    def _generate(
+        self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float, finished: Finished | None
+    ) -> list[Completion]:
         """``samples`` completions of each prompt, next to each other, every one from a seed of its own."""
         assert self.engine is not None
         prompts = [ids for ids in batch.token_ids for _ in range(samples)]
         seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
         sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
-        return self.engine.generate(prompts, sampling, seeds)
+        return self.engine.generate(prompts, sampling, seeds, finished)
 
-    def _judge(self, trainer: Trainer, batch: PromptBatch, completions: list[Any], temperature: float) -> Rollout:
-        return collect(batch, completions, self.rewards, trainer.datamodule.tokenizer, temperature)
+    def _collector(self, trainer: Trainer, batch: PromptBatch, size: int) -> Collector:
+        state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
+        return Collector(batch, Scoring(self.jury, state), trainer.datamodule.tokenizer, size)
 
-    @torch.no_grad()
     def verify(self, module: RLHFModule, rollout: Rollout) -> None:
         """Compare engine and actor on a few responses, so that a lost or garbled weight is seen before it teaches.
 
         Raises:
             RuntimeError: they differ by more than the bound; the message names the first parameter that differs.
         """
-        if self.check_rows == 0:
-            return
-        rows = rollout[list(range(min(self.check_rows, len(rollout))))].to(module.device)
-        with module.trainer.precision_plugin.forward_context():
-            logprobs = module.actor_scores("actor", rows).logprobs
-        gap = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask].nan_to_num(nan=torch.inf).max()
-        worst = module.roles.max_over_ranks(gap).item()  # or a rank alone would wait for the others below
-        single = module.sources["actor"].dtype == "float32" and module.trainer.precision == "32-true"
-        bound = self.max_logprob_diff if self.max_logprob_diff is not None else 1e-3 if single else 1.0
-        if not worst <= bound:
+        if self.check_rows:
             assert self.engine is not None
-            roles = module.roles
-            parameters = (roles.iter_adapters if self.engine.swaps_adapters else roles.iter_full_params)("actor")
-            name = self.engine.first_difference(parameters)
-            deque(parameters, maxlen=0)  # every rank goes through all of them
-            cause = (
-                f"the first parameter that differs is {name}"
-                if name
-                else "all that was pushed is what the actor has, so the engine garbled it or computes something else"
-            )
-            raise RuntimeError(
-                f"engine and actor disagree by {worst:.3g} nats on a token they were given the same weights for "
-                f"(allowed: {bound:g}, max_logprob_diff): {cause}"
-            )
+            rows = rollout[list(range(min(self.check_rows, len(rollout))))]
+            compare(self.engine, module, rows, self.max_logprob_diff)
 
     # -- validation -------------------------------------------------------------------------------------------
 
@@ -260,11 +252,18 @@ class RolloutLoop(Callback):
     ) -> None:
         """One greedy response and some samples of each prompt; the same seeds at every validation."""
         assert self._validation is not None
-        greedy = self._generate(batch, "validation", 0, 1, 0.0)
-        sampled = self._generate(batch, "validation", 0, self.val_samples, 1.0)
-        size = self.val_samples
+        size, roles = self.val_samples, pl_module.roles
+        collector = self._collector(trainer, batch, 1 + size)
+
+        def take(first: int, number: int, completion: Completion) -> None:
+            samples = size if first else 1
+            if roles.makes_for_share:
+                collector.take(number // samples * (1 + size) + first + number % samples, completion)
+
+        greedy = self._generate(batch, "validation", 0, 1, 0.0, partial(take, 0))
+        sampled = self._generate(batch, "validation", 0, size, 1.0, partial(take, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
-        rollout = pl_module.roles.once_per_share(partial(self._judge, trainer, batch, ordered, 1.0))
+        rollout, _ = roles.once_per_share(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
         pl_module.receive(rollout)
 

@@ -10,7 +10,12 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_ANY = {"<role>": "[a-z_]+", "<k>": "[0-9]+", "<option>": "(token|sequence_sum|sequence_mean|sequence_max)_k[123]"}
+_ANY = {
+    "<role>": "[a-z_]+",
+    "<k>": "[0-9]+",
+    "<option>": "(token|sequence_sum|sequence_mean|sequence_max)_k[123]",
+    "<key>": "(?!not_applicable$|errors$|timeouts$)[^/]+",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ STEP = (
            "rewards/<function>/mean"),
     Metric("reward/<reward>_std", "its standard deviation (divisor n)", "gdpo/<key>/std",
            "rewards/<function>/std (divisor n - 1)"),
+    Metric("reward/<reward>/not_applicable", "share of the responses to which it does not apply"),
+    Metric("reward/<reward>/{errors,timeouts}", "share for which it failed, or needed more than its `timeout_s`; where "
+           "that does not end the run (`on_error`)"),
+    Metric("reward/<reward>/<key>", "mean of a further number that it gave", "<key> of reward_extra_info",
+           "what log_metric is given"),
     Metric("reward/generated_mean", "mean reward of all that dynamic sampling generated, kept or not"),
     Metric("advantage/{mean,max,min}", "advantage of a token that is learnt from", "critic/advantages/{mean,max,min}"),
     Metric("return/{mean,max,min}", "return of a token that is learnt from, reward units",
@@ -153,7 +163,7 @@ SPEED = (
     Metric("time/step_s", "a whole step on the slowest rank", "timing_s/step, perf/time_per_step", "step_time"),
     Metric("time/sync_s", "the engine's new weights", "timing_s/update_weights"),
     Metric("time/generate_s", "generation, greedy responses included", "timing_s/{gen,gen_max}"),
-    Metric("time/reward_s", "reward functions", "timing_s/reward"),
+    Metric("time/reward_s", "waiting for rewards after all responses were there", "timing_s/reward"),
     Metric("time/check_s", "comparison of engine and actor on a few responses"),
     Metric("time/evaluate_s", "what actor, reference, reward model and critic say, and advantages",
            "timing_s/{old_log_prob,ref,values,adv}"),
@@ -216,7 +226,7 @@ SECTIONS = {
 
 # What no reward function may be called, because reward/<reward> or val/<reward>_greedy would be another metric.
 TAKEN = {name.partition("/")[2] for metric in STEP for name in metric.expanded() if name.startswith("reward/")}
-TAKEN = (TAKEN - {"<reward>", "<reward>_std"}) | {"score"}
+TAKEN = {name for name in TAKEN if "<" not in name} | {"score"}
 
 ABSENT = {
     "actor/loss (verl), loss (TRL)": "the sum of `loss/policy`, `loss/kl` and the entropy bonus by their weights",
@@ -244,10 +254,10 @@ def table() -> str:
         "# Metrics: ours, verl's and TRL's", "",
         "<!-- python -m lightning_rlhf.metric_names > docs/metrics.md -->", "",
         "The x-axis is the step: one prompt batch. `{a,b}` stands for either, `<k>` for 2, 4, 8, ... and the number of",
-        "samples, `<reward>` for each reward function, `<role>` for a model, `<option>` for a rejection such as",
-        "`sequence_mean_k3`. Means over tokens weigh all tokens the same. A number that nothing was there to tell is",
-        "NaN. Metrics are over all ranks, seconds those of the slowest one; `time/evaluate_s` and `time/update_s` are",
-        "the first rank's.", "",
+        "samples, `<reward>` for each reward function, `<key>` for a number of its own, `<role>` for a model, `<option>`",
+        "for a rejection such as `sequence_mean_k3`. Means over tokens weigh all tokens the same. A number that nothing",
+        "was there to tell is NaN. Metrics are over all ranks, seconds those of the slowest one; `time/evaluate_s` and",
+        "`time/update_s` are the first rank's.", "",
         "Where the validation data names two sources or more in a column `source` or `data_source`, all of `val/...`",
         "is also told of each, as `val/<source>/...`. Compared with verl 0.9.1 and TRL 1.16.0;",
         "[differences.md](differences.md) tells what differs on purpose.", "",

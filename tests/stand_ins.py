@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.strategies.roles import Roles
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
@@ -201,7 +201,11 @@ class ScriptedEngine(RolloutEngine):
         self.version = version
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         self.calls.append(f"generate {len(prompts)}")
         said = []

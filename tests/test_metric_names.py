@@ -33,7 +33,8 @@ PROMPTS = [{"prompt": letter, "source": "one" if letter < "c" else "two"} for le
 PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
 
 
-def style(completions):
+def style(completions, log_metric):
+    log_metric("words", 1.0)
     return [float(len(text)) for text in completions]
 
 
@@ -54,7 +55,7 @@ def run(directory, module, data, callbacks):
 def a_whole_ppo_run(directory):
     """With everything that there is: reference, reward model, validation with votes and sources."""
     engine = ScriptedEngine(["a", "bb", "ab", "c", "abcdefg"], LETTERS.load())
-    rewards = [RewardFunction(style), RewardFunction(right)]
+    rewards = [RewardFunction(style, on_error="skip"), RewardFunction(right)]
     loop = RolloutLoop(
         rewards, engine, group_size=2, max_response_tokens=4, val_samples=3, val_metric="right", val_answer=votes,
         max_logprob_diff=100.0,

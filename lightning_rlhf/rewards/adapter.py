@@ -1,47 +1,117 @@
-"""Users' reward functions: how they are called, and what is said when they misbehave."""
+"""Users' reward functions: how they are given, and what is refused before a run."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import math
+import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal
 
-import numpy
-import torch
 from torch import Tensor
 
 from lightning_rlhf.metric_names import TAKEN
-
-GIVEN = ("prompts", "completions", "completion_ids", "finished")
+from lightning_rlhf.rewards.conventions import GIVEN, OPENRLHF, OURS, TOOLS, Call
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function that judges completions, called once per rollout.
+    """A function that judges completions, and what is done when it fails; docs/rewards.md says how it is called.
 
-    It is called by keyword with those of ``prompts`` and ``completions`` (lists of text), ``completion_ids`` (lists of
-    token ids), ``finished`` (list of bool, False where the length limit cut the response) and the data's columns that
-    it names, one value per completion each. It returns one number per completion, or None where it does not apply.
+    A fault is an exception, an answer that is no reward, or more time than ``timeout_s``.
 
     Args:
-        function: in YAML by its dotted path.
+        function: ``file.py:name``, ``module:name``, in YAML also a dotted path, or an object by ``class_path``.
         weight: of its reward in the sum; 0 only logs it.
         name: under which it is logged; None takes the function's own.
+        arguments: further arguments at every call; where the function is given as the name of a class, of the class.
+        messages: whether prompts and completions are lists of chat messages, as TRL has them, and not text.
+        per_sample: whether each completion is judged for itself, as soon as it is there, by several threads at a time.
+            None asks the function's own attribute; what has a ``timeout_s`` does too, and verl's one after another.
+        timeout_s: for one completion, seconds, positive; the function then works in processes, which can be ended.
+            An ``async`` one is cancelled instead. None never ends it.
+        on_error: ``raise`` ends the run at a fault, ``skip`` leaves the response out of this reward, ``zero`` gives 0.
+        max_error_rate: share of a rollout's completions, in [0, 1]; more faults than that end the run all the same.
+        dry_call: whether it is tried on two made-up completions before the run.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | str
     weight: float = 1.0
     name: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    messages: bool = False
+    per_sample: bool | None = None
+    timeout_s: float | None = None
+    on_error: Literal["raise", "skip", "zero"] = "raise"
+    max_error_rate: float = 0.5
+    dry_call: bool = True
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive or null, got {self.timeout_s}")
+        if not 0 <= self.max_error_rate <= 1:
+            raise ValueError(f"max_error_rate must lie in [0, 1], got {self.max_error_rate}")
+        if self.timeout_s is not None and self.per_sample is False:
+            raise ValueError("timeout_s is for one completion: leave per_sample out, or true")
+        if isinstance(self.function, str):
+            self.call  # noqa: B018 (what cannot be found is said now)
+
+    @cached_property
+    def call(self) -> Call:
+        """The function itself."""
+        return Call.of(self.function, self.arguments)
 
     @property
     def label(self) -> str:
         """The name under which it is logged."""
-        return self.name or str(getattr(self.function, "__name__", type(self.function).__name__))
+        function = self.call.function
+        return self.name or str(getattr(function, "__name__", type(function).__name__))
+
+    @property
+    def alone(self) -> bool:
+        """Whether each completion is judged for itself, and as soon as it is there."""
+        return self.call.convention.alone or self.timeout_s is not None or self.many_at_a_time
+
+    @property
+    def many_at_a_time(self) -> bool:
+        """Whether the function says that several threads may call it."""
+        said = self.per_sample
+        return bool(getattr(self.call.function, "per_sample", False)) if said is None else said
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the function works in processes that can be ended."""
+        return self.timeout_s is not None and not self.call.is_async
+
+    @property
+    def may_be_tried(self) -> bool:
+        """Whether a call before the run does no harm."""
+        return self.dry_call and bool(getattr(self.call.function, "dry_call", True))
+
+    @property
+    def portable(self) -> Callable[..., Any] | str:
+        """What another process makes the function of: a reference where that is enough."""
+        function = self.function
+        if inspect.isfunction(function) and function.__qualname__.isidentifier():
+            return f"{function.__module__}:{function.__qualname__}"
+        return function
+
+    def converted(self, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What it is given, as text or as messages.
+
+        Args:
+            offered: lists with one entry per completion, among them ``messages``, those of the prompts.
+        """
+        given = {name: values for name, values in offered.items() if name != "messages"}
+        if self.messages and self.call.convention is OURS:
+            asked = zip(given["prompts"], offered.get("messages") or [[]] * len(given["prompts"]), strict=True)
+            given["prompts"] = [messages or [{"role": "user", "content": text}] for text, messages in asked]
+            given["completions"] = [[{"role": "assistant", "content": text}] for text in given["completions"]]
+        return given
 
     def check(self, columns: Iterable[str]) -> None:
         """Refuse a function that needs what is not there, before anything is generated.
@@ -50,18 +120,32 @@ class RewardFunction:
             columns: of the data.
 
         Raises:
-            ValueError: a parameter without default is neither given nor a column.
+            ValueError: a parameter without default is neither given nor a column, or another process cannot have it.
         """
+        convention = self.call.convention
+        further = ["queries"] if convention is OPENRLHF else []
         available = [*GIVEN, *columns]
-        for parameter in inspect.signature(self.function).parameters.values():
-            positional = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if positional or parameter.default is not parameter.empty or parameter.name in available:
+        for parameter in self.call.required:
+            needed = convention.ours.get(parameter, parameter)
+            if needed in (*available, *further, *TOOLS) or parameter == "extra_info":
                 continue
-            near = difflib.get_close_matches(parameter.name, available, n=1)
+            near = difflib.get_close_matches(needed, available, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if convention.ours:
+                hint = f", as the column {needed!r}; name it by columns: {{{needed}: <yours>}}"
+            offers = "a rollout offers only" if not convention.ours else "the data has only"
+            raise ValueError(f"reward function {self.label!r} needs {parameter!r}, but {offers} {available}{hint}")
+        if self.in_process:
+            self._check_portable()
+
+    def _check_portable(self) -> None:
+        try:
+            ForkingPickler.dumps((self.portable, self.arguments))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"reward function {self.label!r} needs {parameter.name!r}, but a rollout offers only {available}{hint}"
-            )
+                f"reward function {self.label!r} has a timeout_s, so it works in processes of its own, and they cannot "
+                f"be given it ({error}): define it at the top of a file and give it as file.py:name"
+            ) from error
 
     def __call__(self, **offered: list[Any]) -> Tensor:
         """The reward of each completion.
@@ -75,30 +159,11 @@ class RewardFunction:
         Raises:
             RuntimeError: the function raised, or returned something else than one number or None per completion.
         """
-        parameters = inspect.signature(self.function).parameters.values()
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        named = {parameter.name for parameter in parameters}
-        try:
-            values = self.function(**{key: value for key, value in offered.items() if takes_all or key in named})
-        except Exception as error:
-            raise RuntimeError(f"reward function {self.label!r} raised {type(error).__name__}: {error}") from error
-        return self._checked(values, len(offered["completions"]))
+        from lightning_rlhf.rewards.dispatch import Jury
+        from lightning_rlhf.rewards.scoring import Scoring
 
-    def _checked(self, values: Any, expected: int) -> Tensor:
-        if isinstance(values, Tensor | numpy.ndarray):
-            values = values.tolist()
-        if not isinstance(values, list | tuple) or len(values) != expected:
-            found = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-            raise RuntimeError(
-                f"reward function {self.label!r} returned {found}, expected {expected}: one per completion"
-            )
-        for number, value in enumerate(values):
-            if value is not None and (not isinstance(value, Real) or not math.isfinite(value)):
-                raise RuntimeError(
-                    f"reward function {self.label!r} returned {value!r} for completion {number}, "
-                    f"expected a finite number, or None where it does not apply"
-                )
-        return torch.tensor([math.nan if value is None else float(value) for value in values])
+        with Jury([self]) as jury:
+            return Scoring(jury).finish(offered).rewards[self.label]
 
 
 def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> None:
@@ -119,7 +184,7 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
     taken = [reward.label for reward in rewards if reward.label in TAKEN]
     if taken:
         raise ValueError(f"a reward cannot be called {taken[0]!r}, which is a metric already: give it another name")
-    hidden = [column for column in columns if column in GIVEN]
+    hidden = [column for column in columns if column in (*GIVEN, *TOOLS)]
     if rewards and hidden:
         raise ValueError(
             f"the data has a column {hidden[0]!r}, under which reward functions are given what was generated: "

@@ -39,7 +39,7 @@ def load_function(reference: str) -> Callable[..., Any]:
         found = vars(found)[part]
     if not callable(found):
         raise ValueError(f"{name!r} in {place} is no function: it is {type(found).__name__} {found!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _load_module(name: str) -> ModuleType:
@@ -52,8 +52,8 @@ def _load_module(name: str) -> ModuleType:
             f"there is no module {error.name!r} to import {name} from; a function in a file is given as "
             f"path/to/file.py:function"
         ) from error
-    except ImportError as error:
-        raise ValueError(f"{name} cannot be imported: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import Completion, SamplingParams
+
+Finished = Callable[[int, Completion], None]  # is told of the completion of a prompt, by the prompt's number
 
 
 class EngineDied(RuntimeError):
@@ -121,7 +123,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """One completion per prompt, in their order.
 
@@ -129,6 +135,8 @@ class RolloutEngine(ABC):
             prompts: token ids.
             sampling: how to draw.
             seeds: one per prompt, in [0, 2**63).
+            finished: called, in this thread, with the number of a prompt and its completion as soon as that is there;
+                an engine that cannot tell early need not call it.
 
         Raises:
             EngineDied: the engine is gone.

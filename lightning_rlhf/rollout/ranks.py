@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.engine import EngineDied, Finished
 from lightning_rlhf.types import Completion, SamplingParams
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)  # a rollout takes as long as it takes; the ranks that die are missed by others
-_Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int]], list[Completion]]
+_Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], Finished | None], list[Completion]]
 _FAULTS = {kind.__name__: kind for kind in (EngineDied, ValueError)}
 
 
@@ -110,6 +110,7 @@ def generate_together(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     seeds: Sequence[int],
+    finished: Finished | None = None,
 ) -> list[Completion]:
     """Have the first rank generate for all; what several ranks ask in the same words is generated once.
 
@@ -119,6 +120,7 @@ def generate_together(
         prompts: of this rank.
         sampling: the same on all ranks.
         seeds: of this rank, one per prompt.
+        finished: is told of the first rank's own completions as they come; the others get theirs together.
 
     Returns:
         This rank's completions.
@@ -128,12 +130,16 @@ def generate_together(
     """
     asked = group.gather(([list(prompt) for prompt in prompts], list(seeds), sampling))
 
+    def mine(number: int, completion: Completion) -> None:
+        if finished is not None and number < len(prompts):  # what this rank asks stands first
+            finished(number, completion)
+
     def answers() -> list[list[Completion]]:
         if any(one_sampling != sampling for _, _, one_sampling in asked):
             raise ValueError(f"ranks that share an engine sample differently: {[one for _, _, one in asked]}")
         once = [request for number, request in enumerate(asked) if request not in asked[:number]]
         together = [prompt for rows, _, _ in once for prompt in rows], [seed for _, rows, _ in once for seed in rows]
-        completions = iter(generate(together[0], sampling, together[1]))
+        completions = iter(generate(together[0], sampling, together[1], mine))
         found = [[next(completions) for _ in rows] for rows, _, _ in once]
         return [found[once.index(request)] for request in asked]
 

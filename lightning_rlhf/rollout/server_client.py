@@ -6,14 +6,15 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
+from lightning_rlhf.rollout.arrivals import as_they_come
 from lightning_rlhf.rollout.engine import EngineDied
 
 log = logging.getLogger(__name__)
@@ -86,22 +87,17 @@ class VLLMServer:
         """
         return self._answer(self._request(path, query, json.dumps(body or {}).encode(), False), self._patience)
 
-    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-        """The answers to many requests, in order; says every minute how many are missing."""
+    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+        """The answers to many requests with their numbers, as they come; says every minute how many are missing."""
         began, pool = time.monotonic(), ThreadPoolExecutor(_CONNECTIONS)
         try:
-            futures = [pool.submit(self.post, path, body) for body in bodies]
-            while missing := wait(futures, _SAY_SECONDS, FIRST_EXCEPTION).not_done:
-                if any(future.done() and future.exception() for future in futures):
-                    break
+            numbers = {pool.submit(self.post, path, body): number for number, body in enumerate(bodies)}
+            for future in as_they_come(numbers, _SAY_SECONDS):
+                if future is not None:
+                    yield numbers.pop(future), future.result()
+                    continue
                 seconds = time.monotonic() - began
-                log.info(
-                    "Waiting for %d of %d answers of %s for %.0f s.", len(missing), len(futures), self.url, seconds
-                )
-            for future in futures:
-                if future.done() and (error := future.exception()):
-                    raise error
-            return [future.result() for future in futures]
+                log.info("Waiting for %d of %d answers of %s for %.0f s.", len(numbers), len(bodies), self.url, seconds)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

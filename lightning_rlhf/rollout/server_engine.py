@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig
 
-from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_size
 from lightning_rlhf.rollout.server_client import VLLMServer
 from lightning_rlhf.rollout.vllm_engine import as_requests, check_temperature
@@ -157,17 +157,25 @@ class VLLMServerEngine(RolloutEngine):
         return f"run {self._run}, version {self._version}"
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`.
 
         Raises:
             EngineDied: the server is gone, or answered from other weights than the last ones pushed.
         """
-        return generate_together(self._sharing, self._ask, prompts, sampling, seeds)
+        return generate_together(self._sharing, self._ask, prompts, sampling, seeds, finished)
 
     def _ask(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None,
     ) -> list[Completion]:
         fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True}
         bodies = [
@@ -177,8 +185,12 @@ class VLLMServerEngine(RolloutEngine):
             }
             for request in as_requests(prompts, sampling, seeds)
         ]
-        answers = self._running.post_all("/inference/v1/generate", bodies)
-        return [self._completion(answer["choices"][0]) for answer in answers]
+        done = dict[int, Completion]()
+        for number, answer in self._running.post_all("/inference/v1/generate", bodies):
+            done[number] = self._completion(answer["choices"][0])
+            if finished is not None:
+                finished(number, done[number])
+        return [done[number] for number in range(len(bodies))]
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         weights = {span["version"] for span in choice["weight_versions"] or []}

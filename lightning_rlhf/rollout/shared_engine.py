@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together
 from lightning_rlhf.rollout.server_engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -93,10 +93,14 @@ class SharedEngine(RolloutEngine):
         group.first_does(push)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`; a rank without prompts calls it too."""
-        return generate_together(self._running, self._engine.generate, prompts, sampling, seeds)
+        return generate_together(self._running, self._engine.generate, prompts, sampling, seeds, finished)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.rollout.arrivals import as_they_come
 from lightning_rlhf.rollout.engine import EngineDied
 
 log = logging.getLogger(__name__)
@@ -92,12 +93,18 @@ class EngineProcess:
         self._send({"kind": "add", "requests": requests})
         return futures
 
-    def answers(self, futures: Sequence[Future[dict[str, Any]]], waited_for: str) -> list[dict[str, Any]]:
+    def answers(
+        self,
+        futures: Sequence[Future[dict[str, Any]]],
+        waited_for: str,
+        told: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> list[dict[str, Any]]:
         """Wait for all futures without a limit, and say so every minute: a silent engine may work, or hang.
 
         Args:
             futures: of :attr:`ready`, :meth:`command` or :meth:`generate`.
             waited_for: what they are, in a few words.
+            told: called with the number of a future and its answer as soon as that is there.
 
         Returns:
             Their answers, in order.
@@ -106,9 +113,14 @@ class EngineProcess:
             EngineDied: the engine is gone.
             RuntimeError: the worker refused.
         """
-        began = time.monotonic()
-        while missing := wait(futures, _SAY_SECONDS).not_done:
-            count = f"{len(missing)} of {len(futures)} " if len(futures) > 1 else ""
+        began, numbers = time.monotonic(), {future: number for number, future in enumerate(futures)}
+        for future in as_they_come(numbers, _SAY_SECONDS):
+            if future is not None:
+                number = numbers.pop(future)
+                if told is not None and future.exception() is None:
+                    told(number, future.result())
+                continue
+            count = f"{len(numbers)} of {len(futures)} " if len(futures) > 1 else ""
             seconds = time.monotonic() - began
             log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, waited_for, seconds, self._log)
         return [future.result() for future in futures]

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
 
@@ -59,13 +59,20 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
-        completions = []
+        completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             part = slice(first, first + self._batch_size)
             completions += self._generate_batch(prompts[part], sampling, seeds[part])
+            if finished is not None:
+                for number in range(first, len(completions)):
+                    finished(number, completions[number])
         return completions
 
     def _generate_batch(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.launch_environment import engine_environment
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine, gpus
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, gpus
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.supervisor import EngineProcess
 from lightning_rlhf.rollout.weight_sync import WeightSender
@@ -140,11 +140,16 @@ class VLLMEngine(RolloutEngine):
         self._running.answers([loading], "the engine to take new weights")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
         futures = self._running.generate(as_requests(prompts, sampling, seeds))
-        return [as_completion(answer) for answer in self._running.answers(futures, "completions")]
+        told = None if finished is None else lambda number, answer: finished(number, as_completion(answer))
+        return [as_completion(answer) for answer in self._running.answers(futures, "completions", told)]
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
@@ -217,16 +222,24 @@ class InProcessVLLMEngine(VLLMEngine):
             self._core.load(self._sender.write(parameters), version)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
-        finished: dict[int, Completion] = {}
+        done: dict[int, Completion] = {}
         with _same_random_state():
             requests = as_requests(prompts, sampling, seeds)
             self._core.add([{**request, "id": str(number)} for number, request in enumerate(requests)])
             while self._core.busy:
-                finished |= {int(done["id"]): as_completion(done) for done in self._core.step()}
-        return [finished[number] for number in range(len(prompts))]
+                for answer in self._core.step():
+                    number = int(answer["id"])
+                    done[number] = as_completion(answer)
+                    if finished is not None:
+                        finished(number, done[number])
+        return [done[number] for number in range(len(prompts))]
 
     def _lost(self) -> str | None:
         with _same_random_state():

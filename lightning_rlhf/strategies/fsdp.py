@@ -101,6 +101,11 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """See :class:`Roles`."""
         return self.device_mesh["data_parallel"].size()
 
+    @property
+    def makes_for_share(self) -> bool:
+        """See :meth:`Roles.makes_for_share`."""
+        return self.tensor_parallel_size == 1 or self.device_mesh["tensor_parallel"].get_local_rank() == 0
+
     def once_per_share(self, make: Callable[[], T]) -> T:
         """See :meth:`Roles.once_per_share`."""
         if self.tensor_parallel_size == 1:

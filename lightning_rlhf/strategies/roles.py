@@ -96,6 +96,11 @@ class Roles:
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
 
+    @property
+    def makes_for_share(self) -> bool:
+        """Whether this process is the one that :meth:`once_per_share` asks."""
+        return True
+
     def once_per_share(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the first of the ranks that have this share of the data, for all of them. All ranks.
 

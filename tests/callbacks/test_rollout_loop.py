@@ -2,6 +2,7 @@
 
 import logging
 import re
+import traceback
 from itertools import pairwise
 
 import pytest
@@ -44,7 +45,7 @@ class Listening(TransformersEngine):
         super().__init__()
         self.asked = []
 
-    def generate(self, prompts, sampling, seeds):
+    def generate(self, prompts, sampling, seeds, finished=None):
         completions = super().generate(prompts, sampling, seeds)
         self.asked.append((sampling, list(seeds), completions))
         return completions
@@ -92,8 +93,7 @@ def test_the_constructor_refuses(arguments, told):
         ({"loop": {"val_metric": "correct"}}, "val_metric 'correct' is none of the rewards ['exact']"),
         (
             {"loop": {"rewards": [RewardFunction(needs_more)]}},
-            "reward function 'needs_more' needs 'answers', but a rollout offers only ['prompts', 'completions', "
-            "'completion_ids', 'finished', 'answer']; did you mean 'answer'?",
+            "reward function 'needs_more' needs 'answers', but a rollout offers only ['prompts', 'completions', ",
         ),
         (
             {"model": {"reward_model": wider(12)}},
@@ -313,11 +313,31 @@ def test_a_reward_function_that_raises_ends_the_engine_and_is_named(run):
     def faulty(completions):
         return [1 / 0 for _ in completions]
 
-    made = run(loop={"rewards": [RewardFunction(faulty)]})
+    made = run(loop={"rewards": [RewardFunction(faulty, dry_call=False)]})
     with pytest.raises(RuntimeError, match="reward function 'faulty' raised ZeroDivisionError: division") as error:
         made.fit()
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert made.engine.calls[-1] == "close"
+
+
+def test_a_reward_function_that_cannot_work_is_refused_before_any_model_is_loaded(run, monkeypatch):
+    def untried(completions):
+        raise RuntimeError("costs money")
+
+    def faulty(completions):
+        return [1 / len(text) for text in completions]
+
+    monkeypatch.setattr(TinyModel, "causal", None)
+    untried.dry_call = False
+    made = run(loop={"rewards": [RewardFunction(untried), RewardFunction(faulty, on_error="skip")]})
+    said = (
+        "'faulty' raised ZeroDivisionError: division by zero; it was tried before the run on a completion that repeats"
+    )
+    with pytest.raises(ValueError, match=said) as error:
+        made.fit()
+    lines = traceback.extract_tb(error.value.__cause__.__traceback__)
+    assert [line.name for line in lines] == ["faulty", "<listcomp>"][: len(lines)]  # its author's, and none of ours
+    assert "start" not in made.engine.calls
 
 
 def test_weights_are_pushed_once_per_step_whoever_asks(run):

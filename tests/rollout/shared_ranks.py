@@ -41,7 +41,7 @@ class StandIn(RolloutEngine):
                 raise RuntimeError("NaN is no weight")
         self.version = version
 
-    def generate(self, prompts, sampling, seeds):
+    def generate(self, prompts, sampling, seeds, finished=None):
         self._note(list(prompts))
         rows = zip(prompts, seeds, strict=True)
         return [Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows]

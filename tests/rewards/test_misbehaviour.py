@@ -1,0 +1,208 @@
+"""Whatever a reward function does: its fault is counted or told, it ends in time, and nothing else suffers."""
+
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.scoring import Scoring
+
+FILE = Path(__file__).with_name("misbehaving.py")
+LIMIT = 2.0
+# os._exit(0) is among them: pebble takes that for a regular end, so it is the time that runs out.
+HANGS = {
+    "sleeps", "spins", "ignores_the_end", "deadlocks", "waits_for_a_thread_that_never_ends", "backtracks",
+    "computes_for_ever_without_python", "swallows_every_error", "reads_what_nobody_writes",
+    "starts_a_process_and_waits", "ends_its_process",
+}  # fmt: skip
+FAULTS = {
+    "raises": "raised KeyError: 'level'",
+    "raises_what_cannot_be_sent": "raised Unsendable: 1",
+    "raises_base_exception": "raised BaseException: base",
+    "interrupts": "raised KeyboardInterrupt: ",
+    "exits": "raised SystemExit: 3",
+    "exits_with_nothing": "raised SystemExit: ",
+    "ends_its_process_with_seven": "ended the process it worked in (exit code 7)",
+    "kills_its_process": "ended the process it worked in (killed by signal 9)",
+    "terminates_its_process": "ended the process it worked in (killed by signal 15)",
+    "aborts": "ended the process it worked in (killed by signal 6)",
+    "reads_from_nowhere": "ended the process it worked in (killed by signal 11)",
+    "recurses": "raised RecursionError: maximum recursion depth exceeded",
+    "returns_text": "returned '1.0' for completion 1, expected a finite number, or None where it does not apply",
+    "returns_nan": "returned nan for completion 1",
+    "returns_infinity": "returned inf for completion 1",
+    "returns_what_float32_has_not": "returned 1e+39 for completion 1",
+    "returns_a_number_beyond_all_floats": "returned 1000000000",
+    "returns_a_dictionary_without_score": "returned {'reward': 1.0} for completion 1",
+    "returns_a_list": "returned [1.0, 2.0] for completion 1",
+    "returns_an_empty_tuple": "returned () for completion 1",
+    "returns_a_function": "returned <function returns_a_function at ",
+    "returns_a_lock": "returned <unlocked _thread.lock object at ",
+    "returns_complex": "returned 1j for completion 1",
+    "returns_a_class": "returned <class 'float'> for completion 1",
+    "returns_a_generator": "returned <generator object ",
+    "returns_a_pool": "returned <Lock(owner=",
+}
+FINE = {
+    "prints_a_gigabyte", "prints_to_stderr", "imports_torch", "forgets_a_thread", "changes_folder", "sees_a_gpu",
+    "sees_a_launcher", "uses_an_alarm",
+}  # fmt: skip
+
+
+def right(completions):
+    return [float(text == "right") for text in completions]
+
+
+@pytest.fixture(scope="module")
+def jury():
+    """Two functions: one that misbehaves where it is told to, and one in this process."""
+    skipped = RewardFunction(f"{FILE}:judge", name="skipped", timeout_s=LIMIT, on_error="skip", max_error_rate=1.0)
+    with Jury([skipped, RewardFunction(right)]) as jury:
+        offered(jury, ["right"])  # starts the processes
+        yield jury
+
+
+@pytest.fixture(scope="module")
+def patient():
+    """The same function with more time."""
+    zero = RewardFunction(f"{FILE}:judge", name="zero", timeout_s=60.0, on_error="zero", max_error_rate=1.0)
+    with pytest.MonkeyPatch.context() as patch, Jury([zero]) as jury:
+        patch.setenv("SLURM_JOB_ID", "1")
+        patch.setenv("RANK", "0")
+        offered(jury, ["right"])
+        yield jury
+
+
+def offered(jury, texts):
+    columns = {"prompts": ["p"] * len(texts), "completions": texts, "ground_truth": ["g"] * len(texts)}
+    return Scoring(jury).finish(columns)
+
+
+def told_of(jury, name, place=1):
+    """The fault of one function, in words."""
+    row = {"prompts": ["p"], "completions": [name], "ground_truth": ["g"]}
+    future = jury.submit(jury.rewards[0], row, [place])
+    return jury.outcomes(jury.rewards[0], [future])[0]
+
+
+def test_there_are_forty_misbehaviours():
+    source = FILE.read_text()
+    functions = set(re.findall(r"^def ([a-z]\w+)\(\):", source, re.MULTILINE))
+    assert HANGS | set(FAULTS) | FINE | {"returns_nothing"} == functions
+    assert len(functions) >= 40
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_and_the_next_completion_is_judged(jury, name):
+    found = told_of(jury, name)
+    assert found.told.startswith(FAULTS[name])
+    assert len(found.told) < 400
+    assert told_of(jury, "right").values == [1.0]
+
+
+@pytest.mark.parametrize("name", sorted(HANGS))
+def test_what_hangs_is_ended_and_holds_up_nothing_else(jury, name):
+    began = time.monotonic()
+    scores = offered(jury, ["right", name, "right"])
+    took = time.monotonic() - began
+    assert took < LIMIT + (5 if name == "ignores_the_end" else 3), took
+    values = scores.rewards["skipped"].tolist()
+    assert math.isnan(values[1])
+    assert values[::2] == [1, 1]
+    assert scores.rewards["right"].tolist() == [1, 0, 1]
+    assert scores.told["reward/skipped/timeouts"] == (1.0, 3.0)
+    assert scores.told["reward/skipped/errors"] == (0.0, 3.0)
+
+
+@pytest.mark.parametrize("name", sorted(FINE))
+def test_what_is_odd_but_no_fault_is_judged(patient, name):
+    scores = offered(patient, [name])
+    assert scores.rewards["zero"].tolist() == [1]
+    assert scores.told["reward/zero/errors"] == (0.0, 1.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of another's child")
+def test_what_a_function_started_ends_with_it(jury):
+    offered(jury, ["starts_a_process_and_waits"])
+    time.sleep(0.3)
+    running = [file.read_text().split("\0")[:2] for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
+    assert ["sleep", "1234"] not in running
+
+
+def test_what_is_printed_is_bounded(tmp_path, capfd):
+    with Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as jury:
+        assert offered(jury, ["prints_a_gigabyte", "prints_to_stderr"]).rewards["judge"].tolist() == [1, 1]
+    printed = capfd.readouterr()
+    assert 20_000 < len(printed.out) + len(printed.err) < 21_000
+    assert "printed too much" in printed.out
+    assert "printed too much" in printed.err
+
+
+def test_none_is_counted_as_not_applicable_and_faults_by_their_kind(jury, patient):
+    texts = ["right", "raises", "returns_nothing", "exits", "right", "right", "returns_nan", "right"]
+    one, other = offered(jury, texts), offered(patient, texts)
+    skipped, zero = one.rewards["skipped"].tolist(), other.rewards["zero"].tolist()
+    assert [math.isnan(value) for value in skipped] == [False, True, True, True, False, False, True, False]
+    assert [None if math.isnan(value) else value for value in zero] == [1, 0, None, 0, 1, 1, 0, 1]
+    for name, scores in (("skipped", one), ("zero", other)):
+        assert scores.told[f"reward/{name}/errors"] == (3.0, 8.0)
+        assert scores.told[f"reward/{name}/timeouts"] == (0.0, 8.0)
+        assert scores.told[f"reward/{name}/not_applicable"] == (1.0, 8.0)
+    assert one.told["reward/right/not_applicable"] == (0.0, 8.0)
+    assert "reward/right/errors" not in one.told  # a fault of it ends the run
+
+
+@pytest.mark.parametrize(("rate", "ends"), [(0.5, False), (0.49, True), (0.0, True)])
+def test_more_faults_than_the_rate_end_the_run(rate, ends):
+    def every_other(solution_str):
+        return 1 / (solution_str == "right")
+
+    jury = Jury([RewardFunction(every_other, on_error="skip", max_error_rate=rate)])
+    if not ends:
+        assert offered(jury, ["right", "wrong"]).rewards["every_other"][0] == 1
+        return
+    said = (
+        f"failed for 1 of 2 completions, more than its max_error_rate of {rate:g} allows; the first time it raised Zero"
+    )
+    with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
+        offered(jury, ["right", "wrong"])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_fault_in_another_process_ends_the_run_with_its_traceback():
+    with (
+        Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as jury,
+        pytest.raises(RuntimeError, match="reward function 'judge' raised KeyError: 'level'") as caught,
+    ):
+        offered(jury, ["right", "raises"])
+    trace = str(caught.value.__cause__)
+    assert "misbehaving.py" in trace
+    assert 'raise KeyError("level")' in trace
+    assert "lightning_rlhf" not in trace  # its author's own lines are what he can change
+
+
+def test_a_function_that_needs_longer_ends_the_run_unless_told_otherwise():
+    with (
+        Jury([RewardFunction(f"{FILE}:judge", timeout_s=0.5)]) as jury,
+        pytest.raises(RuntimeError, match=r"'judge' took longer than its timeout_s of 0.5 s"),
+    ):
+        offered(jury, ["sleeps"])
+
+
+def test_what_no_process_can_be_given_is_refused_before_the_run():
+    reward = RewardFunction(lambda completions: [1.0], name="mine", timeout_s=1.0)
+    with pytest.raises(ValueError, match=r"'mine' has a timeout_s, so it works in processes .* as file.py:name"):
+        reward.check([])
+
+
+def test_a_jury_that_was_closed_works_again():
+    jury = Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0), RewardFunction(right, per_sample=True)])
+    for _ in range(2):
+        assert offered(jury, ["right"]).rewards["judge"].tolist() == [1]
+        jury.close()
+    jury.close()

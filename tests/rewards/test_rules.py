@@ -79,3 +79,13 @@ def test_on_real_rows_the_answer_is_right_and_the_next_row_s_is_wrong():
     other = [float(one == two) for one, two in zip(results, [*results[1:], results[0]], strict=True)]
     assert gsm8k_strict([*answers[1:], answers[0]], answers) == other
     assert sum(other) < 0.05 * len(answers)
+
+
+@pytest.mark.parametrize("rule", [gsm8k_strict, gsm8k_lenient])
+def test_right_answers_are_plain_numbers_or_gsm8k_s_texts_under_either_name(rule):
+    found = rule(["#### 1,234"] * 3, ground_truth=["1234", "so\n#### 1,234", "12"])
+    assert found == [1, 1, 0]
+    assert rule(["#### 72"], answer=["72"]) == [1]
+    assert rule(["#### 72"], ground_truth=["72"], answer=["#### 1"]) == [1]
+    with pytest.raises(ValueError, match="need the right answers, as a column 'ground_truth' or 'answer'"):
+        rule(["#### 1"])

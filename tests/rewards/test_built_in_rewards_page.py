@@ -1,0 +1,46 @@
+"""docs/built_in_rewards.md: every YAML block makes its objects, and every reward of the table exists."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+
+PAGE = (Path(__file__).parents[2] / "docs/built_in_rewards.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+NAMED = re.findall(r"^\| `(\w+)\.(\w+)` \|", PAGE, re.MULTILINE)
+
+
+def made(block):
+    """What a configuration makes of the block."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--rewards", type=list[RewardFunction])
+    return parser.instantiate(parser.parse_object({"rewards": yaml.safe_load(block)})).rewards
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_each_block_makes_rewards_that_a_run_with_right_answers_accepts(block):
+    pytest.importorskip("math_verify")
+    pytest.importorskip("tenacity")
+    rewards = made(block)
+    assert rewards
+    assert len(rewards) == len(yaml.safe_load(block))
+    check_rewards(rewards, ["ground_truth", "data_source"])
+
+
+def test_every_reward_of_the_table_exists_and_is_shown():
+    assert len(NAMED) >= 16
+    for module, name in NAMED:
+        found = import_module(f"lightning_rlhf.rewards.{module}")
+        assert callable(getattr(found, name)), name
+        if module != "code":  # docs/sandbox.md shows it
+            assert any(f"lightning_rlhf.rewards.{module}.{name}" in block for block in BLOCKS), name
+
+
+def test_a_block_with_a_wrong_option_is_seen():
+    with pytest.raises(Exception, match="timeout_ms"):
+        made("- {function: {class_path: lightning_rlhf.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")

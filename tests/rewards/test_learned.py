@@ -1,0 +1,97 @@
+"""A reward model with a tokenizer of its own: its scores are the model's own on the text."""
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.learned import LearnedReward
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}"
+PROMPTS = ["ab", "b", "abcabcabc", "c", "aab"]
+TEXTS = ["c", "abcab", "a", "bb", "cab"]
+
+
+@pytest.fixture(params=["own padding", "no padding"])
+def path(request, tmp_path):
+    tokenizer = CharacterTokenizer("abc:;us").load()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=1,
+        initializer_range=0.5,
+        pad_token_id=tokenizer.pad_token_id if request.param == "own padding" else None,
+    )
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def own_scores(path, texts):
+    """The model's own score of each text alone."""
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    with torch.no_grad():
+        return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 20, 10_000])
+def test_scores_are_the_model_s_own_in_batches_of_any_size(path, batch_tokens):
+    found = LearnedReward(path, batch_tokens=batch_tokens)(PROMPTS, TEXTS)
+    own = own_scores(path, [prompt + text for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
+    torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
+    assert len({round(score, 4) for score in own}) == len(own)
+
+
+def test_messages_go_through_its_own_template(path):
+    found = RewardFunction(LearnedReward(path), messages=True)(prompts=PROMPTS, completions=TEXTS)
+    own = own_scores(path, [f"u:{prompt};a:{text};" for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
+    torch.testing.assert_close(found.tolist(), own, atol=1e-5, rtol=0)
+
+
+def test_of_a_text_that_is_too_long_the_end_is_scored(path):
+    (found,), (own,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
+    assert found == pytest.approx(own, abs=1e-5)
+
+
+def test_half_precision_is_near(path):
+    whole, half = LearnedReward(path)(PROMPTS, TEXTS), LearnedReward(path, dtype="bfloat16")(PROMPTS, TEXTS)
+    torch.testing.assert_close(half, whole, atol=0.1, rtol=0.1)
+    assert half != whole
+
+
+def test_nothing_is_loaded_before_the_first_call():
+    reward = LearnedReward("there/is/none")
+    assert not RewardFunction(reward).may_be_tried
+
+
+def test_what_is_no_reward_model_is_refused(path, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, ignore_mismatched_sizes=True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has 3 labels; a reward model has one"):
+        LearnedReward(str(tmp_path))(["a"], ["b"])
+    with pytest.raises(ValueError, match="batch_tokens must be at least 1, got 0"):
+        LearnedReward(path, batch_tokens=0)
+
+
+def test_a_language_model_without_a_head_is_refused(path, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(path).base_model
+    model.config.architectures, model.config.num_labels = None, 1
+    model.save_pretrained(tmp_path / "lm")
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "lm")
+    with pytest.raises(ValueError, match=r"is no trained reward model: it lacks \['score.weight'\]"):
+        LearnedReward(str(tmp_path / "lm"))(["a"], ["b"])
+
+
+def test_pickled_weights_are_not_read(path, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(path)
+    AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "pickled")
+    model.config.save_pretrained(tmp_path / "pickled")
+    torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        LearnedReward(str(tmp_path / "pickled"))(["a"], ["b"])

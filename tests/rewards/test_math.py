@@ -1,0 +1,276 @@
+"""Mathematics judged in processes that can be ended: verdicts, hostile answers, what happens when time runs out."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+math_verify = pytest.importorskip("math_verify")
+
+from lightning_rlhf.rewards import math_worker  # noqa: E402
+from lightning_rlhf.rewards.math import MathReward, gold_text  # noqa: E402
+
+GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
+RIGHT = [
+    ("72", "6 times 12 is\n#### 72"),
+    ("so 6*12\n#### 72", "72"),
+    ("1,234", "#### 1234"),
+    ("1234", r"\boxed{1,234}"),
+    ("5", "#### $5."),
+    ("18", "#### 18 dollars"),
+    ("18", "Answer: 18"),
+    (72, "72"),
+    ("-5", "#### -5"),
+    (r"\frac{1}{2}", "The answer is 1/2"),
+    (r"$\frac{1}{2}$", r"\boxed{0.5}"),
+    (r"\boxed{\frac{1}{2}}", r"$\dfrac12$"),
+    ("1/2", r"#### \frac{1}{2}"),
+    (r"x\n#### $\frac{1}{2}$", "0.5"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    ("(1,2)", r"\boxed{(1,2)}"),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}"),
+    (r"50\%", r"\boxed{50\%}"),
+    ("A", r"\boxed{A}"),
+    (r"\sqrt{2}", r"first \boxed{3}, no: \boxed{\sqrt 2}"),
+    ("5", r"\boxed{x=5}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
+]
+WRONG = [
+    ("72", "#### 71"),
+    ("72", ""),
+    ("72", "no number at all"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("A", r"\boxed{B}"),
+    ("0.333", r"\boxed{1/3}"),
+    ("12", r"\boxed{12"),
+    ("5", "#### 6, not 5"),
+    ("5", "5 or 6"),
+]
+PAYLOAD = "open({marker!r}, 'w').write('x')"
+
+
+@pytest.fixture(scope="module")
+def reward():
+    """One pool for the module."""
+    reward = MathReward()
+    yield reward
+    reward.close()
+
+
+def judged(reward, pairs):
+    return reward(completions=[answer for _, answer in pairs], ground_truth=[gold for gold, _ in pairs])
+
+
+def workers():
+    """Processes of all pools that are alive."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def resident(process):
+    """Bytes that a process has in memory, 0 once it has ended."""
+    try:
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def hostile(count, marker):
+    """Answers that are meant to hang, fill the memory or run code, each unlike the others."""
+    draw = random.Random(0)
+    code = PAYLOAD.format(marker=marker)
+    kinds = (
+        lambda n: rf"\boxed{{{n}^{{{n}^{{{n}^{{{n}}}}}}}}}",
+        lambda n: f"{n}**{n}**{n}**{n}",
+        lambda n: rf"\boxed{{{n}^{{10^{{{n}}}}}}}",
+        lambda n: rf"\boxed{{({n}0^8)!}}",
+        lambda n: rf"${n}0000000!!$",
+        lambda n: "{" * (100_000 + n),
+        lambda n: r"\boxed{" + "{" * (1000 + n) + "1" + "}" * (1000 + n) + "}",
+        lambda n: "(" * (3000 + n) + "1" + ")" * (3000 + n),
+        lambda n: r"\boxed{" * (5000 + n),
+        lambda n: str(n) * 100_000,
+        lambda n: rf"\boxed{{{'9' * (3000 + n)}^{{{'9' * 900}}}}}",
+        lambda n: rf"\boxed{{\binom{{{n}0^9}}{{{n}0^8}}}}",
+        lambda n: rf"\boxed{{\sum_{{k=1}}^{{{n}0^9}} k^k}}",
+        lambda n: rf"\boxed{{\int_0^\infty e^{{x^{{x^{n}}}}} dx}}",
+        lambda n: r"\frac{" * (1000 + n),
+        lambda n: rf"\boxed{{1e{n}999999999}}",
+        lambda n: f"__import__('builtins').{code} #{n}",
+        lambda n: rf"\boxed{{__import__('builtins').{code}+{n}}}",
+        lambda n: rf"${code}$ = {n}",
+        lambda n: f"answer is {n}*(lambda: {code})()",
+        lambda n: f"{n}+[c for c in ().__class__.__base__.__subclasses__()][0]({code})",
+        lambda n: rf"\boxed{{\text{{eval}}({code})^{n}}}",
+        lambda n: "1+" * (5000 + n) + "1",
+        lambda n: "\x00" * n + "\ud7ff" * n + r"\boxed{\u{0}}",
+    )
+    return [kinds[i % len(kinds)](draw.randint(13, 99)) for i in range(count)]
+
+
+def test_verdicts_by_hand(reward):
+    assert judged(reward, RIGHT) == [1.0] * len(RIGHT)
+    assert judged(reward, WRONG) == [0.0] * len(WRONG)
+
+
+def test_what_wrong_earns_is_said_by_the_option():
+    reward = MathReward(wrong=-1.0, workers=1)
+    assert judged(reward, [("1", "1"), ("1", "2")]) == [1.0, -1.0]
+    reward.close()
+
+
+def test_verdicts_are_math_verify_s_own_the_right_answer_first(reward):
+    golds = [
+        f"${text}$" for text in ("x < 3", "3", r"\frac{3}{4}", r"\{1,2,3\}", "x=2", r"(0,\infty)", r"\pi/4", "2^{10}")
+    ]
+    pairs = [(gold, answer.replace("$", "")) for gold in golds for answer in golds]
+    pairs = [(gold, rf"\boxed{{{answer}}}") for gold, answer in pairs]
+    own = [float(math_verify.verify(math_verify.parse(gold), math_verify.parse(answer))) for gold, answer in pairs]
+    assert judged(reward, pairs) == own
+    assert 0 < sum(own) < len(own)
+
+
+def test_an_asymmetric_pair_shows_the_order(reward):
+    """math-verify takes a bare value for a right equation, and not every set for a right relation."""
+    one, other = "$(1,2)$", r"$\{x : 1 < x < 2\}$"
+    forward = math_verify.verify(math_verify.parse(one), math_verify.parse(other))
+    backward = math_verify.verify(math_verify.parse(other), math_verify.parse(one))
+    assert judged(reward, [(one, other), (other, one)]) == [float(forward), float(backward)]
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
+def test_on_gsm8k_every_answer_is_right_and_the_next_row_s_is_wrong(reward):
+    answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert reward(answers, answers) == [1.0] * len(answers)
+    results = [answer.rpartition("#### ")[2].replace(",", "") for answer in answers]
+    shifted = [*answers[1:], answers[0]]
+    equal = [float(float(one) == float(two)) for one, two in zip(results, [*results[1:], results[0]], strict=True)]
+    assert reward(shifted, answers) == equal
+
+
+@pytest.mark.slow
+def test_hostile_answers_run_no_code_and_end_in_time_and_in_bounds(tmp_path):
+    """500 of them, and 12 honest ones in between, on two workers."""
+    marker = tmp_path / "executed"
+    answers = hostile(500, str(marker))
+    honest = set(range(20, 500, 40))
+    texts = [r"\boxed{12}" if i in honest else text for i, text in enumerate(answers)]
+    reward = MathReward(workers=2, memory_mb=512)
+    start, found, most = time.monotonic(), [], 0
+    before = set(workers())
+    thread = threading.Thread(target=lambda: found.extend(reward(texts, ["12"] * len(texts))))
+    thread.start()
+    while thread.is_alive():
+        ours = list(set(workers()) - before)
+        assert len(ours) <= 2
+        most = max([most, *(resident(child) for child in ours)])
+        thread.join(0.1)
+    took = time.monotonic() - start
+    reward.close()
+    assert took <= 60
+    assert 20 << 20 < most < 512 << 20
+    assert not marker.exists()
+    assert [i for i, value in enumerate(found) if value == 1.0] == sorted(honest)
+
+
+def test_what_is_cut_off_is_the_beginning_unless_the_answer_is_boxed(reward):
+    padding = "and so on " * 1000
+    assert judged(reward, [("7", padding + r"\boxed{7}"), ("7", r"\boxed{7}" + padding), ("7", "7 " + padding)]) == [
+        1,
+        1,
+        0,
+    ]
+
+
+@pytest.mark.parametrize(("on_timeout", "earned"), [("wrong", 0.0), ("skip", None)])
+def test_an_answer_that_takes_too_long_is_given_up_and_its_neighbours_are_not(on_timeout, earned):
+    reward = MathReward(timeout_s=0.3, on_timeout=on_timeout, workers=1)
+    reward(["1"], ["1"])
+    start = time.monotonic()
+    assert judged(reward, [("1", r"\boxed{9^{9^{9^{9}}}}"), ("2", "2"), ("3", "4")]) == [earned, 1.0, 0.0]
+    assert time.monotonic() - start < 3
+    reward.close()
+
+
+def test_a_worker_that_does_not_end_is_killed_and_replaced():
+    others = set(workers())
+    reward = MathReward(timeout_s=1.0, workers=1)
+    reward(["1"], ["1"])
+    pool = reward._running_pool()
+    (before,) = (worker.pid for worker in set(workers()) - others)
+    stop = threading.Timer(0.5, os.kill, (before, signal.SIGSTOP))  # neither an interrupt nor a polite request ends it
+    stop.start()
+    start = time.monotonic()
+    assert reward([r"\boxed{9^{9^{9^{9}}}}"], ["1"]) == [0.0]
+    assert time.monotonic() - start < 20
+    assert reward(["2"], ["2"]) == [1.0]
+    assert reward._running_pool() is pool
+    assert not psutil.pid_exists(before)
+    reward.close()
+
+
+def test_a_batch_ends_at_its_deadline():
+    reward = MathReward(timeout_s=5.0, batch_timeout_s=1.0, workers=1)
+    reward(["1"], ["1"])
+    start = time.monotonic()
+    assert reward([r"\boxed{9^{9^{9^{9}}}}"] * 40, ["1"] * 40) == [0.0] * 40
+    assert time.monotonic() - start < 5
+    reward.close()
+
+
+def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
+    script = (
+        "import os, resource\n"
+        "from lightning_rlhf.rewards import math_worker\n"
+        "math_worker.prepare(512)\n"
+        "assert not os.environ\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS)[0] == 512 << 20\n"
+        f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
+        "try:\n    file.write('x'); file.flush()\n"
+        "except OSError as error:\n    os._exit(7)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_verdict_that_is_interrupted_leaves_no_alarm_behind():
+    assert math_worker.verdict(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert math_worker.verdict(r"\boxed{1}", "1", 5.0) is True
+
+
+def test_right_answers_that_cannot_be_read_are_refused_not_scored_zero(reward):
+    with pytest.raises(ValueError, match="math-verify reads no answer from the data's"):
+        reward(["1"], [r"\boxed{}"])
+    assert gold_text("x\n#### $5") == r"\boxed{5}"
+
+
+def test_a_response_each(reward):
+    with pytest.raises(ValueError, match="zip"):
+        reward(["1"], ["1", "2"])
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "batch_timeout_s", "max_chars", "workers", "memory_mb"])
+def test_limits_are_positive(option):
+    with pytest.raises(ValueError, match=f"{option} must be positive, got 0"):
+        MathReward(**{option: 0})
+
+
+def test_without_math_verify_one_sentence_names_the_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'lightning-rlhf\[math\]'"):
+        MathReward()

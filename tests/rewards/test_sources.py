@@ -1,0 +1,53 @@
+"""A function for each source of data: who gets which completions."""
+
+import pytest
+
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.rules import gsm8k_strict
+from lightning_rlhf.rewards.sources import BySource
+from lightning_rlhf.rewards.text import ExactMatch
+
+
+def compute_score(solution_str, ground_truth, extra_info=None):
+    return {"score": -1.0 if solution_str != ground_truth else 1.0, "length": len(solution_str)}
+
+
+async def later(completions, level):
+    return [None if number == 0 else float(number) for number in level]
+
+
+SOURCES = ["openai/gsm8k", "wiki", "openai/gsm8k", "aime2024", "aime2025", "code"]
+TEXTS = ["#### 1", "Bern", "#### 3", "4", "x", "y"]
+TRUTHS = ["1", "bern", "2", "4", "5", "6"]
+
+
+def test_each_completion_is_judged_by_the_function_of_its_source():
+    reward = BySource({"openai/gsm8k": gsm8k_strict, "wiki": ExactMatch(), "aime*": compute_score, "*": later})
+    found = RewardFunction(reward)(
+        completions=TEXTS, prompts=TEXTS, data_source=SOURCES, ground_truth=TRUTHS, level=[7] * 6
+    )
+    assert found.tolist() == [1, 1, 0, 1, -1, 7]
+    zero = RewardFunction(reward)(completions=["a"], prompts=["a"], data_source=["x"], ground_truth=["a"], level=[0])
+    assert zero.isnan().all()
+
+
+def test_the_first_pattern_that_fits_is_taken():
+    reward = BySource({"a*": ExactMatch(), "*": gsm8k_strict})
+    assert reward(["x", "#### 1"], ["ab", "b"], ground_truth=["x", "1"]) == [1.0, 1.0]
+
+
+def test_a_source_without_a_function_is_said():
+    with pytest.raises(ValueError, match=r"no reward function for data_source 'wiki': there are \['openai/gsm8k'\]"):
+        BySource({"openai/gsm8k": gsm8k_strict})(TEXTS, SOURCES, ground_truth=TRUTHS)
+
+
+def test_without_sources_in_the_data_it_is_refused_before_the_run():
+    with pytest.raises(ValueError, match="needs 'data_source'"):
+        RewardFunction(BySource({"*": gsm8k_strict})).check(["ground_truth"])
+    with pytest.raises(ValueError, match="at least one pattern"):
+        BySource({})
+
+
+def test_it_judges_one_by_one_where_all_its_functions_do():
+    assert BySource({"*": ExactMatch()}).per_sample
+    assert not BySource({"a": ExactMatch(), "*": later}).per_sample

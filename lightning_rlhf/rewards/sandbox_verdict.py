@@ -46,8 +46,8 @@ class TextTest:
 
     Args:
         stdin: what it reads.
-        expected: what it must print. Whitespace at the ends of lines and of the text does not matter; where a word is
-            a number with a decimal point, one within 1e-6 will do.
+        expected: what it must print, line by line and word by word. Where a word is a number with a decimal point, one
+            within 1e-6 will do.
     """
 
     stdin: str
@@ -92,15 +92,11 @@ Test = TextTest | CallTest
 
 
 def same_text(said: str, expected: str) -> bool:
-    """Whether a text is the expected one, but for whitespace at the ends and the last digits of decimal numbers."""
-    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (said, expected))
-    if len(ours) != len(theirs):
+    """Whether a text has the expected words in the expected lines, but for the last digits of decimal numbers."""
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (said, expected))
+    if list(map(len, ours)) != list(map(len, theirs)):
         return False
-    return all(one == other or _same_words(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True))
-
-
-def _same_words(ours: list[str], theirs: list[str]) -> bool:
-    return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
+    return all(all(map(_same_word, *lines)) for lines in zip(ours, theirs, strict=True))
 
 
 def _same_word(one: str, expected: str) -> bool:

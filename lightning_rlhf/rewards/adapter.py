@@ -39,7 +39,7 @@ class RewardFunction:
         dry_call: whether it is tried on two made-up completions before the run.
     """
 
-    function: Callable[..., Any] | str
+    function: str | Callable[..., Any]  # in this order, or a configuration could not be written out again
     weight: float = 1.0
     name: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -57,8 +57,10 @@ class RewardFunction:
             raise ValueError(f"max_error_rate must lie in [0, 1], got {self.max_error_rate}")
         if self.timeout_s is not None and self.per_sample is False:
             raise ValueError("timeout_s is for one completion: leave per_sample out, or true")
-        if isinstance(self.function, str):
+        try:
             self.call  # noqa: B018 (what cannot be found is said now)
+        except ValueError as error:
+            raise ValueError(f"rewards.function: {error}") from error
 
     @cached_property
     def call(self) -> Call:

@@ -50,7 +50,7 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.data.addition.exactt"}],
-            "trainer.callbacks.rewards.function (RewardFunction): there is no 'exactt' in lightning_rlhf.data.addition; "
+            "rewards.function: there is no 'exactt' in lightning_rlhf.data.addition; "
             "did you mean 'exact'?",
         ),
     ],

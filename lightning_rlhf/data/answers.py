@@ -43,14 +43,14 @@ class AnswersDataModule(RowsDataModule):
             answer = messages_of(fields["completion"], "completion")
             return self.marked_messages(fields, [*prompt, *answer], "conversation", first=len(prompt))
         text = fields.text("completion")
-        return self.marked_text(*(self.split(text) if self.split_after else (self.prompt_of(fields)[0], text)))
+        prompt, answer = self.split(text) if self.split_after else (self.prompt_of(fields)[0], text)
+        return self.marked_text(self.ids(prompt), answer)
 
-    def marked_text(self, prompt: str, answer: str) -> Marked:
+    def marked_text(self, prompt_ids: list[int], answer: str) -> Marked:
         """A prompt and the answer behind it with its end token, which is what is marked."""
-        prompt_ids = self.ids(prompt)
         ids = [*prompt_ids, *self.ids(answer), self.tokenizer.eos_token_id]
         start = max(len(prompt_ids), 1)
-        return Marked(ids, [place >= start for place in range(len(ids))])
+        return Marked(ids, [False] * start + [True] * (len(ids) - start))
 
     def marked_messages(self, fields: Fields, messages: Sequence[Message], what: str, first: int = 0) -> Marked:
         """A conversation with what an assistant said in it marked.

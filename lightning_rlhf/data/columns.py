@@ -133,13 +133,15 @@ class Columns:
             if ours is not None:
                 names[ours] = self.given[ours]
                 continue
-            there = {pair: _found(row, pair[1]) for pair in question if pair[1] not in claimed}
-            there = {pair: value for pair, value in there.items() if value is not _NOTHING}
-            # Formats whose rows share one set of columns hold null where others hold something.
-            filled = [pair for pair, value in there.items() if value is not None]
+            filled, empty = [], []
+            for pair in question:
+                value = _NOTHING if pair[1] in claimed else _found(row, pair[1])
+                if value is not _NOTHING:
+                    # Formats whose rows share one set of columns hold null where others hold something.
+                    (empty if value is None else filled).append(pair)
             if len(filled) > 1:
                 raise AmbiguousColumns(_which(filled))
-            names.update((filled or list(there))[:1])
+            names.update((filled or empty)[:1])
         return Fields(row, names)
 
     def rest(self, fields: Fields, but: Sequence[str]) -> dict[str, Any]:

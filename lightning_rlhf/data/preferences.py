@@ -43,7 +43,8 @@ class PreferenceDataModule(AnswersDataModule):
             (prompt, chosen), (other, rejected) = self.split(chosen), self.split(rejected)
             if prompt != other:
                 raise BadRow("chosen and rejected answer different prompts")
-        return self.marked_text(prompt, chosen), self.marked_text(prompt, rejected)
+        prompt_ids = self.ids(prompt)
+        return self.marked_text(prompt_ids, chosen), self.marked_text(prompt_ids, rejected)
 
     def _of_messages(self, fields: Fields) -> tuple[Marked, Marked]:
         chosen, rejected = (messages_of(fields[name], name) for name in ("chosen", "rejected"))

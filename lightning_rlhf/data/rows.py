@@ -34,6 +34,8 @@ class RowReport:
         dropped: reason to number of rows.
         cut: what was cut to fit, to number of rows; they are in use.
         understood: which column was taken for what, to number of rows in use.
+        bad: how many of the dropped rows are faults of the data; the others are left out on purpose.
+        first_bad: where the first of them stand, and why they cannot be used.
     """
 
     name: str
@@ -41,6 +43,23 @@ class RowReport:
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     understood: Counter[str] = field(default_factory=Counter)
+    bad: int = 0
+    first_bad: list[str] = field(default_factory=list)
+
+    def drop(self, where: str, reason: BadRow) -> None:
+        """Count a row that is not used."""
+        self.dropped[reason.kind] += 1
+        if isinstance(reason, LeftOut):
+            return
+        self.bad += 1
+        if len(self.first_bad) < _SHOWN:  # a file may hold millions of bad rows
+            self.first_bad.append(f"{where}: {reason}")
+
+    def refusal(self) -> str:
+        """What is said where bad rows end a run."""
+        more = [f"... and {self.bad - len(self.first_bad)} more"] if self.bad > len(self.first_bad) else []
+        said = f"{self.name}: {self.bad} of {self.kept + self.dropped.total()} rows cannot be used"
+        return "\n  ".join([f"{said} (on_bad_row: skip leaves them out):", *self.first_bad, *more])
 
     def __str__(self) -> str:
         read = self.kept + sum(self.dropped.values())
@@ -161,9 +180,7 @@ def use_rows(
         ValueError: bad rows and ``on_bad_row`` is ``error``; no row is left; or a column could be meant by two names.
     """
     items: list[_Item] = []
-    shown: list[str] = []
     report = RowReport(name) if report is None else report
-    bad = 0
     with ExitStack() as open_files:
         notes = None if bad_rows is None else open_files.enter_context(open(bad_rows, "a", encoding="utf-8"))
         for where, row in as_rows(source).rows():
@@ -175,21 +192,13 @@ def use_rows(
             except AmbiguousColumns as error:
                 raise ValueError(f"{name}: {where}: {error}") from error
             except BadRow as reason:
-                report.dropped[reason.kind] += 1
-                bad += not isinstance(reason, LeftOut)
-                if len(shown) < _SHOWN and not isinstance(reason, LeftOut):  # a file may hold millions of bad rows
-                    shown.append(f"\n  {where}: {reason}")
+                report.drop(where, reason)
                 if notes is not None:
                     held = None if isinstance(row, BadRow) else dict(row)
                     json.dump({"where": where, "why": str(reason), "row": held}, notes, default=str)
                     notes.write("\n")
-    if bad and on_bad_row == "error":
-        more = f"\n  ... and {bad - len(shown)} more" if bad > len(shown) else ""
-        listed = "" if bad_rows is None else f"\n  all of them are in {bad_rows}"
-        raise ValueError(
-            f"{name}: {bad} of {report.kept + report.dropped.total()} rows cannot be used "
-            f"(on_bad_row: skip leaves them out):{''.join(shown)}{more}{listed}"
-        )
+    if report.bad and on_bad_row == "error":
+        raise ValueError(report.refusal() + ("" if bad_rows is None else f"\n  all of them are in {bad_rows}"))
     if not items:
         raise ValueError(f"{report}: nothing is left to use")
     return items, report

@@ -1,0 +1,221 @@
+"""What an assistant said is marked, whoever says where: the template's marks, or what it renders turn by turn."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from lightning_rlhf.data.chat import Chat, chat_of, common_prefix, messages_of
+from lightning_rlhf.data.columns import TEMPLATE, Columns
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
+from tests.data.rows_given import LETTERS, Given, first_batch, said_of
+from tests.helpers import properties
+
+MARKED = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As models with thoughts do: of all answers but the last, what stands before the colon is left out.
+FORGETFUL = PLAIN.replace(
+    "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
+)
+ENDLESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ALPHABET = LETTERS + "é✓/"
+
+
+def characters(template):
+    tokenizer = CharacterTokenizer(ALPHABET).load()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory):
+    """Byte pairs, so that tokens do not end where messages do by themselves."""
+    path = tmp_path_factory.mktemp("data") / "x.csv"
+    path.write_text("text\n" + "\n".join(["assistant user who are you? me and you ✓ é\t\n  yes"] * 20))
+    return BytePairTokenizer(str(path), vocab_size=400).load()
+
+
+def said(*contents, roles=("user", "assistant")):
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def marked_parts(tokenizer, messages, **how):
+    """The text, and each part of it that is marked."""
+    ids, marks = Chat(tokenizer, **how).marked(messages, "conversation")
+    parts, before = [], False
+    for token, mark in zip(ids, marks, strict=True):
+        if mark and not before:
+            parts.append([])
+        if mark:
+            parts[-1].append(token)
+        before = mark
+    return tokenizer.decode(ids), [tokenizer.decode(part) for part in parts]
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
+def test_every_turn_of_the_assistant_is_marked_with_its_end_and_nothing_else(template):
+    text, parts = marked_parts(characters(template), said("who?", "me", "and?", "you"))
+    assert text == "<s>user\nwho?</s>\n<s>assistant\nme</s>\n<s>user\nand?</s>\n<s>assistant\nyou</s>"
+    assert parts == ["me</s>", "you</s>"]
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
+def test_what_follows_the_last_answer_is_left_away(template):
+    text, parts = marked_parts(characters(template), said("who?", "me", "thanks"))
+    assert text.endswith("me</s>")
+    assert parts == ["me</s>"]
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["with marks", "without"])
+def test_only_messages_from_the_first_on_are_marked(template):
+    messages = said("who?", "me", "and?", "you")
+    tokenizer = characters(template)
+    ids, marks = Chat(tokenizer).marked(messages, "conversation", first=2)
+    assert tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark]) == "you</s>"
+    with pytest.raises(BadRow, match="no message of the conversation is an assistant's"):
+        Chat(tokenizer).marked(messages, "conversation", first=4)
+
+
+def test_a_template_without_end_tokens_is_given_one_which_is_learnt():
+    text, parts = marked_parts(characters(ENDLESS), said("who?", "me"))
+    assert (text, parts) == ("user: who?|assistant: me|</s>", ["me|</s>"])
+
+
+def test_an_end_token_behind_the_marks_stays_and_is_not_learnt_as_the_template_says():
+    template = MARKED.replace("{{ m.content + '</s>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}</s>")
+    text, parts = marked_parts(characters(template), said("who?", "me"))
+    assert (text, parts) == ("<s>user\nwho?</s>\n<s>assistant\nme</s>", ["me"])
+
+
+def test_a_template_that_renders_earlier_turns_differently_is_said_to():
+    reason = (
+        "the chat template renders message 1 of the conversation differently when others follow, so what the assistant "
+        "said cannot be told: give one with {% generation %} marks"
+    )
+    with pytest.raises(BadRow) as caught:
+        marked_parts(characters(FORGETFUL), said("who?", "hm:me", "and?", "oh:you"))
+    assert str(caught.value) == reason
+    assert marked_parts(characters(FORGETFUL), said("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
+
+
+talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)
+
+
+@properties
+@given(talks, st.booleans())
+def test_marks_are_those_of_transformers_where_the_template_has_them_and_where_it_has_not(bytes_tokenizer, talk, whole):
+    messages = said(*talk)
+    tokenizer = characters(MARKED) if whole else bytes_tokenizer
+    tokenizer.chat_template = MARKED
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    expected_ids, expected = theirs["input_ids"], [mark == 1 for mark in theirs["assistant_masks"]]
+    for template in (MARKED, PLAIN):
+        tokenizer.chat_template = template
+        ids, marks = Chat(tokenizer).marked(messages, "conversation")
+        assert ids == expected_ids[: len(ids)]
+        assert marks == expected[: len(ids)]
+        assert not any(expected[len(ids) :])
+        assert ids[-1] == tokenizer.eos_token_id
+
+
+def fields(**row):
+    return Columns({}, TEMPLATE).find(row)
+
+
+def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
+    tokenizer = characters("{{ mood }} {{ tools[0].name }}{% for m in messages %} {{ m.content }}{% endfor %}")
+    messages = said("hi")
+    for tools in ([{"name": "clock"}], '[{"name": "clock"}]'):
+        assert chat_of(tokenizer, fields(tools=tools), {"mood": "glad"}).render(messages, "prompt") == "glad clock hi"
+    own = fields(tools=[{"name": "clock"}], chat_template_kwargs={"mood": "sad"})
+    assert chat_of(tokenizer, own, {"mood": "glad"}).render(messages, "prompt") == "sad clock hi"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"tools": "{"}, "tools is no JSON"),
+        ({"tools": ["clock"]}, "tools holds something else than a list of JSON schemas"),
+        ({"tools": 3}, "tools holds something else"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs holds list, expected names with values"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs may not set 'tokenize'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs may not set 'chat_template'"),
+    ],
+)
+def test_tools_and_variables_that_no_template_takes(row, reason):
+    with pytest.raises(BadRow, match=reason):
+        chat_of(characters(PLAIN), fields(**row), {})
+
+
+def test_variables_of_the_configuration_may_not_change_the_call_either():
+    with pytest.raises(ValueError, match="chat_template_kwargs may not set 'add_generation_prompt'"):
+        ConversationDataModule("x", "y", chat_template_kwargs={"add_generation_prompt": True})
+
+
+def test_messages_from_and_value_are_given_their_usual_names():
+    given = [{"from": "system", "value": "be good"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    roles = ["system", "user", "assistant"]
+    assert [message["role"] for message in messages_of(given, "conversation")] == roles
+    assert messages_of({"from": "observation", "value": "3"}, "x") == [{"role": "tool", "content": "3"}]
+
+
+def test_a_call_of_a_tool_needs_no_content_and_nulls_are_no_keys():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}], "name": None}
+    assert messages_of([call], "x") == [{"role": "assistant", "content": "", "tool_calls": [{"name": "clock"}]}]
+
+
+@pytest.mark.parametrize("speaker", ["cat", None, ["human"], 3])
+def test_unknown_speakers(speaker):
+    with pytest.raises(BadRow, match=r"expected one of .*'gpt', 'human'"):
+        messages_of([{"from": speaker, "value": "x"}], "conversation")
+
+
+def test_conversations_share_what_they_begin_with():
+    one, other = said("a", "b", "c", "d"), said("a", "b", "c", "e")
+    assert [common_prefix(one, other), common_prefix(one, one), common_prefix(one, one[:2])] == [3, 4, 2]
+
+
+class Plain:
+    """Characters with a chat template, as a row source of tokens."""
+
+    def load(self):
+        return characters(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": said("who?", "me")},
+        {"conversations": [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "me"}]},
+        {"prompt": said("who?"), "completion": [{"role": "assistant", "content": "me"}]},
+        {"prompt": said("who?"), "completion": {"role": "assistant", "content": "me"}},
+        {"messages": said("who?", "me"), "prompt": "who?", "completion": None},
+    ],
+)
+def test_all_formats_of_a_conversation_give_the_same_batch(row):
+    module = ConversationDataModule(Given((row,)), Plain(), batch_size=1)
+    module.setup("fit")
+    batch = first_batch(module)
+    assert module.tokenizer.decode(batch.input_ids[0]) == "<s>user\nwho?</s>\n<s>assistant\nme</s>"
+    assert module.tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]]) == "me</s>"
+
+
+def test_answers_in_messages_and_their_prompt_in_text_do_not_fit():
+    row = {"prompt": "who?", "completion": said("who?", "me")[1:]}
+    assert "given:1: every message of a prompt needs 'role'" in said_of(ConversationDataModule, row, chat=True)
+
+
+def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypatch):
+    tokenizer = characters(PLAIN)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
+        Chat(tokenizer).marked(said("who?", "me"), "conversation")

@@ -1,0 +1,171 @@
+"""The columns of TRL, verl and others are found; what is given explicitly wins; what could be two things is asked."""
+
+import pytest
+
+from lightning_rlhf.data.columns import ABOUT, ANSWER, PROMPT, AmbiguousColumns, Columns, lookup
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.row import BadRow, TextRow
+from tests.data.rows_given import first_batch, module_of, said_of
+
+USER = [{"role": "user", "content": "why"}]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": USER,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0, "answer": "so 72"},
+}
+
+
+def prompts(*rows, **kwargs):
+    return first_batch(module_of(PromptDataModule, *rows, chat=True, batch_size=len(rows), **kwargs))
+
+
+def test_a_row_of_verl_is_understood_and_every_column_of_it_reaches_rewards():
+    batch = prompts(VERL)
+    assert batch.texts == ["user: why|assistant:"]
+    assert batch.messages == [USER]
+    rest = {name: [value] for name, value in VERL.items() if name != "prompt"}
+    assert batch.columns == {**rest, "ground_truth": ["72"]}
+
+
+@pytest.mark.parametrize("name", ["ground_truth", "answer", "solution", "label"])
+def test_the_right_answer_is_found_under_each_of_its_names_and_keeps_its_own(name):
+    assert prompts({"prompt": "why", name: "so"}).columns == {name: ["so"], "ground_truth": ["so"]}
+
+
+def test_rows_of_different_formats_are_understood_side_by_side():
+    batch = prompts({"prompt": "how", "answer": "so"}, VERL)
+    assert batch.columns["ground_truth"] == ["so", "72"]
+    assert batch.columns["data_source"] == [None, "openai/gsm8k"]
+    assert batch.messages == [[], USER]
+    assert batch[:1].messages == [[]]
+
+
+def test_prompts_of_text_have_no_messages():
+    assert prompts({"prompt": "why"}, {"prompt": "how"}).messages == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*USER, {"role": "assistant", "content": "so"}]},
+        {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}]},
+        {"chosen": [*USER, {"role": "assistant", "content": "so"}]},
+        {
+            "chosen": [*USER, {"role": "assistant", "content": "so"}, {"role": "user", "content": "oh"}],
+            "rejected": [*USER, {"role": "assistant", "content": "no"}, {"role": "user", "content": "oh"}],
+        },
+    ],
+)
+def test_the_last_answer_of_a_conversation_is_left_away(row):
+    batch = prompts(row)
+    assert (batch.texts, batch.messages) == (["user: why|assistant:"], [USER])
+    assert "messages" not in batch.columns
+
+
+def test_a_conversation_that_an_assistant_begins_is_no_prompt():
+    row = {"messages": [{"role": "assistant", "content": "so"}]}
+    assert "given:1: the conversation begins with an assistant" in said_of(PromptDataModule, row, chat=True)
+
+
+def test_what_is_given_wins_and_dots_lead_into_nested_values():
+    columns = {"prompt": "extra_info.question", "ground_truth": "extra_info.answer", "level": "extra_info.level"}
+    row = {"answer": "no", "solution": "no", "extra_info": {"question": "why", "answer": "so", "level": 3}}
+    batch = prompts(row, columns=columns)
+    assert batch.texts == ["why"]
+    assert batch.columns == {**{name: [value] for name, value in row.items()}, "ground_truth": ["so"], "level": [3]}
+
+
+def test_a_column_whose_name_has_a_dot_is_meant_before_a_nested_value():
+    assert lookup({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
+    assert lookup({"a": {"b": {"c": 2}}}, "a.b.c") == 2
+    with pytest.raises(BadRow, match=r"no column 'a.x', only \['a'\]"):
+        lookup({"a": {"b": 2}}, "a.x")
+
+
+def test_a_column_that_is_given_and_missing_makes_a_bad_row():
+    row = {"prompt": "why", "reward_model": {}}
+    said = said_of(PromptDataModule, row, columns={"ground_truth": "reward_model.ground_truth"})
+    assert "given:1: no column 'reward_model.ground_truth', only ['prompt', 'reward_model']" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "question", "settled"),
+    [
+        (
+            PromptDataModule,
+            {"prompt": "why", "answer": "so", "solution": "no"},
+            "both 'answer' and 'solution' could be the ground_truth; say which, under data.init_args: "
+            "'columns: {ground_truth: answer}' or 'columns: {ground_truth: solution}'",
+            {"ground_truth": "answer"},
+        ),
+        (
+            PromptDataModule,
+            {"prompt": "why", "messages": USER},
+            "both 'prompt' and 'messages' could be the prompt; say which, under data.init_args: "
+            "'columns: {prompt: prompt}' or 'columns: {messages: messages}'",
+            {"messages": "messages"},
+        ),
+        (
+            ConversationDataModule,
+            {"prompt": "why", "completion": "so", "messages": [*USER, {"role": "assistant", "content": "so"}]},
+            "both 'completion' and 'messages' could be the answer; say which, under data.init_args: "
+            "'columns: {completion: completion}' or 'columns: {messages: messages}'",
+            {"completion": "completion"},
+        ),
+    ],
+)
+def test_what_could_be_two_things_is_asked_even_where_bad_rows_are_skipped(kind, row, question, settled):
+    for on_bad_row in ("error", "skip"):
+        said = said_of(kind, row, chat=True, on_bad_row=on_bad_row)
+        assert said == f"train data: given:1: {question}"
+    module_of(kind, row, chat=True, columns=settled)
+
+
+def test_null_is_no_second_answer():
+    row = {"prompt": "why", "answer": None, "solution": "so", "messages": None}
+    assert Columns({}, (PROMPT, *ABOUT)).find(row).names == {"prompt": "prompt", "ground_truth": "solution"}
+
+
+def test_two_columns_for_one_thing_are_refused_before_anything_is_read():
+    with pytest.raises(ValueError, match="columns gives both 'completion' and 'messages', of which only one"):
+        Columns({"completion": "a", "messages": "b"}, (ANSWER,))
+
+
+def test_a_renamed_column_is_no_candidate_for_anything_else():
+    row = {"prompt": "why", "answer": "so", "solution": "no"}
+    found = Columns({"hint": "answer"}, (PROMPT, *ABOUT))
+    assert found.find(row).names["ground_truth"] == "solution"
+    assert found.rest(found.find(row), but=("prompt",)) == {"hint": "so", "solution": "no", "ground_truth": "no"}
+
+
+def test_the_error_is_of_a_kind_of_its_own_so_that_it_is_never_skipped():
+    with pytest.raises(AmbiguousColumns):
+        Columns({}, ABOUT).find({"answer": 1, "label": 2})
+    assert not issubclass(AmbiguousColumns, BadRow)
+
+
+def test_numbers_and_flags_come_as_text_from_formats_without_types_and_only_from_those():
+    columns = Columns({}, ((("label", "label"),),))
+    for value, flag in (("true", True), ("False", False), ("1", True), ("0 ", False)):
+        assert columns.find(TextRow(label=value)).flag("label") is flag
+        with pytest.raises(BadRow, match=f"label holds '{value}', expected true or false"):
+            columns.find({"label": value}).flag("label")
+    assert columns.find(TextRow(label="1.5")).number("label") == 1.5
+    with pytest.raises(BadRow, match="label holds 'much', expected a number"):
+        columns.find(TextRow(label="much")).number("label")
+    for value in (0.5, None, "yes", [1], 2):
+        with pytest.raises(BadRow, match="expected true or false"):
+            columns.find({"label": value}).flag("label")
+
+
+def test_what_was_understood_is_counted():
+    rows = [{"prompt": "why", "answer": "so"}, {"prompt": "how", "answer": "so"}, VERL]
+    module = module_of(PromptDataModule, *rows, chat=True)
+    assert module.reports["train"].understood == {
+        "prompt <- prompt (text), ground_truth <- answer (text)": 2,
+        "prompt <- prompt (messages), ground_truth <- reward_model.ground_truth (text), "
+        "data_source <- data_source (text), extra_info <- extra_info (dict)": 1,
+    }

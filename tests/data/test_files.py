@@ -1,0 +1,187 @@
+"""Files of every kind, here and behind URLs, are read as what they are, each row with the line it stands on."""
+
+import gzip
+import json
+
+import fsspec
+import pytest
+
+from lightning_rlhf.data.files import Files, expand
+from lightning_rlhf.data.rows import HubDataset, InMemory, Several, as_rows
+
+ROWS = [{"text": "a"}, {"text": "b\nc"}, {"text": "é"}]
+
+
+def read(*paths):
+    return list(Files(tuple(str(path) for path in paths)).rows())
+
+
+def texts(source):
+    return [row["text"] for _, row in as_rows(source).rows()]
+
+
+def lines(path):
+    return [int(where.removeprefix(f"{path}:")) for where, _ in read(path)]
+
+
+def test_a_json_array_on_any_number_of_lines(tmp_path):
+    path = tmp_path / "x.json"
+    for text, expected in (
+        (json.dumps(ROWS), [1, 1, 1]),
+        (json.dumps(ROWS, indent=2), [2, 5, 8]),
+        ("\n\n[\n" + ",\n\n".join(map(json.dumps, ROWS)) + "]\n\n", [4, 6, 8]),
+        ("[]", []),
+        ("", []),
+    ):
+        path.write_text(text)
+        assert [row for _, row in read(path)] == ROWS[: len(expected)]
+        assert lines(path) == expected
+
+
+def test_a_json_file_may_hold_json_lines_of_which_a_broken_one_costs_itself_alone(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{broken\n{"text": "a"}\n\n{"text": "b"}\n')
+    assert lines(path) == [1, 2, 4]
+    assert next(str(row) for _, row in read(path)).startswith("not JSON")
+
+
+def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text("\n".join(json.dumps(row, indent=2) for row in ROWS))
+    assert [row for _, row in read(path)] == ROWS
+    assert lines(path) == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"text": "a"},\n{"text": }\n]', "in the row that begins at line 2: Expecting value; of a .jsonl file only"),
+        ('[{"text": "a"},\n{"text": "b"}', "the array does not end with the file"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "the array does not end with the file"),
+        ('[{"text": "a"}, {"te', "in the row that begins at line 1: Unterminated string"),
+    ],
+)
+def test_a_broken_array_is_not_read_half(tmp_path, text, reason):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^cannot read '.*x.json': JSON parse error") as caught:
+        read(tmp_path / "x.json")
+    assert reason in str(caught.value)
+
+
+def test_csv_cells_are_text_and_may_hold_lines_quotes_and_commas(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes('\ufefftext, more\r\n007,1e3\r\n"a\n""b"", c",\r\n\r\né,"x"\n'.encode())
+    assert read(path) == [
+        (f"{path}:2", {"text": "007", "more": "1e3"}),
+        (f"{path}:3", {"text": 'a\n"b", c', "more": ""}),
+        (f"{path}:6", {"text": "é", "more": "x"}),
+    ]
+
+
+def test_a_quote_that_is_never_closed_costs_one_row_of_a_csv_file(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('text,more\na,"b\nc,d\n"e",f\ng,"h\ni"\nj,"k\n')
+    found = {where: dict(row) if isinstance(row, dict) else str(row) for where, row in read(path)}
+    broken = "not CSV: a quote is opened and not closed"
+    assert list(found.items()) == [
+        (f"{path}:2", broken),
+        (f"{path}:3", {"text": "c", "more": "d"}),
+        (f"{path}:4", {"text": "e", "more": "f"}),
+        (f"{path}:5", {"text": "g", "more": "h\ni"}),
+        (f"{path}:7", "not CSV: unexpected end of data"),
+    ]
+
+
+def test_a_cell_longer_than_what_python_allows_by_itself(tmp_path):
+    (tmp_path / "x.csv").write_text("text\n" + "a" * 200_000 + "\n")
+    assert len(read(tmp_path / "x.csv")[0][1]["text"]) == 200_000
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [('"text\na\n', "the header in line 1: not CSV"), ("text,text\na,b\n", "two columns have the same name")],
+)
+def test_a_broken_header_is_said(tmp_path, header, reason):
+    (tmp_path / "x.csv").write_text(header)
+    with pytest.raises(ValueError, match=rf"^cannot read '.*x.csv': {reason}"):
+        read(tmp_path / "x.csv")
+
+
+def test_parquet_rows_have_numbers_over_all_batches_and_keep_their_types(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"{i}", "about": {"level": i, "tags": ["x"]}} for i in range(70_000)]
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = read(path)
+    assert [row for _, row in found] == rows
+    assert [found[i][0] for i in (0, 69_999)] == [f"{path}[0]", f"{path}[69999]"]
+    path.write_bytes(b"PAR1 no parquet PAR1")
+    with pytest.raises(ValueError, match=r"^cannot read '.*x.parquet': ") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_compressed_files(tmp_path):
+    with gzip.open(tmp_path / "x.jsonl.gz", "wt") as file:
+        file.write('{"text": "a"}\n')
+    assert read(tmp_path / "x.jsonl.gz") == [(f"{tmp_path}/x.jsonl.gz:1", {"text": "a"})]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three parts of a data set, and what does not belong to it."""
+    for name, row in zip(("b.jsonl", "a.json", "c.csv"), ROWS, strict=True):
+        (tmp_path / name).write_text("text\nd\n" if name.endswith("csv") else json.dumps(row))
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "x.jsonl").write_text('{"text": "deep"}')
+    return tmp_path
+
+
+def test_directories_patterns_and_lists_are_read_in_order(folder, monkeypatch):
+    assert texts(str(folder)) == ["b\nc", "a", "d"]
+    assert texts(f"{folder}/*.json*") == ["b\nc", "a"]
+    assert texts(f"{folder}/**/*.jsonl") == ["a", "deep"]
+    assert texts([f"{folder}/c.csv", f"{folder}/a.json", InMemory([{"text": "z"}])]) == ["d", "b\nc", "z"]
+    monkeypatch.chdir(folder)
+    assert [where for where, _ in as_rows("deeper").rows()] == ["deeper/x.jsonl:1"]
+    monkeypatch.setenv("HOME", str(folder))
+    assert texts("~/c.csv") == ["d"]
+
+
+def test_parts_of_different_splits_are_not_mixed_by_a_directory(folder):
+    (folder / "train-00000-of-00001.jsonl").write_text('{"text": "a"}')
+    (folder / "contest.jsonl").write_text('{"text": "a"}')
+    assert len(texts(str(folder))) == 5
+    (folder / "test-00000-of-00001.jsonl").write_text('{"text": "b"}')
+    with pytest.raises(ValueError, match=r"holds files of several splits, 'train-.*' and 'test-.*': name the files"):
+        as_rows(str(folder))
+    assert texts(f"{folder}/train*") == ["a"]
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValueError, match="the list of data is empty"):
+        as_rows([])
+
+
+def test_a_list_may_name_hub_ids_and_files(folder):
+    sources = as_rows(["some/hub-id", f"{folder}/c.csv"])
+    assert isinstance(sources, Several)
+    assert sources.sources == [HubDataset("some/hub-id"), Files((f"{folder}/c.csv",))]
+
+
+def test_urls_that_fsspec_knows(folder):
+    memory = fsspec.filesystem("memory")
+    for name in ("a.json", "b.jsonl"):
+        memory.pipe(f"/data/{name}", (folder / name).read_bytes())
+    assert texts("memory://data/b.jsonl") == ["a"]
+    assert texts("memory://data") == texts("memory://data/*") == ["b\nc", "a"]
+    assert expand("memory://data/*.jsonl") == ["memory:///data/b.jsonl"]
+    with pytest.raises(FileNotFoundError, match=r"no data at 'memory://data/none.jsonl'"):
+        as_rows("memory://data/none.jsonl")
+
+
+def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
+    with pytest.raises(ValueError, match=r"^cannot read 'nowhere://x/y.jsonl': ") as caught:
+        as_rows("nowhere://x/y.jsonl")
+    assert "\n" not in str(caught.value)

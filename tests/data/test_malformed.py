@@ -1,0 +1,206 @@
+"""Rows broken in twenty ways, a thousand of each: every one is reported with its place, and every good one is used."""
+
+import csv
+import io
+import json
+import tempfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.data.columns import AmbiguousColumns
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.files import Files
+from lightning_rlhf.data.preferences import PreferenceDataModule
+from lightning_rlhf.data.row import BadRow
+from tests.data.rows_given import Letters
+from tests.helpers import properties
+
+TIMES = 1000
+LIMIT = 40
+
+# -- what can be wrong with a row that is one by its format: what it holds, what is said of it -------------------
+
+PROMPT = {"prompt": "who?", "completion": " me"}
+NO_TEXT = "expected text"
+NO_MESSAGE = "needs 'role' and text in 'content'"
+BROKEN = {
+    "number for a row": (7, "a JSON int, expected an object"),
+    "text for a row": ("who?", "a JSON str, expected an object"),
+    "null for a row": (None, "a JSON NoneType, expected an object"),
+    "list for a row": ([PROMPT], "a JSON list, expected an object"),
+    "empty row": ({}, "no column 'completion', only []"),
+    "no prompt": ({"completion": "me"}, "no column 'prompt'"),
+    "no completion": ({"prompt": "who?"}, "no column 'completion'"),
+    "misspelt column": ({"promt": "who?", "completion": "me"}, "no column 'prompt', only ['completion', 'promt']"),
+    "null prompt": ({**PROMPT, "prompt": None}, "column 'prompt' holds null"),
+    "null completion": ({**PROMPT, "completion": None}, "column 'completion' holds null"),
+    "number for a prompt": ({**PROMPT, "prompt": 3}, "column 'prompt' holds int, " + NO_TEXT),
+    "NaN for a prompt": ({**PROMPT, "prompt": float("nan")}, "column 'prompt' holds float, " + NO_TEXT),
+    "bool for a completion": ({**PROMPT, "completion": True}, "column 'completion' holds bool, " + NO_TEXT),
+    "empty prompt": ({**PROMPT, "prompt": ""}, "column 'prompt' is empty"),
+    "blank completion": ({**PROMPT, "completion": " \n\t"}, "column 'completion' is empty"),
+    "half a surrogate pair": ({**PROMPT, "prompt": "a\ud800"}, "column 'prompt' is not valid UTF-8"),
+    "too long": ({**PROMPT, "prompt": "a" * 99}, "the text has 103 tokens, the limit is 40"),
+    "no messages": ({"messages": []}, NO_MESSAGE),
+    "text for messages": ({"messages": "who?"}, NO_MESSAGE),
+    "texts for messages": ({"messages": ["who?", "me"]}, NO_MESSAGE),
+    "message without content": ({"messages": [{"role": "user"}]}, NO_MESSAGE),
+    "message without role": ({"messages": [{"content": "who?"}]}, NO_MESSAGE),
+    "null content": ({"messages": [{"role": "user", "content": None}]}, NO_MESSAGE),
+    "unknown speaker": ({"conversations": [{"from": "cat", "value": "miaow"}]}, "a message is from 'cat'"),
+    "nobody to learn from": ({"messages": [{"role": "user", "content": "who?"}]}, "is an assistant's"),
+    "refused by the template": (
+        {"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]},
+        "the chat template refuses the conversation: no system message, please",
+    ),
+    "messages without prompt": ({"completion": [{"role": "assistant", "content": "me"}]}, "no column 'prompt'"),
+}
+WHOLE = json.dumps(PROMPT)
+BROKEN_LINES = {name: (json.dumps(row).encode(), said) for name, (row, said) in BROKEN.items()} | {
+    "cut off": (WHOLE[:-3].encode(), "not JSON"),
+    "Python for JSON": (repr(PROMPT).encode(), "not JSON: Expecting property name"),
+    "two rows": (f"{WHOLE} {WHOLE}".encode(), "not JSON: Extra data"),
+    "no quotes": (b"{prompt: who?, completion: me}", "not JSON"),
+    "trailing comma": (WHOLE[:-1].encode() + b",}", "not JSON"),
+    "huge number": (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+    "deep nesting": (b"[" * 5000, "not JSON that can be read"),
+    "Latin-1": (b'{"prompt": "caf\xe9", "completion": "me"}', "column 'prompt' is not valid UTF-8"),
+    "no JSON at all": (b"Dear all,", "not JSON"),
+    "binary": (b"\x00\x01\xff\xfe", "not JSON"),
+}
+
+PAIR = {"prompt": "who?", "chosen": " me", "rejected": " you", "margin": 1.0}
+BROKEN_PAIRS = {
+    **{f"{blank!r} for {name}": ({**PAIR, name: blank}, f"column {name!r} is empty") for name in
+       ("prompt", "chosen", "rejected") for blank in ("", " ", "\u00a0")},
+    **{f"{name} too long": ({**PAIR, name: "a" * 99}, "tokens, the limit is 40") for name in
+       ("prompt", "chosen", "rejected")},
+    "the same": ({**PAIR, "rejected": " me"}, "chosen and rejected are the same text"),
+    **{f"margin {value}": ({**PAIR, "margin": value}, "expected a finite number") for value in
+       (float("nan"), float("inf"), -float("inf"))},
+}  # fmt: skip
+NULLS = {f"null {name}": ({**PAIR, name: None}, f"{name}' holds null") for name in ("prompt", "chosen", "rejected")}
+NULLS["null margin"] = ({**PAIR, "margin": None}, "margin holds null, expected a number")
+
+
+def cells(*values):
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(values)
+    return line.getvalue().encode()
+
+
+BROKEN_CSV = {name: (cells(*row.values()), said) for name, (row, said) in BROKEN_PAIRS.items()} | {
+    "a cell too few": (b"who?,me,you", "3 cells, the header has 4"),
+    "a cell too many": (b"who?,me,you,1,2", "5 cells, the header has 4"),
+    "one cell": (b"Dear all", "1 cells, the header has 4"),
+    "a quote never closed": (b'"who?,me,you,1', "not CSV: a quote is opened and not closed"),
+    "a quote never closed at the end": (b'who?,me,you,"1', "not CSV: a quote is opened and not closed"),
+    "text behind a quote": (b'"who?" she asked,me,you,1', "not CSV: ',' expected after '\"'"),
+    "a word for a number": (b"who?,me,you,much", "margin holds 'much', expected a number"),
+    "no number": (b"who?,me,you,", "margin holds '', expected a number"),
+    "a decimal comma": (b'who?,me,you,"1,5"', "margin holds '1,5', expected a number"),
+    "Latin-1": (b"caf\xe9?,me,you,1", "column 'prompt' is not valid UTF-8"),
+    "Latin-1 answer": (b"who?,caf\xe9,you,1", "column 'chosen' is not valid UTF-8"),
+    "UTF-16": (b"\xff\xfewho?,me,you,1", "column 'prompt' is not valid UTF-8"),
+}
+
+
+def mixed(broken):
+    """Each kind of broken row a thousand times, in turn, with good rows (None) among them."""
+    rows = []
+    for _ in range(TIMES):
+        for number, name in enumerate(broken):
+            rows.append(name)
+            if number % 6 == 2:
+                rows.append(None)
+    return rows
+
+
+def check(kind, path, tmp_path, rows, place, broken):
+    """Every broken row is in the report at its place and with its reason, and every good one in the data."""
+    report = tmp_path / "bad.jsonl"
+    data = kind(str(path), Letters(chat=True), max_tokens=LIMIT, on_bad_row="skip", bad_rows=str(report))
+    data.setup("fit")
+    found = [json.loads(line) for line in report.read_text().splitlines()]
+    expected = [(f"{path}{place(number)}", name) for number, name in enumerate(rows) if name is not None]
+    assert [bad["where"] for bad in found] == [where for where, _ in expected]
+    wrong = [(name, bad) for bad, (_, name) in zip(found, expected, strict=True) if broken[name][1] not in bad["why"]]
+    assert wrong[:1] == []
+    assert len(broken) >= 20
+    assert len(data.examples["train"]) == data.reports["train"].kept == rows.count(None)
+    assert data.reports["train"].dropped.total() == data.reports["train"].bad == TIMES * len(broken)
+    first = data.examples["train"][0]
+    assert all(example == first for example in data.examples["train"])
+    refusal = data.reports["train"].refusal()  # what on_bad_row: error says
+    assert f"{len(expected)} of {len(rows)} rows cannot be used" in refusal
+    assert f"\n  {expected[4][0]}: " in refusal
+
+
+def test_every_broken_line_of_a_jsonl_file_is_reported(tmp_path):
+    rows, path = mixed(BROKEN_LINES), tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join(WHOLE.encode() if name is None else BROKEN_LINES[name][0] for name in rows))
+    check(ConversationDataModule, path, tmp_path, rows, lambda number: f":{number + 1}", BROKEN_LINES)
+
+
+def test_every_broken_row_of_a_json_array_is_reported_with_its_line(tmp_path):
+    rows, path = mixed(BROKEN), tmp_path / "x.json"
+    lines = ",\n".join(WHOLE if name is None else json.dumps(BROKEN[name][0]) for name in rows)
+    path.write_text(f"[\n{lines}\n]\n")
+    check(ConversationDataModule, path, tmp_path, rows, lambda number: f":{number + 2}", BROKEN)
+
+
+def test_every_broken_line_of_a_csv_file_is_reported(tmp_path):
+    rows, path = mixed(BROKEN_CSV), tmp_path / "x.csv"
+    good = cells(*PAIR.values())
+    lines = [good if name is None else BROKEN_CSV[name][0] for name in rows]
+    path.write_bytes(b"\n".join([b"prompt,chosen,rejected,margin", *lines]))
+    check(PreferenceDataModule, path, tmp_path, rows, lambda number: f":{number + 2}", BROKEN_CSV)
+
+
+def test_every_broken_row_of_a_parquet_file_is_reported(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    broken = BROKEN_PAIRS | NULLS
+    rows, path = mixed(broken), tmp_path / "x.parquet"
+    table = pyarrow.Table.from_pylist([PAIR if name is None else broken[name][0] for name in rows])
+    parquet.write_table(table, path)
+    check(PreferenceDataModule, path, tmp_path, rows, lambda number: f"[{number}]", broken)
+
+
+names = st.sampled_from(
+    ["prompt", "completion", "messages", "conversations", "role", "content", "from", "value", "tools", "label"]
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+rows_of_junk = st.lists(st.dictionaries(names, json_values, max_size=4), max_size=4)
+
+
+@properties
+@given(rows_of_junk)
+def test_whatever_a_row_holds_it_is_used_or_said_to_be_bad(rows):
+    data = ConversationDataModule("unread", Letters(chat=True), on_bad_row="skip")
+    data.tokenizer = Letters(chat=True).load()
+    for row in rows:
+        try:
+            found = data.convert(data.columns.find(row))
+        except (BadRow, AmbiguousColumns):
+            continue
+        assert len(found.ids) == len(found.said) > 1
+        assert any(found.said)
+        assert not found.said[0]
+
+
+@properties
+@given(st.lists(st.binary(max_size=30), max_size=8), st.sampled_from(["x.jsonl", "x.csv"]))
+def test_whatever_bytes_a_file_holds_no_other_error_comes_of_it_and_no_line_is_told_twice(lines, name):
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/{name}"
+        with open(path, "wb") as file:
+            file.write(b"text,more\n" + b"\n".join(lines))
+        found = list(Files((path,)).rows())
+    places = [int(where.rpartition(":")[2]) for where, _ in found]
+    assert places == sorted(set(places))

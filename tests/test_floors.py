@@ -13,7 +13,7 @@ FLOORS = (
     {"batching"},  # pads and sorts rows for all above
     {"data", "models", "rewards"},
     {"rollout", "strategies"},
-    {"modules", "planning"},
+    {"modules", "planning", "serving"},
     {"callbacks"},
     {"cli"},
 )

@@ -293,9 +293,10 @@ def plain(row: Row) -> dict[str, Any]:
         BadRow: it holds something that JSON has no words for.
     """
     try:
-        return json.loads(json.dumps(dict(row)))  # type: ignore[no-any-return]
+        found: dict[str, Any] = json.loads(json.dumps(dict(row)))
     except (TypeError, ValueError) as error:
         raise BadRow(f"cannot be written as JSON: {error}", "cannot be written as JSON") from error
+    return found
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

@@ -132,7 +132,7 @@ def _write_json(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     try:

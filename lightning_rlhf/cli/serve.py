@@ -1,0 +1,286 @@
+"""``lightning-rlhf serve``: a model behind an OpenAI-style API with a key and limits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_rlhf.cli.main import is_for_users, quiet
+from lightning_rlhf.data.tokenizers import load_tokenizer
+from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+
+if TYPE_CHECKING:
+    import httpx
+
+    from lightning_rlhf.serving.limits import Limits
+    from lightning_rlhf.serving.upstream import Served, Upstream
+
+_KEY_CHARACTERS = 16
+_LOOK_SECONDS = 0.5
+_EPILOG = """Routes: /v1/models, /v1/completions, /v1/chat/completions, /metrics, and without a key /health. Where you
+give no key, one is made for this run and shown. vLLM itself listens on a socket that only your user can reach.
+
+  lightning-rlhf serve --model runs/quickstart/ppo/export
+  lightning-rlhf serve --model models/x --host 0.0.0.0 --api-key-file /etc/keys/x   (behind something that does TLS)
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-rlhf serve",
+        description="A model behind an OpenAI-style API with a key and limits.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
+    model.add_argument("--name", help="of the model in requests (default: the directory's name)")
+    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default: auto)")
+    model.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="prompt with response (default: the model's)"
+    )
+    model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
+    model.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
+    model.add_argument("--log", type=Path, default=Path("serve.log"), help="vLLM's output (default: serve.log)")
+    door = parser.add_argument_group("door")
+    door.add_argument("--host", default="127.0.0.1", help="any but this machine's own needs a key (default: 127.0.0.1)")
+    door.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    key = door.add_mutually_exclusive_group()
+    key.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file that holds the key")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-body-bytes", type=int, default=1 << 20, help="of a request (default: 1 MiB)")
+    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt (default: what the model takes)")
+    limits.add_argument("--max-tokens", type=int, default=2048, help="of a response (default: 2048)")
+    limits.add_argument("--max-responses", type=int, default=16, help="prompts x n of a request (default: 16)")
+    limits.add_argument("--concurrency", type=int, default=64, help="requests under way (default: 64)")
+    limits.add_argument("--seconds", type=float, default=600.0, help="for a request (default: 600)")
+    limits.add_argument("--read-seconds", type=float, default=10.0, help="to send one, headers or body (default: 10)")
+    return parser
+
+
+def run(arguments: list[str]) -> int:
+    """Serve until a signal ends it.
+
+    Args:
+        arguments: behind ``serve``.
+
+    Returns:
+        Exit code: 0 after SIGTERM or SIGINT; 2 for a mistake found before the model loads; 1 if vLLM ends.
+    """
+    given = _parser().parse_args(arguments)
+    quiet()
+    try:
+        check_installed()
+        from lightning_rlhf.serving.limits import Limits
+
+        key, shown = key_of(given)
+        check_open(given.host, given.api_key_env is not None or given.api_key_file is not None)
+        config = Pretrained(given.model).hf_config().get_text_config()
+        longest = given.max_model_len or getattr(config, "max_position_embeddings", None)
+        if longest is None:
+            raise ValueError(f"{given.model} does not say how long its texts may be: give --max-model-len")
+        limits = Limits(
+            given.max_body_bytes, given.max_prompt_tokens or longest, min(given.max_tokens, longest),
+            given.max_responses, given.concurrency, given.seconds, given.read_seconds,
+        )  # fmt: skip
+        served = _served(given, longest, limits.max_tokens)
+        tokenizer = load_tokenizer(given.model)
+        listening = bind(given.host, given.port)
+    except Exception as error:
+        if not is_for_users(error):
+            raise
+        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        return 2
+    secret = [name for name in (given.api_key_env,) if name]
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    from lightning_rlhf.serving.upstream import Upstream
+
+    with listening:
+        upstream = Upstream(served, given.log, secret)
+        try:
+            return serve(upstream, served.name, listening, (key, shown), limits, count)
+        finally:
+            upstream.close()
+
+
+def check_installed() -> None:
+    """Refuse to begin without what it takes.
+
+    Raises:
+        ModuleNotFoundError: what is missing.
+    """
+    missing = [name for name in ("httpx", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"serve needs {' and '.join(missing)}, which is not installed: pip install 'lightning-rlhf[serve]'"
+        )
+    if not vllm_installed():
+        raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+
+
+def key_of(given: argparse.Namespace) -> tuple[str, str]:
+    """The key, and how it is written on a shell's command line.
+
+    Args:
+        given: with ``api_key_env`` and ``api_key_file``; where both are None a key is made up.
+
+    Raises:
+        ValueError: there is none where it should be, or it is too short or too odd to be one.
+    """
+    if given.api_key_env is not None:
+        key, where, shown = os.environ.get(given.api_key_env, ""), given.api_key_env, f"${given.api_key_env}"
+    elif given.api_key_file is not None:
+        if not given.api_key_file.is_file():
+            raise ValueError(f"there is no file {given.api_key_file} to read the key from")
+        key, where = given.api_key_file.read_text().strip(), str(given.api_key_file)
+        shown = f"$(cat {given.api_key_file})"
+    else:
+        key = secrets.token_urlsafe(32)
+        return key, key
+    if len(key) < _KEY_CHARACTERS or not all("!" <= letter <= "~" for letter in key):
+        raise ValueError(
+            f"{where} must hold a key of at least {_KEY_CHARACTERS} visible ASCII characters, for example from "
+            f"`openssl rand -hex 32`"
+        )
+    return key, shown
+
+
+def check_open(host: str, given_key: bool) -> None:
+    """Refuse to listen to other machines without a key that its user has chosen.
+
+    Args:
+        host: to listen on.
+        given_key: whether there is such a key.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not given_key and not is_local(host):
+        raise ValueError(
+            f"{host} can be reached from other machines, so give a key: --api-key-env NAME or --api-key-file FILE"
+        )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches it; a name other than ``localhost`` may mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens, so that a port that is taken is known before the model loads.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def _served(given: argparse.Namespace, longest: int, max_tokens: int) -> Served:
+    from lightning_rlhf.serving.upstream import Served
+
+    name = given.name or Path(given.model).name
+    sizes = given.tensor_parallel_size, given.gpu_memory_utilization
+    return Served(given.model, name, given.dtype, longest, max_tokens, *sizes)
+
+
+def serve(
+    upstream: Upstream,
+    name: str,
+    listening: socket.socket,
+    key: tuple[str, str],
+    limits: Limits,
+    count: Callable[[str], int],
+) -> int:
+    """Put the front before a server that starts, until a signal comes or the server ends.
+
+    Args:
+        upstream: the server.
+        name: of its model.
+        listening: socket of the front.
+        key: and how it is shown.
+        limits: of requests.
+        count: tokens of a text.
+
+    Returns:
+        Exit code.
+    """
+    import anyio
+    import httpx
+
+    from lightning_rlhf.serving.front import HEALTH, Front
+    from lightning_rlhf.serving.listening import listener
+
+    host, port = listening.getsockname()[:2]
+    url, began = f"http://{f'[{host}]' if ':' in host else host}:{port}", time.monotonic()
+    print(f"{url}: loading {name}; vLLM's output is in {upstream.log}", flush=True)
+
+    async def watch(client: httpx.AsyncClient, stop: Callable[[], None]) -> None:
+        ready = False
+        while upstream.alive:
+            if not ready:
+                try:
+                    ready = (await client.get(HEALTH)).status_code == 200
+                except httpx.TransportError:
+                    ready = False
+                if ready:
+                    seconds = time.monotonic() - began
+                    print(f"ready after {seconds:.0f} s; for example\n{curl(url, name, key[1])}", flush=True)
+            await anyio.sleep(_LOOK_SECONDS)
+        stop()
+
+    async def main() -> None:
+        pool = httpx.Limits(max_connections=None, max_keepalive_connections=limits.concurrency)
+        transport = httpx.AsyncHTTPTransport(uds=str(upstream.socket), limits=pool)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None) as client:
+            server = listener(Front(client, key[0], limits, count), limits)
+
+            def stop() -> None:
+                server.should_exit = True
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(watch, client, stop)
+                await server.serve(sockets=[listening])
+                group.cancel_scope.cancel()
+
+    # uvicorn ends at a signal and then sends it again, to whoever had it before.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        anyio.run(main)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if upstream.alive:
+        return 0
+    print(f"lightning-rlhf: vLLM ended; {upstream.log} ends with:\n{upstream.tail()}", file=sys.stderr)
+    return 1
+
+
+def curl(url: str, name: str, key: str) -> str:
+    """A command that asks the model."""
+    body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 16})
+    headers = f"-H \"Authorization: Bearer {key}\" -H 'Content-Type: application/json'"
+    return f"curl {url}/v1/completions {headers} -d '{body}'"

@@ -1,0 +1,401 @@
+"""What the front lets through and what it does not, over real connections, before a server that misbehaves as told."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from lightning_rlhf.serving.front import ROUTES, Front
+from lightning_rlhf.serving.limits import Limits
+from lightning_rlhf.serving.listening import listener
+
+KEY = "a-key-of-some-length"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+LIMITS = Limits(
+    body_bytes=4096, prompt_tokens=20, max_tokens=8, responses=4, concurrency=3, seconds=1.0, read_seconds=0.4
+)
+COMPLETION = {"model": "m", "prompt": "a b c", "max_tokens": 4}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "a b"}]}
+# Ways into vLLM and out of it that nobody may take.
+HIDDEN = [
+    "/", "/docs", "/openapi.json", "/tokenize", "/detokenize", "/v1/embeddings", "/v1/responses", "/invocations",
+    "/pooling",
+    "/score", "/rerank", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/collective_rpc",
+    "/reset_prefix_cache", "/update_weights", "/init_weight_transfer_engine", "/pause", "/server_info", "/version",
+    "/ping",
+    "/load", "/abort_requests", "/inference/v1/generate", "/start_profile", "/v1/audio/transcriptions", "/v1/messages",
+]  # fmt: skip
+TRAVERSALS = [
+    "/v1/../tokenize", "/v1/models/../../tokenize", "/v1/models/", "//v1/models", "/v1//models", "/V1/models",
+    "/v1/models;x", "/v1/models%2f", "/v1%2fmodels", "/%76%31/models", "/v1/models%00", "/v1/models%0d%0aX:y",
+    "/..%2f..%2fetc/passwd", "/%2e%2e/tokenize", "/v1/%2e%2e/tokenize", "/./v1/models", "/v1/./models", "/v1/models/.",
+    "/v1\\models", "/v1/models%20", "/v1/models/%2e%2e/tokenize", "http://vllm/tokenize", "/@vllm/tokenize",
+    "/health/../tokenize", "/health/", "/health%2f..%2ftokenize", "/HEALTH", "/health;x", "/%68ealth", "/metrics/..",
+]  # fmt: skip
+
+
+class Stub:
+    """The server behind: keeps what it was asked, and answers with ``answer``."""
+
+    def __init__(self):
+        self.asked, self.at_work, self.most, self.ended = [], 0, 0, 0
+        self.answer = lambda request: httpx.Response(200, json={"object": "text_completion"})
+
+    async def __call__(self, request):
+        self.asked.append((request.method, request.url.path, request.content, dict(request.headers)))
+        self.at_work += 1
+        self.most = max(self.most, self.at_work)
+        try:
+            found = self.answer(request)
+            return await found if asyncio.iscoroutine(found) else found
+        finally:
+            self.at_work -= 1
+            self.ended += 1
+
+
+@pytest.fixture
+def stub():
+    return Stub()
+
+
+@pytest.fixture
+def front(stub):
+    """Listens; its url."""
+    servers = []
+
+    def start(limits=LIMITS):
+        client = httpx.AsyncClient(transport=httpx.MockTransport(stub), base_url="http://vllm", timeout=None)
+        server = listener(Front(client, KEY, limits, lambda text: len(text.split())), limits)
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),), daemon=True)
+        thread.start()
+        servers.append((server, thread, listening))
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    yield start
+    for server, thread, listening in servers:
+        server.should_exit = True
+        thread.join(10)
+        listening.close()
+
+
+def post(url, body=COMPLETION, route="/v1/completions", headers=BEARER, **options):
+    content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+    return httpx.post(url + route, content=content, headers=headers, timeout=20, trust_env=False, **options)
+
+
+def raw(url, request, seconds=5.0):
+    """The status that some bytes get, 0 if the connection is closed without one."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(request)
+        answer = connection.recv(65536)
+    return int(answer.split(b" ")[1]) if answer else 0
+
+
+def line(path, method="GET", headers=BEARER):
+    told = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{told}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
+
+
+def test_without_the_right_key_every_route_but_health_is_401(front, stub):
+    url = front()
+    wrong = [
+        {}, {"Authorization": f"Bearer {KEY}x"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"},
+        {"Authorization": f"bearer {KEY[:-1]}"}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer  {KEY}"},
+        {"X-API-Key": KEY}, {"Cookie": f"key={KEY}"},
+    ]  # fmt: skip
+    for path in [*(route for route in ROUTES if route != "/health"), *HIDDEN, *TRAVERSALS]:
+        for method in ("GET", "POST", "DELETE", "OPTIONS"):
+            assert raw(url, line(path, method, {})) == 401, path
+    for headers in wrong:
+        assert post(url, headers=headers).status_code == 401, headers
+    assert post(url + f"/v1/models?key={KEY}", route="", headers={}).status_code == 401
+    twice = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nAuthorization: Bearer x\r\n\r\n"
+    assert raw(url, twice.encode()) == 401
+    assert stub.asked == []
+    refused = post(url, headers={})
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert KEY not in refused.text
+
+
+def test_with_the_key_nothing_else_than_the_allowed_routes_is_there(front, stub):
+    url = front()
+    for path in [*HIDDEN, *TRAVERSALS]:
+        for method in ("GET", "POST"):
+            assert raw(url, line(path, method)) == 404, path
+    for path, method in ROUTES.items():
+        assert raw(url, line(path, "PUT")) == 405
+        assert raw(url, line(path, "POST" if method == "GET" else "GET")) == 405
+    assert stub.asked == []
+
+
+def test_health_needs_no_key_and_says_whether_the_model_is_ready(front, stub):
+    url = front()
+    assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+
+    def loading(request):
+        raise httpx.ConnectError("not yet")
+
+    stub.answer = loading
+    assert httpx.get(f"{url}/health").status_code == 503
+    assert post(url).status_code == 503
+    assert httpx.get(f"{url}/v1/models", headers=BEARER).status_code == 503
+
+
+def test_what_is_passed_on_is_what_was_checked_and_nothing_else(front, stub):
+    url = front()
+    stub.answer = lambda request: httpx.Response(400, json={"error": "vLLM's own"}, headers={"x-secret": "1"})
+    answer = post(
+        url + "/v1/completions?x=/tokenize", route="", headers={**BEARER, "X-Forwarded-For": "y", "Host": "z"}
+    )
+    assert (answer.status_code, answer.json()) == (400, {"error": "vLLM's own"})
+    assert "x-secret" not in answer.headers
+    ((method, path, content, headers),) = stub.asked
+    assert (method, path, json.loads(content)) == ("POST", "/v1/completions", COMPLETION)
+    assert not {"authorization", "x-forwarded-for"} & headers.keys()
+    assert headers["host"] == "vllm"
+    # Of two fields of one name only the one that was checked goes on.
+    post(url, '{"prompt": "a", "max_tokens": 100000, "max_tokens": 2}')
+    assert json.loads(stub.asked[-1][2]) == {"prompt": "a", "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "told"),
+    [
+        ({"prompt": "a " * 21}, 422, "a prompt has 21 tokens, allowed are 20"),
+        ({"prompt": [1] * 1000}, 422, "a prompt has 1000 tokens, allowed are 20"),
+        ({"prompt": [[1], [1] * 21]}, 422, "a prompt has 21 tokens, allowed are 20"),
+        ({"n": 10_000}, 422, "n must be a whole number from 1 to 4, got 10000"),
+        ({"n": 2, "prompt": ["a", "b", "c"]}, 422, "3 prompts x n 2 exceed the 4 allowed responses"),
+        ({"max_tokens": 9}, 422, "max_tokens must be a whole number from 1 to 8, got 9"),
+        ({"max_tokens": 10**400}, 422, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, 422, "max_tokens must be a whole number"),
+        ({"max_tokens": -1}, 422, "max_tokens must be a whole number"),
+        ({"n": "1"}, 422, "n must be a whole number"),
+        ({"best_of": 10_000}, 422, "unknown field 'best_of'"),
+        ({"prompt_logprobs": 5}, 422, "unknown field 'prompt_logprobs'"),
+        ({"prompt_embeds": "gASVAA=="}, 422, "unknown field 'prompt_embeds'"),
+        ({"guided_regex": "(a+)+$"}, 422, "unknown field 'guided_regex'"),
+        ({"chat_template": "{{ 1 }}"}, 422, "unknown field 'chat_template'"),
+        ({"logits_processors": ["os.system"]}, 422, "unknown field 'logits_processors'"),
+        ({"kv_transfer_params": {}}, 422, "unknown field 'kv_transfer_params'"),
+        ({"logprobs": 1000}, 422, "logprobs must be a whole number from 0 to 5"),
+        ({"stop": ["x"] * 9}, 422, "stop must be at most 8 texts"),
+        ({"stop": "x" * 257}, 422, "stop must be at most 8 texts"),
+        ({"temperature": "hot"}, 422, "temperature must be a number"),
+        ({"temperature": {"$": 1}}, 422, "temperature must be a number"),
+        ({"stream": "yes"}, 422, "stream must be true or false"),
+        ({"stream_options": {"x": 1}}, 422, "stream_options takes include_usage only"),
+        ({"prompt": None}, 422, "prompt must be"),
+        ({"prompt": []}, 422, "prompt must be"),
+        ({"prompt": [-1]}, 422, "prompt must be"),
+        ({"prompt": [1, "a"]}, 422, "prompt must be"),
+        ({"prompt": {"a": 1}}, 422, "prompt must be"),
+        ({"model": ["m"]}, 422, "model must be text"),
+    ],
+)
+def test_too_much_and_unknown_is_refused_before_the_model_hears_of_it(front, stub, change, status, told):
+    answer = post(front(), {**COMPLETION, **change})
+    assert answer.status_code == status
+    assert told in answer.json()["error"]["message"]
+    assert stub.asked == []
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [], "hello", [{}], [{"role": "user"}], [{"role": "root", "content": "a"}], [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": "file:///etc/passwd"}]}],
+        [{"role": "user", "content": "a", "tool_calls": []}], [{"role": "user", "content": "a b " * 11}],
+        [{"role": "user", "content": "a"}] * 21,
+    ],
+)  # fmt: skip
+def test_messages_are_text_and_not_too_much_of_it(front, stub, messages):
+    assert post(front(), {**CHAT, "messages": messages}, "/v1/chat/completions").status_code == 422
+    assert stub.asked == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 4000, b'"x"'],
+)
+def test_a_body_that_is_no_json_object_is_400(front, stub, body):
+    assert post(front(), body).status_code == 400
+    assert stub.asked == []
+
+
+def test_good_requests_of_both_kinds_pass(front, stub):
+    url = front()
+    full = {
+        **COMPLETION, "n": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0, "seed": 7, "stop": ["x"],
+        "user": "u",
+        "logprobs": 1, "presence_penalty": 0.1, "frequency_penalty": 0, "repetition_penalty": 1, "stream": False,
+    }  # fmt: skip
+    assert post(url, full).status_code == 200
+    parts = [{"role": "system", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
+    chat = {**CHAT, "messages": parts, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    assert post(url, chat, "/v1/chat/completions").status_code == 200
+    assert [json.loads(content) for _, _, content, _ in stub.asked] == [full, chat]
+
+
+def test_a_body_of_ten_megabytes_is_413_with_and_without_its_length(front, stub):
+    url = front()
+
+    def pieces():
+        for _ in range(160):
+            yield b"x" * 65536
+
+    assert raw(url, line("/v1/completions", "POST").replace(b"Length: 0", b"Length: 10485760")) == 413
+    assert raw(url, line("/v1/completions", "POST").replace(b"Length: 0", b"Length: " + b"9" * 300)) in (400, 413)
+    try:
+        status = httpx.post(f"{url}/v1/completions", content=pieces(), headers=BEARER, timeout=20).status_code
+    except httpx.WriteError:  # it hung up while more was coming
+        status = 413
+    assert status == 413
+    assert post(url, {**COMPLETION, "prompt": "a" * 5000}).status_code == 413
+    assert stub.asked == []
+
+
+def test_a_prompt_of_a_million_tokens_is_refused_whole(front, stub):
+    url = front(Limits(body_bytes=1 << 24, prompt_tokens=20, read_seconds=10, seconds=20))
+    for prompt in ("a " * 10**6, [1] * 10**6):
+        answer = post(url, {**COMPLETION, "prompt": prompt})
+        assert (answer.status_code, answer.json()["error"]["message"][:28]) == (422, "a prompt has 1000000 tokens,")
+    assert stub.asked == []
+
+
+def test_what_takes_too_long_is_504_and_the_model_is_stopped(front, stub):
+    url = front()
+    stub.answer = lambda request: asyncio.sleep(30)
+    began = time.monotonic()
+    assert post(url).status_code == 504
+    assert time.monotonic() - began < 3
+    assert (stub.at_work, stub.ended) == (0, 1)
+
+
+def test_a_client_that_hangs_up_stops_the_model(front, stub):
+    url = front(Limits(seconds=30))
+    stub.answer = lambda request: asyncio.sleep(30)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=COMPLETION, headers=BEARER, timeout=0.3)
+    end = time.monotonic() + 5
+    while not stub.ended and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (stub.at_work, stub.ended) == (0, 1)
+
+
+def test_a_stream_comes_as_it_is_made_and_ends_in_time(front, stub):
+    class Pieces(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            for number in range(1000):
+                yield f"data: {number}\n\n".encode()
+                await asyncio.sleep(0.15)
+
+    stub.answer = lambda request: httpx.Response(200, stream=Pieces(), headers={"content-type": "text/event-stream"})
+    seen = []
+    began = time.monotonic()
+    with httpx.stream(
+        "POST", f"{front()}/v1/completions", json={**COMPLETION, "stream": True}, headers=BEARER
+    ) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        seen += [(time.monotonic() - began, text) for text in answer.iter_lines() if text]
+    assert [text for _, text in seen[:3]] == ["data: 0", "data: 1", "data: 2"]
+    assert seen[2][0] - seen[0][0] > 0.2  # not all at once at the end
+    assert json.loads(seen[-1][1].removeprefix("data: "))["error"]["code"] == 504
+    assert seen[-1][0] < 3
+
+
+def test_a_server_that_breaks_off_is_502_or_503(front, stub):
+    class Breaks(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            yield b"data: 0\n\n"
+            raise httpx.ReadError("gone")
+
+    url = front()
+    stub.answer = lambda request: httpx.Response(200, stream=Breaks(), headers={"content-type": "text/event-stream"})
+    assert post(url).status_code == 503
+    assert '"code": 502' in post(url, {**COMPLETION, "stream": True}).text
+
+
+def test_several_hundred_at_once_are_answered_or_told_to_come_again(front, stub):
+    url = front(Limits(concurrency=3, seconds=60))
+
+    async def slow(request):
+        await asyncio.sleep(0.05)
+        return httpx.Response(200, json={})
+
+    stub.answer = lambda request: slow(request)
+    with ThreadPoolExecutor(100) as threads:
+        answers = list(threads.map(lambda _: post(url), range(400)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) == len(stub.asked) >= 3
+    assert stub.most <= 3
+    assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 429)
+    assert post(url).status_code == 200
+
+
+def test_slow_clients_are_hung_up_on_and_others_are_served_meanwhile(front, stub):
+    url = front()
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 4000\r\n\r\n"
+    openings = {
+        "nothing": b"",
+        "half a header": b"GET /health HT",
+        "a header and no end": b"GET /health HTTP/1.1\r\nX: ",
+    }
+    slow = {name: socket.create_connection((host, int(port))) for name in [*openings, "half a body"] for _ in range(1)}
+    many = [socket.create_connection((host, int(port))) for _ in range(200)]
+    for name, connection in slow.items():
+        connection.sendall(openings.get(name, head.encode() + b'{"prompt'))
+    end, ended = time.monotonic() + 4, {}
+    assert httpx.get(f"{url}/health").status_code == 200
+    while len(ended) < len(slow) and time.monotonic() < end:
+        for name, connection in slow.items():
+            if name in ended:
+                continue
+            connection.settimeout(0.05)
+            try:
+                if name != "nothing":
+                    connection.sendall(b"x")
+                received = connection.recv(4096)
+                ended[name] = received.split(b"\r\n")[0]
+            except TimeoutError:
+                continue
+            except OSError:
+                ended[name] = b""
+    assert ended.keys() == slow.keys()
+    assert ended["half a body"] in (b"HTTP/1.1 408 Request Timeout", b"")
+    for connection in many:
+        connection.settimeout(3)
+        assert connection.recv(1) == b""
+    for connection in [*many, *slow.values()]:
+        connection.close()
+    assert stub.asked == [("GET", "/health", b"", stub.asked[0][3])]
+
+
+def test_a_second_request_of_a_connection_must_come_in_time_too(front):
+    url = front()
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        received = b""
+        while not received.endswith(b'{"status":"ready"}'):
+            received += connection.recv(4096)
+        assert received.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        began = time.monotonic()
+        assert connection.recv(4096) == b""
+        assert time.monotonic() - began < 2
+
+
+def test_limits_must_be_positive():
+    with pytest.raises(ValueError, match="concurrency must be positive, got 0"):
+        Limits(concurrency=0)

@@ -1,0 +1,160 @@
+"""What serve starts ends with it, however it ends; and what it refuses to begin."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.cli import serve as command
+from lightning_rlhf.serving.upstream import Served, Upstream
+
+ROOT = Path(__file__).resolve().parents[2]
+# Starts a child of its own that ignores SIGTERM, as an engine that hangs would; both write down who they are.
+SERVER = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+print("up", os.environ.get("VLLM_API_KEY"), os.environ.get("VLLM_SERVER_DEV_MODE"), os.environ.get("MINE"), flush=True)
+time.sleep(float(sys.argv[2]))
+sys.exit("it broke")
+"""
+FRONT = """
+import sys, time
+from pathlib import Path
+from lightning_rlhf.serving.upstream import Upstream
+Upstream([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], Path(sys.argv[2] + ".log"))
+time.sleep(600)
+"""
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def written(path):
+    return [int(part) for part in path.read_text().split()] if path.exists() else []
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_closing_ends_the_server_and_what_it_started(tmp_path):
+    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log")
+    pids = wait_for(lambda: written(tmp_path / "who"))
+    folder = upstream.socket.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert upstream.alive
+    upstream.close()
+    assert not upstream.alive
+    assert not any(runs(pid) for pid in pids)
+    assert not folder.exists()
+    upstream.close()
+
+
+def test_a_server_that_ends_leaves_nothing_behind_and_its_last_words(tmp_path):
+    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "0.1"], tmp_path / "log")
+    pids = wait_for(lambda: written(tmp_path / "who"))
+    wait_for(lambda: not upstream.alive)
+    wait_for(lambda: not any(runs(pid) for pid in pids), 5)
+    assert upstream.tail().endswith("it broke")
+    upstream.close()
+
+
+def test_a_front_that_is_killed_takes_its_server_with_it(tmp_path):
+    who = tmp_path / "who"
+    command_line = [sys.executable, "-c", FRONT, SERVER, str(who)]
+    with subprocess.Popen(command_line, env={**os.environ, "PYTHONPATH": str(ROOT)}) as front:
+        try:
+            pids = wait_for(lambda: written(who))
+        finally:
+            front.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(runs(pid) for pid in pids), 20)
+
+
+def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkeypatch):
+    for name in ("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE", "MINE"):
+        monkeypatch.setenv(name, "1")
+    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log", ["MINE"])
+    wait_for(lambda: upstream.tail().startswith("up"))
+    upstream.close()
+    assert upstream.tail().split("\n")[0] == "up None None None"
+
+
+def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path):
+    line = Served("some/model", "m", "auto", 512, 64).command(tmp_path / "s")
+    assert f"--uds={tmp_path / 's'}" in line
+    assert not [part for part in line if part.startswith(("--host", "--port", "--trust-remote-code", "--api-key"))]
+    assert "--load-format=safetensors" in line
+    assert "--disable-fastapi-docs" in line
+    (given,) = (part for part in line if part.startswith("--override-generation-config="))
+    assert json.loads(given.partition("=")[2]) == {"max_new_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, so give a key: --api-key-env NAME or"),
+        (["--host", "::"], ":: can be reached from other machines, so give a key"),
+        (["--host", "example.org"], "example.org can be reached from other machines, so give a key"),
+        (["--host", "0.0.0.0", "--api-key-env", "NOT_SET"], "NOT_SET must hold a key of at least 16 visible ASCII"),
+        (["--api-key-env", "SHORT"], "SHORT must hold a key of at least 16 visible ASCII"),
+        (["--api-key-env", "SPACED"], "SPACED must hold a key of at least 16 visible ASCII"),
+        (["--api-key-file", "nowhere"], "there is no file nowhere to read the key from"),
+        (["--model", "runs/none/export"], "no model at 'runs/none/export'"),
+        (["--concurrency", "0"], "concurrency must be positive, got 0"),
+        (["--seconds", "-1"], "seconds must be positive, got -1.0"),
+    ],
+)
+def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, capsys, arguments, told):
+    monkeypatch.setattr(Upstream, "__init__", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setattr(command, "vllm_installed", lambda: True)
+    monkeypatch.setenv("SHORT", "abc")
+    monkeypatch.setenv("SPACED", "a key with spaces in it")
+    assert command.run(["--model", str(served_model), "--port", "0", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"lightning-rlhf: {told}")
+    assert len(shown.err.splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monkeypatch, capsys):
+    monkeypatch.setattr(command, "vllm_installed", lambda: True)
+    with command.bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert command.run(["--model", str(served_model), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
+    def key(*arguments):
+        return command.key_of(command._parser().parse_args(["--model", "x", *arguments]))
+
+    monkeypatch.setenv("MINE", "0123456789abcdef")
+    (tmp_path / "key").write_text("fedcba9876543210\n")
+    assert key("--api-key-env", "MINE") == ("0123456789abcdef", "$MINE")
+    assert key("--api-key-file", str(tmp_path / "key")) == ("fedcba9876543210", f"$(cat {tmp_path / 'key'})")
+    made, shown = key()
+    assert made == shown
+    assert len(made) >= 32
+    assert made != key()[0]
+
+
+def test_only_loopback_is_local():
+    local = [command.is_local(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost")]
+    open_ = [command.is_local(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "localhost.example.org", "*")]
+    assert all(local)
+    assert not any(open_)

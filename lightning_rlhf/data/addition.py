@@ -115,6 +115,21 @@ class Preferences(Problems):
             )
 
 
+@dataclass(frozen=True)
+class Judgements(Problems):
+    """One answer to each problem, judged by itself; columns ``prompt``, ``completion``, ``label``.
+
+    Half of them are right, half are near misses as in :class:`Preferences`.
+    """
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """The rows."""
+        for number, (generator, a, b) in enumerate(self.draw()):
+            right = generator.random() < 0.5
+            answer = worked_answer(a, b) if right else _near_miss(generator, a, b)
+            yield f"judgement {number}", {"prompt": f"{a:03d}+{b:03d}=", "completion": answer, "label": right}
+
+
 def exact(completions: list[str], answer: list[str], finished: list[bool]) -> list[float]:
     """1 for the right worked answer, character by character and ended, else 0."""
     triples = zip(completions, answer, finished, strict=True)

@@ -1,0 +1,151 @@
+"""KTO: gains and losses against the KL of the whole batch over all ranks."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import KTOModule
+from lightning_rlhf.batching.sequences import mismatched
+from lightning_rlhf.objectives.preference_losses import KTOLoss
+from lightning_rlhf.types import SequenceBatch, UnpairedBatch
+from tests.helpers import assert_close, over_ranks
+from tests.modules.test_dpo import logprobs, models
+from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
+
+LOSS = KTOLoss(0.3, 0.7, 1.6)
+LENGTHS, STARTS, LABELS = [6, 3, 9, 5, 7], [2, 1, 3, 4, 2], [True, False, True, False, False]
+
+
+def batch_of(lengths=LENGTHS, starts=STARTS, labels=LABELS, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (len(lengths), max(lengths) + 1), generator=draw)
+    place, lengths = torch.arange(ids.shape[1]).expand_as(ids), torch.tensor(lengths)
+    marked = (place >= torch.tensor(starts).unsqueeze(1)) & (place < lengths.unsqueeze(1))
+    return UnpairedBatch(SequenceBatch(ids, lengths, marked), torch.tensor(labels), torch.arange(len(labels)))
+
+
+def mismatched_by_hand(batch, starts=STARTS):
+    """Each prompt with the answer of the next text."""
+    rows, marks, widest = [], [], int(batch.texts.lengths.max())
+    for i, start in enumerate(starts):
+        j = (i + 1) % len(starts)
+        answer = batch.texts.input_ids[j, starts[j] : batch.texts.lengths[j]].tolist()
+        rows.append((batch.texts.input_ids[i, :start].tolist() + answer)[:widest])
+        marks.append(([False] * start + [True] * len(answer))[:widest])
+    lengths = torch.tensor([len(row) for row in rows])
+    ids, marked = (
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in many], batch_first=True) for many in (rows, marks)
+    )
+    return SequenceBatch(ids, lengths, marked)
+
+
+def kto(dtype="float32", lr=0.0, **options):
+    given = {"ref": TinyModel(seed=1, dtype=dtype), "optimizer": partial(torch.optim.SGD, lr=lr), "loss": LOSS}
+    module = KTOModule(TinyModel(seed=0, dtype=dtype), **(given | options))
+    module.configure_model()
+    return module
+
+
+def expected_of(batch, dtype="float32"):
+    """Losses, log-ratios, KL and the actor, by one text at a time."""
+    actor, ref = models(dtype)
+    ratios = logprobs(batch.texts, actor) - logprobs(batch.texts, ref).detach()
+    other = mismatched_by_hand(batch)
+    kl = (logprobs(other, actor) - logprobs(other, ref)).mean().detach().clamp(min=0)
+    return LOSS(ratios, batch.desirable, kl), ratios, kl, actor
+
+
+def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_rows():
+    batch = batch_of()
+    expected = mismatched_by_hand(batch)
+    for order in (range(5), (3, 0, 4, 2, 1)):
+        found = mismatched(batch[list(order)], lambda rows: rows)
+        for at, row in enumerate(order):
+            length = int(expected.lengths[row])
+            assert int(found.lengths[at]) == length
+            assert found.input_ids[at, :length].equal(expected.input_ids[row, :length])
+            assert found.loss_mask[at, :length].equal(expected.loss_mask[row, :length])
+
+
+def test_an_answer_is_cut_where_the_text_would_be_longer_than_any_of_the_batch():
+    batch = batch_of([4, 9], [3, 1], [True, False])
+    found = mismatched(batch, lambda rows: rows)
+    assert found.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
+    assert found.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("micro_batch_tokens", [7, 25, 1000])
+def test_loss_rewards_and_kl_are_those_of_single_texts(micro_batch_tokens, packing):
+    batch = batch_of()
+    metrics = fit(kto(micro_batch_tokens=micro_batch_tokens, packing=packing), [batch], val=[batch]).callback_metrics
+    losses, ratios, kl, _ = expected_of(batch)
+    assert kl > 0.1
+    for prefix in ("train", "val"):
+        assert_close(metrics[f"{prefix}/loss"], losses.mean())
+        assert_close(metrics[f"{prefix}/kl"], kl)
+        rewards = [0.3 * ratios[which].mean() for which in (batch.desirable, ~batch.desirable)]
+        assert_close(metrics[f"{prefix}/reward_chosen"], rewards[0], atol=1e-6)
+        assert_close(metrics[f"{prefix}/reward_rejected"], rewards[1], atol=1e-6)
+        assert_close(metrics[f"{prefix}/score_margin"], rewards[0] - rewards[1], atol=1e-6)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
+def test_the_gradient_is_that_of_the_whole_batch_and_leaves_the_kl_alone(micro_batch_tokens, packing):
+    batch = batch_of()
+    module = kto("float64", 1.0, micro_batch_tokens=micro_batch_tokens, max_grad_norm=None, packing=packing)
+    before = [p.detach().clone() for p in module.actor.parameters()]
+    fit(module, [batch])
+    taken = [old - new.detach() for old, new in zip(before, module.actor.parameters(), strict=True)]
+    losses, _, _, actor = expected_of(batch, "float64")
+    expected = torch.autograd.grad(losses.mean(), list(actor.parameters()))
+    assert max(float((one - other).abs().max()) for one, other in zip(taken, expected, strict=True)) <= 1e-12
+
+
+def test_two_ranks_measure_and_learn_what_one_does():
+    batch = batch_of()
+    one = kto(lr=0.1, max_grad_norm=None)
+    alone = fit(one, [batch], val=[batch]).callback_metrics
+    shares = [batch[[0, 3]], batch[[1, 2, 4]]]
+    modules = [kto(lr=0.1, max_grad_norm=None, micro_batch_tokens=12) for _ in shares]
+
+    class GatheringRank(OneOfTwoRanks):
+        def __init__(self, number, sum_over_ranks):
+            super().__init__(sum_over_ranks)
+            self.number = number
+
+        def gather_over_ranks(self, value):
+            """Five rows in all, this rank's in their slots."""
+            rows = slice(0, 2) if self.number == 0 else slice(2, 5)
+            slots = torch.zeros(5, *value.shape[1:], dtype=torch.float64)
+            slots[rows] = value.double()
+            return self.sum_over_ranks(slots).to(value.dtype)
+
+    def rank(number, sum_over_ranks):
+        strategy = GatheringRank(number, sum_over_ranks)
+        return fit(modules[number], [shares[number]], val=[shares[number]], strategy=strategy).callback_metrics
+
+    for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):
+        for name, value in alone.items():
+            assert_close(metrics[name], value, rtol=1e-4, atol=1e-5)
+    for module in modules:
+        pairs = zip(module.actor.parameters(), one.actor.parameters(), strict=True)
+        assert max(float((a - b).abs().max().detach()) for a, b in pairs) < 1e-5
+
+
+def test_judgements_of_one_kind_leave_the_other_kinds_rewards_unknown():
+    batch = batch_of(labels=[True] * 5)
+    metrics = fit(kto(), [batch]).callback_metrics
+    assert metrics["train/reward_chosen"].isfinite()
+    assert metrics["train/reward_rejected"].isnan()
+    assert metrics["train/score_margin"].isnan()
+
+
+def test_a_short_fit_tells_good_answers_from_bad_ones():
+    module = KTOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    metrics = fit(module, [batch_of()] * 30).callback_metrics
+    assert metrics["train/score_margin"] > 0.5
+    assert metrics["train/loss"] < 0.4

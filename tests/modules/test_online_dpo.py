@@ -1,0 +1,129 @@
+"""Online DPO: the best response of each prompt against the worst, ties left out and counted."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from lightning_rlhf import OnlineDPOModule
+from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.objectives.preference_losses import DPOLoss, IPOLoss
+from tests.helpers import assert_close
+from tests.modules.test_dpo import models
+from tests.stand_ins import Response, TinyModel, fit, rollout_of
+
+# Three prompts with three responses each; the rewards of the second are all equal.
+REWARDS = (1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 0.5, -1.0, 0.0)
+BEST, WORST = (1, 6), (0, 7)
+
+
+def rollout(rewards=REWARDS, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(4)
+    rows = []
+    for i, reward in enumerate(rewards):
+        prompt = [3 + i // 3, 4]
+        length = int(torch.randint(1, 7, (), generator=draw))
+        rows.append(Response(prompt, torch.randint(11, (length,), generator=draw).tolist(), reward))
+    made = rollout_of(rows, dtype=dtype)
+    made.group[:] = torch.arange(len(rows)) // 3
+    return made
+
+
+def online(dtype="float32", lr=0.0, **options):
+    given = {
+        "ref": TinyModel(seed=1, dtype=dtype), "actor_optimizer": partial(torch.optim.SGD, lr=lr),
+        "loss": DPOLoss(0.3), "minibatch_size": 9,
+    }  # fmt: skip
+    module = OnlineDPOModule(TinyModel(seed=0, dtype=dtype), **(given | options))
+    module.configure_model()
+    return module
+
+
+def answer_logprobs(lm, made):
+    found = []
+    for i in range(len(made)):
+        prompt = made.prompt_ids[i, : made.prompt_lengths[i]]
+        answer = made.response_ids[i, : made.response_lengths[i]]
+        scores = lm(torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(scores.gather(1, answer[:, None]).sum())
+    return torch.stack(found)
+
+
+def expected(made, loss, dtype="float32"):
+    actor, ref = models(dtype)
+    ratios = answer_logprobs(actor, made) - answer_logprobs(ref, made).detach()
+    if loss.length_normalized:
+        ratios = ratios / made.response_lengths
+    return ratios, loss(ratios[list(BEST)], ratios[list(WORST)]), actor
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [7, 30, 1000])
+@pytest.mark.parametrize("loss", [DPOLoss(0.3), IPOLoss(0.3)], ids=["dpo", "ipo"])
+def test_the_loss_is_that_of_the_best_against_the_worst_of_each_prompt(loss, micro_batch_tokens):
+    metrics = fit(online(loss=loss, micro_batch_tokens=micro_batch_tokens), [rollout()]).callback_metrics
+    ratios, losses, _ = expected(rollout(), loss)
+    assert_close(metrics["train/loss"], losses.mean())
+    assert_close(metrics["train/tied_fraction"], 1 / 3)
+    assert_close(metrics["reward/mean"], sum(REWARDS) / 9, atol=1e-6)
+    if not loss.length_normalized:
+        assert_close(metrics["train/score_margin"], 0.3 * (ratios[list(BEST)] - ratios[list(WORST)]).mean(), atol=1e-6)
+        assert_close(metrics["train/loss"], -logsigmoid(0.3 * (ratios[list(BEST)] - ratios[list(WORST)])).mean())
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 1000])
+def test_the_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
+    module = online("float64", 1.0, micro_batch_tokens=micro_batch_tokens, max_grad_norm=None)
+    before = [p.detach().clone() for p in module.actor.parameters()]
+    made = rollout(dtype=torch.float64)
+    fit(module, [made])
+    taken = [old - new.detach() for old, new in zip(before, module.actor.parameters(), strict=True)]
+    _, losses, actor = expected(made, DPOLoss(0.3), "float64")
+    wanted = torch.autograd.grad(losses.mean(), list(actor.parameters()))
+    assert max(float((one - other).abs().max()) for one, other in zip(taken, wanted, strict=True)) <= 1e-12
+
+
+def test_a_step_of_ties_teaches_nothing():
+    module = online(lr=1.0)
+    before = [p.detach().clone() for p in module.actor.parameters()]
+    metrics = fit(module, [rollout((2.0,) * 9)]).callback_metrics
+    assert (metrics["train/tied_fraction"], metrics["policy/updates"]) == (1, 0)
+    assert all(torch.equal(old, new) for old, new in zip(before, module.actor.parameters(), strict=True))
+
+
+def test_pairs_stay_together_in_mini_batches_of_fewer_prompts():
+    sizes = []
+
+    class Watch(OnlineDPOModule):
+        def denominator(self, minibatch):
+            sizes.append((len(minibatch), int(minibatch.decided.sum())))
+            assert minibatch.chosen.rollout.prompt_ids.equal(minibatch.rejected.rollout.prompt_ids)
+            assert bool((minibatch.chosen.reward[minibatch.decided] > minibatch.rejected.reward[minibatch.decided]).all())
+            return super().denominator(minibatch)
+
+    module = online(minibatch_size=3, update_epochs=2)
+    module.__class__ = Watch
+    metrics = fit(module, [rollout()]).callback_metrics
+    assert sizes == [(1, 1)] * 4  # two of three prompts, twice
+    assert metrics["policy/updates"] == 4
+
+
+def test_with_adapters_the_reference_is_the_actor_without_them():
+    module = OnlineDPOModule(TinyModel(lora=LoRA(2, alpha=4)), minibatch_size=9)
+    assert (module.frozen_roles, module.has_ref) == ((), True)
+    assert OnlineDPOModule(TinyModel(), minibatch_size=9).frozen_roles == ("ref",)
+    assert_close(fit(module, [rollout()]).callback_metrics["train/score_margin"], 0.0, atol=1e-6)
+
+
+def test_prompts_with_other_numbers_of_responses_are_refused():
+    made = rollout()
+    made.group[:] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"^every prompt needs as many responses, two or more; got \[4, 5\]$"):
+        fit(online(), [made])
+
+
+def test_a_short_fit_makes_the_better_answers_likelier():
+    metrics = fit(online(ref=None, actor_optimizer=partial(torch.optim.AdamW, lr=1e-2)), [rollout()] * 20)
+    assert metrics.callback_metrics["train/pair_accuracy"] == 1
+    assert metrics.callback_metrics["train/score_margin"] > 0.5

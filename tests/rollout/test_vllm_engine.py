@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +18,14 @@ import psutil
 import pytest
 import torch
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
 from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine, VLLMEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.types import PromptBatch, SamplingParams
 from tests.rollout.engines import (
     END,
     MAX_TOKENS,
@@ -33,6 +39,7 @@ from tests.rollout.engines import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+SLOW = Path(__file__).parents[1] / "rewards" / "streamed.py"
 UNTIED = {"model_type": "qwen2", "tie_word_embeddings": False}
 LONG = prompts_of(3, longest=1, seed=5)
 LONG = [(prompt * 120 + prompts_of(1, seed=i)[0])[-120:] for i, prompt in enumerate(LONG)]  # several cache blocks
@@ -52,6 +59,44 @@ def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_chan
         assert largest_gap(actor, prompts, completions) < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
+
+
+def test_each_completion_is_told_of_once_as_soon_as_it_is_finished(engines):
+    pushed(engines.tied, source_of())
+    prompts, told, began = prompts_of(48), {}, time.monotonic()
+
+    def finished(number, completion):
+        assert threading.current_thread() is threading.main_thread()
+        assert number not in told
+        told[number] = completion, time.monotonic() - began
+
+    completions = engines.tied.generate(prompts, SamplingParams(150, stop_token_ids=(END,)), range(48), finished)
+    took = time.monotonic() - began
+    assert [told[number][0] for number in range(48)] == completions
+    assert min(seconds for _, seconds in told.values()) < 0.6 * took
+    by_length = sorted(range(48), key=lambda number: len(completions[number].token_ids))
+    assert told[by_length[0]][1] < told[by_length[-1]][1]
+
+
+def test_rewards_are_worked_out_while_vllm_generates_the_rest(engines):
+    pushed(engines.tied, source_of())
+    prompts = prompts_of(32)
+    batch = PromptBatch(list(range(32)), prompts, ["p"] * 32, {})
+    tokenizer = CharacterTokenizer("".join(chr(ord("A") + i) for i in range(57))).load()
+    sampling, waited = SamplingParams(150, stop_token_ids=(END,)), {}
+    rewards = [RewardFunction(f"{SLOW}:a_tenth_of_a_second", timeout_s=30.0)]
+    with Jury(rewards) as jury:
+        Collector(batch, Scoring(jury), tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
+        for streams in (False, True):
+            collector = Collector(batch, Scoring(jury), tokenizer)
+            take = collector.take if streams else None
+            completions = engines.tied.generate(prompts, sampling, range(32), take)
+            generated = time.monotonic()
+            rollout, _ = collector.rollout(completions, 1.0)
+            waited[streams] = time.monotonic() - generated
+            assert rollout.reward.tolist() == [1] * 32
+    print("waited for rewards, seconds:", waited)
+    assert waited[True] < 0.8 * waited[False]
 
 
 def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_prompts_too(engine_and_changes):
@@ -263,7 +308,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
         from pathlib import Path
         import numpy, torch
         from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine
-        from lightning_rlhf.types import SamplingParams
+        from lightning_rlhf.types import PromptBatch, SamplingParams
         from tests.rollout.engines import *
 
         if __name__ == "__main__":

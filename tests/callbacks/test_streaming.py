@@ -1,0 +1,79 @@
+"""A run learns the same whether its engine tells of completions as they finish or not."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.rewards.adapter import RewardFunction
+from tests.callbacks.conftest import ROWS, exact
+from tests.callbacks.test_rollout_loop import Listening
+
+DRAW = random.Random(0)
+
+
+class Telling(Listening):
+    """Tells of its completions in any order."""
+
+    def generate(self, prompts, sampling, seeds, finished=None):
+        completions = super().generate(prompts, sampling, seeds)
+        for place in DRAW.sample(range(len(prompts)), len(prompts)):
+            finished(place, completions[place])
+        return completions
+
+
+def letters(solution_str, ground_truth):
+    return {"score": len(set(solution_str)) + 0.25 * (solution_str == ground_truth), "length": len(solution_str)}
+
+
+def several(completions, answer):
+    (text,), (right,) = completions, answer
+    return [float(text < right)]
+
+
+several.per_sample = True
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_is_the_same_with_and_without_streaming(run, validates):
+    found = []
+    for engine in (Listening(), Telling(), Telling()):
+        rewards = [RewardFunction(exact), RewardFunction(letters), RewardFunction(several, weight=0.5)]
+        loop = {"rewards": rewards, "engine": engine, "group_size": 2, "val_samples": 3, "val_metric": "letters"}
+        data = {"val": InMemory(ROWS)} if validates else {}
+        made = run(loop=loop, data=data, model={"minibatch_size": 4}, trainer={"max_epochs": 2}).fit()
+        weights = [parameter.detach().clone() for parameter in made.module.parameters()]
+        clocks = ("time/", "perf/", "rollout/tokens_per_s")
+        metrics = {name: value for name, value in made.metrics.items() if not name.startswith(clocks)}
+        found.append((weights, metrics, made.loop.validation_samples))
+    for weights, metrics, samples in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
+        assert metrics == found[0][1]
+        assert samples == found[0][2]
+    assert found[0][1]["reward/letters/length"] > 0
+    assert bool(found[0][2]) == validates
+
+
+class Slow(Telling):
+    """A second for each half of the completions."""
+
+    def generate(self, prompts, sampling, seeds, finished=None):
+        completions = Listening.generate(self, prompts, sampling, seeds)
+        for place, completion in enumerate(completions):
+            time.sleep(0.5)
+            finished(place, completion)
+        return completions
+
+
+def test_the_log_tells_what_was_waited_for_after_the_last_response(run):
+    def slow(solution_str):
+        time.sleep(0.4)
+        return 0.0
+
+    rewards = [RewardFunction(slow, dry_call=False)]
+    made = run(loop={"rewards": rewards, "engine": Slow(), "validate_at_ends": False}, data={"batch_size": 4},
+               model={"minibatch_size": 4}).fit()  # fmt: skip
+    assert 1.9 < made.metrics["time/generate_s"] < 4
+    assert 0.3 < made.metrics["time/reward_s"] < 1.2

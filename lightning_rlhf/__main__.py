@@ -21,7 +21,7 @@ LIGHTNINGS = ("fit", "validate", "test", "predict")
 # In the order in which somebody needs them.
 ABOUT = {
     "doctor": "what is right and wrong with this machine and its installation",
-    "data": "what a run would make of its data",
+    "data": "data check: what a run would make of its data",
     "plan": "what a run takes on so many GPUs, without any",
     "fit": "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml",
     "validate": "measure a checkpoint on the validation data",

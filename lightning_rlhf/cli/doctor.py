@@ -9,6 +9,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ from rich.table import Table
 
 from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
+from lightning_rlhf.rewards import sandbox
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
 
 _SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
@@ -28,6 +31,7 @@ _MEMINFO, _CGROUP_MEMORY = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.ma
 _SHM = Path("/dev/shm")
 _GIB = 2**30
 _DISK_GIB = 1  # less is full
+_TRIED_BYTES = 1 << 25
 _SHM_GIB = 0.25  # Docker gives 64 MiB, in which loader workers and NCCL fail with "Bus error"
 _SECONDS = 180  # for another program's answer; importing vLLM takes half a minute on a slow disk
 
@@ -69,6 +73,8 @@ def run(arguments: list[str]) -> int:
     memory(report, directory)
     tools(report)
     engine(report)
+    for name, finding, fault in sandbox.probe():
+        report.add("sandbox", name, finding, fault)
     launch_environment(report)
     for name, finding, fault in cluster(os.environ):
         report.add("cluster", name, finding, fault)
@@ -185,7 +191,21 @@ def memory(report: Report, directory: Path) -> None:
         fault = f"the disk of {directory} has {usage.free / _GIB:.2f} GiB left: no checkpoint fits"
     elif not os.access(existing, os.W_OK):
         fault = f"runs cannot be written to {directory}: {existing} may not be written to"
-    report.add("memory", str(directory), f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free", fault)
+    finding = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    if not fault:
+        finding += f"; written at {write_speed(existing) / 2**20:.0f} MiB/s"
+    report.add("memory", str(directory), finding, fault)
+
+
+def write_speed(folder: Path) -> float:
+    """Bytes per second that reach the disk, as those of a checkpoint do; the file is gone afterwards."""
+    block = os.urandom(_TRIED_BYTES)  # zeros might be stored as nothing
+    with tempfile.TemporaryFile(dir=folder) as file:
+        began = time.monotonic()
+        file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return _TRIED_BYTES / (time.monotonic() - began)
 
 
 def tools(report: Report) -> None:

@@ -1,10 +1,12 @@
 """The doctor says what is there, and finds each fault with a sentence."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
@@ -67,6 +69,7 @@ def test_a_sound_machine_has_no_faults(tmp_path):
         "memory",
         "tools",
         "engine",
+        "sandbox",
         "environment",
         "cluster",
     ):
@@ -252,3 +255,23 @@ def test_a_pod_that_does_not_say_which_node_it_is(no_launcher, monkeypatch):
     assert "set NODE_RANK to JOB_COMPLETION_INDEX" in cluster(os.environ)[-1][2]
     monkeypatch.setenv("NODE_RANK", "1")
     assert all(fault == "" for *_, fault in cluster(os.environ))
+
+
+def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_path):
+    began = time.monotonic()
+    doctor.memory(report, tmp_path / "runs")
+    took = time.monotonic() - began
+    (finding,) = (text for name, text in findings(report, "memory").items() if name.endswith("runs"))
+    speed = float(re.search(r"written at (\d+) MiB/s$", finding)[1])
+    assert speed >= doctor._TRIED_BYTES / 2**20 / took - 1  # it cannot have been slower than all of it took
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sandboxes_are_shown_and_one_that_does_not_work_is_a_fault(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    told = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
+    monkeypatch.setattr(doctor.sandbox, "probe", lambda: told)
+    assert doctor.run(["--directory", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "│ bubblewrap" in shown
+    assert shown.endswith("fault: it may make no namespaces: ask for them\n1 fault\n")

@@ -1,0 +1,85 @@
+"""The commands of docs/commands.md, run in their order on the files that the document itself describes."""
+
+import json
+import re
+import shlex
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf import __main__
+from lightning_rlhf.cli import answering, doctor, serve
+from lightning_rlhf.cli.generate import _parser
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
+CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint"}
+# They need a vLLM that is ready; tests/serving/test_serve.py runs both.
+ELSEWHERE = ("serve", "--server")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+@pytest.fixture
+def files(config):
+    """What the document says is there."""
+    config["trainer"] |= {"default_root_dir": "runs/x"}
+    config["trainer"]["callbacks"].append(CHECKPOINTS)
+    Path("x.yaml").write_text(yaml.safe_dump(config))
+    (rows,), (functions,) = blocks("json"), blocks("python")
+    Path("questions.jsonl").write_text(rows)
+    Path("rewards.py").write_text(functions)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a line as the command line would."""
+
+    def call(line):
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                code = __main__.main()
+            except SystemExit as end:
+                code = end.code
+        shown = capsys.readouterr()
+        assert code == 0, f"{line}: {shown.out}{shown.err}"
+        return shown.out
+
+    return call
+
+
+def test_every_command_of_the_document_works(files, call, monkeypatch):
+    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")  # vLLM takes half a minute
+    monkeypatch.setattr(answering, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    assert {line.split()[1] for line in lines} >= __main__.COMMANDS.keys() | {"fit"}
+    told = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}
+    assert len(told) == len(lines) - 2
+    rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [(row["answer"], len(row["responses"])) for row in rows] == [("42", 4), ("10", 4)]
+    right = json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]["right"]
+    assert {"mean", "low", "high", "pass@4", "maj@4"} <= right.keys()
+    assert Path("models/x/README.md").is_file()
+
+
+def test_the_commands_that_need_a_server_are_understood():
+    served, asked = (
+        line for block in blocks("bash") for line in block.splitlines() if set(ELSEWHERE) & set(line.split())
+    )
+    assert serve._parser().parse_args(shlex.split(served)[2:]).model == "models/x"
+    given = _parser().parse_args(shlex.split(asked)[2:])
+    port = serve._parser().parse_args(["--model", "x"]).port
+    assert (given.server, given.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
+
+
+def test_functions_that_the_document_names_are_there():
+    for module, name in re.findall(r"`(lightning_rlhf[\w.]*):(\w+)`", DOCUMENT):
+        assert callable(getattr(import_module(module), name))

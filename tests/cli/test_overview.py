@@ -1,0 +1,64 @@
+"""``lightning-rlhf`` says what there is to be asked, at once, and what was meant by a word that it does not know."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf import __main__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["lightning-rlhf", *arguments])
+        code = __main__.main()
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def test_every_command_has_its_line_whichever_way_it_is_asked_for(call):
+    told = {call(*arguments) for arguments in ((), ("--help",), ("-h",), ("help",))}
+    ((code, out, err),) = told
+    assert (code, err) == (0, "")
+    shown = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert sorted(shown) == sorted([*__main__.COMMANDS, *__main__.LIGHTNINGS])
+    assert all(len(line) < 100 for line in out.splitlines())
+
+
+def test_it_takes_none_of_the_heavy_libraries():
+    ask = "import sys; sys.argv = ['x']; from lightning_rlhf.__main__ import main; main(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not modules & {"torch", "lightning", "transformers", "numpy", "vllm", "datasets"}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("generat", "did you mean 'generate'?"),
+        ("fti", "did you mean 'fit'?"),
+        ("exprot", "did you mean 'export'?"),
+        ("xyzzy", "lightning-rlhf --help lists all"),
+    ],
+)
+def test_an_unknown_command_is_a_sentence_and_code_2(call, word, told):
+    assert call(word, "--config", "x.yaml") == (2, "", f"lightning-rlhf: there is no command {word!r}; {told}\n")
+
+
+@pytest.mark.parametrize("name", sorted(__main__.COMMANDS))
+def test_every_command_explains_itself(name, capsys):
+    module = import_module(__main__.COMMANDS[name])
+    arguments = ["--help"]
+    try:
+        code = module.run(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 0
+    assert "usage: " in capsys.readouterr().out

@@ -7,7 +7,9 @@ it names: `completions`, `prompts`, `completion_ids`, `finished`, and any column
       - class_path: lightning_rlhf.callbacks.RolloutLoop
         init_args:
           rewards:
-            - {function: my_rewards.brief_and_right, weight: 1.0}
+            - {function: "my_rewards.py:brief_and_right", weight: 1.0}
+
+Functions written for TRL, verl or OpenRLHF work as they are; docs/rewards.md tells what is done when one fails.
 
 Run this file to see how it is called, and what is said when it asks for a column that is not there:
 

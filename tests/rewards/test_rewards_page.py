@@ -1,0 +1,64 @@
+"""docs/rewards.md: its code runs, its configurations make reward functions, its tables name what there is."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_rlhf.rewards import dispatch, worker
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.conventions import GIVEN, OPENRLHF, TOOLS, VERL, VERL_BATCH
+
+PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    Path("my_rewards.py").write_text(code)
+
+
+def rewards_of(text):
+    found = yaml.safe_load(text)
+    if "rewards" not in found:
+        found = found["trainer"]["callbacks"][0]["init_args"]
+    parser = ArgumentParser()
+    parser.add_argument("--rewards", type=list[RewardFunction])
+    return parser.instantiate(parser.parse_object({"rewards": found["rewards"]})).rewards
+
+
+def test_the_function_of_the_page_judges(folder):
+    reward = RewardFunction("my_rewards.py:brief_and_right")
+    values = reward(completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
+    assert values == pytest.approx([0.98, -0.01])
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_configuration_makes_reward_functions(folder, text):
+    made = rewards_of(text)
+    for reward in made:
+        reward.check(["answer"])
+    assert made[0].label == "brief_and_right"
+
+
+def test_the_tables_name_what_there_is():
+    for name in (*GIVEN, *TOOLS):
+        assert f"`{name}" in PAGE
+    for convention in (VERL, VERL_BATCH, OPENRLHF):
+        assert f"`{convention.sign}`" in PAGE
+        assert all(f"{theirs}=" in PAGE for theirs in convention.ours)
+    options = {field.name: field.default for field in fields(RewardFunction)}
+    assert f"max_error_rate: {options['max_error_rate']}" in PAGE
+    assert "`on_error: raise` | a fault ends the run; the default" in PAGE
+    assert options["on_error"] == "raise"
+    assert f"up to {dispatch._PROCESSES} processes" in PAGE
+    assert f"up to {dispatch._THREADS} threads" in PAGE
+    assert f"{worker._MOST_OUTPUT:,} characters" in PAGE

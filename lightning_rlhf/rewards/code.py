@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_rlhf.rewards.sandbox import Limits, Sandbox
 from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
 from lightning_rlhf.rewards.sandbox_verdict import CallTest, Test, TextTest
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_THREADS = 16  # the sandbox says how many programs run at a time
+_RECENT = 1024  # scores that are remembered
 _FORMS = (
     "a list of {input, output} or of {args, expected} with {name}, or {inputs, outputs} with fn_name where functions "
     "are called; all of it as JSON text or as it is"
@@ -24,7 +26,9 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class CodeExecution:
-    """A reward function that runs programs against tests; each distinct program of a batch is run once.
+    """A reward function that runs programs against tests, each as soon as it is there.
+
+    The same program for the same tests, as groups of responses often have it, is run once.
 
     Tests are taken from the column ``tests``, and from ``ground_truth`` where the data has no such column:
 
@@ -40,23 +44,22 @@ class CodeExecution:
             that is not.
         fenced: take the last block fenced with three backquotes (and ``python``, ``py`` or nothing) where there is one,
             else the whole completion; False always takes the whole.
-        workers: programs that run at a time; None takes one for each processor.
     """
 
     sandbox: Sandbox | None = None
     limits: Limits = field(default_factory=Limits)
     continuous: bool = True
     fenced: bool = True
-    workers: int | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _recent: dict[tuple[str, str], Future[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    per_sample: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, or null for one a processor, got {self.workers}")
         self._place.check()
 
-    @cached_property
-    def _place(self) -> Sandbox:
-        return self.sandbox or BubblewrapSandbox()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sandbox, self.limits, self.continuous, self.fenced)  # what is cached stays here
 
     def __call__(
         self, completions: list[str], tests: list[Any] | None = None, ground_truth: list[Any] | None = None
@@ -76,16 +79,33 @@ class CodeExecution:
         if column is None:
             raise ValueError("CodeExecution needs a column 'tests' or 'ground_truth': name it under the data's columns")
         rows = [
-            (program_of(text) if self.fenced else text, tests_of(given))
+            (program_of(text) if self.fenced else text, read_tests(given))
             for text, given in zip(completions, column, strict=True)
         ]
-        keys = [json.dumps([program, repr(wanted)]) for program, wanted in rows]
-        distinct = dict(zip(keys, rows, strict=True))
-        with ThreadPoolExecutor(self.workers or os.cpu_count()) as pool:
-            scores = dict(zip(distinct, pool.map(lambda row: self._score(*row), distinct.values()), strict=True))
-        return [scores[key] for key in keys]
+        if len(rows) == 1:
+            return [self._score(*rows[0])]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return list(pool.map(lambda row: self._score(*row), rows))
 
-    def _score(self, program: str, tests: Sequence[Test]) -> float:
+    def _score(self, program: str, tests: list[Test]) -> float:
+        """The score, or that of the same program and tests a moment ago, or of a thread that is at it now."""
+        key = (program, repr(tests))
+        with self._lock:
+            known = self._recent.get(key)
+            score = self._recent[key] = known or Future()
+            if len(self._recent) > _RECENT:
+                del self._recent[next(iter(self._recent))]
+        if known is None:
+            try:
+                score.set_result(self._run(program, tests))
+            except BaseException as fault:
+                with self._lock:
+                    self._recent.pop(key, None)
+                score.set_exception(fault)
+                raise
+        return score.result()
+
+    def _run(self, program: str, tests: list[Test]) -> float:
         passed = 0
         for test in tests:
             right = test.judge(self._place, program, self.limits) == "passed"
@@ -93,6 +113,10 @@ class CodeExecution:
                 return 0.0
             passed += right
         return passed / len(tests)
+
+    @cached_property
+    def _place(self) -> Sandbox:
+        return self.sandbox or BubblewrapSandbox()
 
 
 def program_of(completion: str) -> str:
@@ -102,7 +126,7 @@ def program_of(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def tests_of(given: Any) -> list[Test]:
+def read_tests(given: Any) -> list[Test]:
     """The tests of a row, in one of the three forms of :class:`CodeExecution`.
 
     Raises:

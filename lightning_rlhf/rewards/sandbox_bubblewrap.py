@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,10 +72,21 @@ class BubblewrapSandbox:
             read it, else /usr/bin/python3. It comes without site-packages.
         packages: a folder of packages (``pip install --target``) that programs may import; everybody must be able to
             read it.
+        concurrency: programs at a time, over all threads; None takes one for each processor. The others wait, and
+            their time does not run yet.
     """
 
     python: str | None = None
     packages: str | None = None
+    concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, or null for one a processor, got {self.concurrency}")
+        self._slots  # noqa: B018 (made before there are threads)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.python, self.packages, self.concurrency)  # what is cached stays in its process
 
     def check(self) -> str:
         """Run a program that looks around in the sandbox, and see that it found what it should.
@@ -106,6 +118,10 @@ class BubblewrapSandbox:
             SandboxUnavailable: there is nothing to run it with.
             SandboxFault: bubblewrap failed before the program began.
         """
+        with self._slots:
+            return self._run(source, stdin, limits)
+
+    def _run(self, source: str, stdin: str, limits: Limits) -> Finished:
         with ExitStack() as files:
             program, start, rules = (
                 files.enter_context(_in_memory(content))
@@ -161,6 +177,10 @@ class BubblewrapSandbox:
     def _command(self, limits: Limits) -> list[str]:
         folders = ["/packages"] if self.packages else []
         return [self._interpreter, *_FLAGS, "/start.py", json.dumps(_resources(limits)), *folders]
+
+    @cached_property
+    def _slots(self) -> threading.BoundedSemaphore:
+        return threading.BoundedSemaphore(self.concurrency or os.cpu_count() or 1)
 
     @cached_property
     def _interpreter(self) -> str:

@@ -52,6 +52,10 @@ class RemoteSandbox:
             import tenacity  # noqa: F401
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(_INSTALL) from error
+        self._slots, self._client  # noqa: B018 (made before there are threads)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.concurrency, self.attempts, self.patience_seconds)
 
     def check(self) -> str:
         """Have the server run a program whose answer is known.

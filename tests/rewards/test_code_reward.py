@@ -1,0 +1,204 @@
+"""A reward by hidden tests: which program is taken, which tests, what it scores, and what is no program's fault."""
+
+import json
+import pickle
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_rlhf.data.programming import Tasks
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.code import CodeExecution, program_of, read_tests
+from lightning_rlhf.rewards.sandbox import Finished, Limits, Sandbox, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
+from lightning_rlhf.rewards.sandbox_verdict import CallTest, TextTest
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/sandbox.md"
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+DOUBLE = [{"input": str(i), "output": str(2 * i)} for i in range(4)]
+CALLS = [{"name": "double", "args": [i], "expected": 2 * i} for i in range(4)]
+
+
+class Echo:
+    """A sandbox in which every program prints its own source; counts them."""
+
+    def __init__(self, seconds=0.0, fault=False):
+        self.runs, self.checks, self.seconds, self.fault, self.lock = [], 0, seconds, fault, threading.Lock()
+
+    def check(self):
+        self.checks += 1
+        return "an echo"
+
+    def run(self, source, stdin, limits):
+        time.sleep(self.seconds)
+        with self.lock:
+            self.runs.append(source)
+        if self.fault:
+            raise SandboxFault("no namespaces are left")
+        return Finished(source, "", 0)
+
+
+def text(*expected):
+    return [{"input": "", "output": one} for one in expected]
+
+
+@needs_bwrap
+def test_the_score_is_the_share_of_tests_passed():
+    right, half = "print(2 * int(input()))", "n = int(input())\nprint(2 * n if n < 2 else 0)"
+    reward = CodeExecution()
+    assert reward(completions=[right, half, "no program", ""], tests=[DOUBLE] * 4) == [1.0, 0.5, 0.0, 0.0]
+    strict = CodeExecution(continuous=False)
+    assert strict(completions=[right, half], tests=[DOUBLE] * 2) == [1.0, 0.0]
+    calls = ["def double(n): return n + n", "double = lambda n: 2 * n if n != 3 else None"]
+    assert reward(completions=calls, ground_truth=[json.dumps(CALLS)] * 2) == [1.0, 0.75]
+
+
+@needs_bwrap
+def test_what_the_reward_says_of_tasks_is_what_they_are():
+    rows = [row for _, row in Tasks(12).rows()]
+    reward = RewardFunction(CodeExecution(fenced=False, continuous=False), name="accuracy")
+    answers = [row["answer"] for row in rows]
+    wrong = [answer.replace("*", "+") for answer in answers]
+    for completions, expected in ((answers, 1.0), (wrong, 0.0)):
+        given = reward.call.function(completions=completions, tests=[row["tests"] for row in rows])
+        assert given == [expected] * 12
+
+
+def test_without_a_sandbox_that_works_there_is_no_reward(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
+        CodeExecution()
+
+
+def test_the_sandbox_is_tried_once_and_at_once():
+    echo = Echo()
+    CodeExecution(sandbox=echo)
+    assert echo.checks == 1
+
+
+def test_a_fault_of_the_sandbox_is_no_score():
+    echo = Echo(fault=True)
+    reward = CodeExecution(sandbox=echo)
+    for completions in (["1"], ["1", "2"]):
+        with pytest.raises(SandboxFault, match="no namespaces"):
+            reward(completions=completions, tests=[text("1")] * len(completions))
+    echo.fault = False
+    assert reward(completions=["1"], tests=[text("1")]) == [1.0]  # the fault is not remembered
+
+
+def test_the_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
+    echo = Echo(seconds=0.05)
+    reward = CodeExecution(sandbox=echo)
+    assert reward(completions=["1", "2", "1", "1"], tests=[text("1")] * 3 + [text("2")]) == [1.0, 0.0, 1.0, 0.0]
+    assert sorted(echo.runs) == ["1", "1", "2"]
+    with ThreadPoolExecutor(8) as pool:  # as the jury calls it
+        found = list(pool.map(lambda _: reward(completions=["7"], tests=[text("7", "8")]), range(8)))
+    assert found == [[0.5]] * 8
+    assert echo.runs.count("7") == 2
+
+
+def test_what_is_remembered_is_bounded():
+    reward = CodeExecution(sandbox=Echo())
+    for number in range(1500):
+        reward(completions=[str(number)], tests=[text("1")])
+    assert len(reward._recent) == 1024
+
+
+def test_all_or_nothing_stops_at_the_first_failure():
+    echo = Echo()
+    assert CodeExecution(sandbox=echo, continuous=False)(completions=["1"], tests=[text("2", "1", "1")]) == [0.0]
+    assert len(echo.runs) == 1
+
+
+def test_it_is_judged_while_others_are_still_written_and_travels_to_other_processes():
+    assert RewardFunction(CodeExecution(sandbox=Echo())).alone
+    if shutil.which("bwrap"):
+        reward = CodeExecution(continuous=False)
+        assert pickle.loads(pickle.dumps(reward)) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("```\nprint(1)\n```", "print(1)\n"),
+        ("```py\nprint(1)\n```\nBetter:\n```Python\nprint(2)\nprint(3)\n```", "print(2)\nprint(3)\n"),
+        ("```python\nprint(1)\n```\n```text\n1\n```", "print(1)\n"),
+        ("```text\n1\n```", "```text\n1\n```"),
+        ("```python\nprint(1)", "```python\nprint(1)"),
+        ("```python\nx = '''```'''\n```", "x = '''```'''\n"),
+        ("", ""),
+    ],
+)
+def test_which_program_is_taken_from_a_completion(completion, program):
+    assert program_of(completion) == program
+
+
+TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([{"input": "2 3", "output": "5"}], TEXT),
+        ([{"name": "f", "args": [1, [2]], "expected": {"a": 3}}], CALL),
+        ({"inputs": ["2 3"], "outputs": ["5"]}, TEXT),
+        ({"inputs": ["2 3"], "outputs": ["5"], "fn_name": None}, TEXT),
+        ({"inputs": [[1, [2]]], "outputs": [{"a": 3}], "fn_name": "f"}, CALL),
+        ({"inputs": ["1\n[2]"], "outputs": ['{"a": 3}'], "fn_name": "f"}, CALL),
+    ],
+)
+def test_tests_are_read_in_every_form_and_as_json_text(given, expected):
+    assert read_tests(given) == expected
+    assert read_tests(json.dumps(given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("{", "the tests '{' are no JSON"),
+        ([], "are not in a form that is known; expected a list of"),
+        (None, "the tests None are not in a form"),
+        (7, "the tests 7 are not in a form"),
+        ([{"input": "1"}], "is neither {input, output} nor {name, args, expected}: {'input': '1'}"),
+        ([{"input": 1, "output": 1}], "is neither"),
+        (["1"], "is neither"),
+        ({"inputs": ["1"], "outputs": []}, "must be lists of one length"),
+        ({"inputs": [], "outputs": []}, "of at least one test"),
+        ({"inputs": "12", "outputs": "12"}, "must be lists of one length"),
+        ({"inputs": [1], "outputs": [1]}, "must be texts, because there is no fn_name"),
+    ],
+)
+def test_tests_that_nobody_understands_are_refused_and_shown(given, sentence):
+    with pytest.raises(ValueError, match=r"tests|inputs|a test") as raised:
+        CodeExecution(sandbox=Echo())(completions=["x"], tests=[given])
+    assert sentence in str(raised.value)
+
+
+@needs_bwrap
+def test_the_document_shows_what_works():
+    blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    here, there = (yaml.safe_load(block) for block in blocks)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--function", type=Callable[..., Any])
+    parser.add_argument("--sandbox", type=Sandbox)
+    made = parser.instantiate(parser.parse_object({"function": here["rewards"][0]["function"], **there}))
+    assert made.function.limits == Limits()
+    assert made.function(completions=["print(1)"], tests=[text("1", "2")]) == [0.5]
+    assert made.sandbox == RemoteSandbox("http://sandbox:8080")
+    made.sandbox._client.close()
+
+
+def test_a_column_must_hold_the_tests():
+    with pytest.raises(ValueError, match="needs a column 'tests' or 'ground_truth'"):
+        CodeExecution(sandbox=Echo())(completions=["x"])

@@ -1,0 +1,258 @@
+"""The sandbox refuses to start where it does not work, keeps limits apart, and never takes a fault for an answer."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.rewards import sandbox_bubblewrap as bubblewrap
+from lightning_rlhf.rewards.sandbox import Limits, Sandbox, SandboxFault, SandboxUnavailable, probe
+from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
+from lightning_rlhf.rewards.sandbox_seccomp import filter_program
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+LIMITS = Limits(seconds=10.0)
+ALLOW_ALL = bytes.fromhex("06000000 0000ff7f")
+
+
+@pytest.fixture
+def public():
+    """A folder that everybody may read, as nobody must be able to."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_both_sandboxes_keep_to_the_protocol():
+    assert isinstance(BubblewrapSandbox(), Sandbox)
+    assert isinstance(RemoteSandbox("http://127.0.0.1:1"), Sandbox)
+
+
+@needs_bwrap
+def test_the_probe_says_what_works():
+    ((name, finding, fault),) = probe()
+    assert (name, fault) == ("bubblewrap", "")
+    assert finding.startswith("works, Python 3.")
+
+
+def test_the_probe_is_light():
+    code = "import sys; import lightning_rlhf.rewards.sandbox_bubblewrap; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_no_bubblewrap_is_no_fault_of_the_machine_but_no_sandbox_either(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert probe() == [("bubblewrap", "not installed; code rewards need it, or a remote sandbox", "")]
+    with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
+        BubblewrapSandbox().run("print(1)", "", LIMITS)
+
+
+@needs_bwrap  # its interpreter has to be there
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        (
+            "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
+            "AppArmor forbids user namespaces: set",
+        ),
+        (
+            "echo 'bwrap: Creating new namespace failed: Operation not permitted' >&2; exit 1",
+            "namespaces are switched off",
+        ),
+        ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "install bubblewrap 0.8 or newer"),
+        ("exit 3", "ended with 3 and said nothing"),
+        ("exit 0", "ended with 0 and said nothing"),
+        ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and said nothing"),
+    ],
+)
+def test_bubblewrap_that_does_not_work_is_said_with_what_to_do(monkeypatch, public, script, sentence):
+    fake = public / "bwrap"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(bubblewrap, "find_bwrap", lambda: str(fake))
+    with pytest.raises(SandboxUnavailable) as raised:
+        BubblewrapSandbox().check()
+    assert sentence in str(raised.value)
+    assert probe() == [("bubblewrap", "does not work", str(raised.value))]
+    with pytest.raises(SandboxFault):
+        BubblewrapSandbox().run("print(1)", "", LIMITS)
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("filter_program", lambda: ALLOW_ALL),
+        ("_START", bubblewrap._START.replace(b"resource.setrlimit(", b"str((")),
+        ("_LIBRARIES", (*bubblewrap._LIBRARIES, "/proc")),
+    ],
+)
+def test_a_sandbox_that_starts_but_leaves_something_open_is_refused(monkeypatch, name, value):
+    if name == "_START":
+        value = value.replace(b"(_value, _value))", b"(_value, _value)))")
+    monkeypatch.setattr(bubblewrap, name, value)
+    with pytest.raises(SandboxUnavailable, match="starts but does not isolate"):
+        BubblewrapSandbox().check()
+
+
+def test_an_unknown_machine_has_no_filter(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(NotImplementedError, match="knows x86_64, aarch64, not riscv64: use a RemoteSandbox"):
+        filter_program()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_jump_of_the_filter_lands_on_a_verdict(monkeypatch, machine):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    program = filter_program()
+    steps = [program[i : i + 8] for i in range(0, len(program), 8)]
+    assert len(program) % 8 == 0
+    assert steps[-1] == bytes.fromhex("06000000 01000500")  # EPERM
+    for place, step in enumerate(steps[4:], 4):
+        if step[0] in (0x15, 0x35):
+            assert place + 1 + step[2] == len(steps) - 1
+    assert steps[-2] == ALLOW_ALL
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("source", "stdin", "stdout", "exit_code"),
+    [
+        ("print(input())", "ä ☃", "ä ☃\n", 0),
+        ("import sys; print(len(sys.stdin.read()))", "x" * 10**6, "1000000\n", 0),
+        ("print(1)", "x" * 10**6, "1\n", 0),  # which it does not read
+        ("exit(3)", "", "", 3),
+        ("import os; os.kill(os.getpid(), 9)", "", "", 137),
+        ("import sys; print(sys.argv, __name__, sys.flags.isolated)", "", "['/program.py'] __main__ 1\n", 0),
+        ("import os; print(sorted(os.environ), os.getcwd())", "", "['LC_CTYPE', 'PWD'] /tmp\n", 0),
+        ("open('a', 'w').write('x'); print(open('/tmp/a').read())", "", "x\n", 0),
+        ("import numpy", "", "", 1),
+        ("import asyncio; asyncio.run(asyncio.sleep(0)); print(1)", "", "1\n", 0),
+        ("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()", "", "1\n", 0),
+        ("import subprocess, sys; print(subprocess.run([sys.executable, '-c', '1']).returncode)", "", "0\n", 0),
+        ("print('\\xe4'.encode('latin-1'))\nimport os; os.write(1, b'\\xff')", "", "b'\\xe4'\n\ufffd", 0),
+    ],
+)  # fmt: skip
+def test_an_honest_program_runs(source, stdin, stdout, exit_code):
+    found = BubblewrapSandbox().run(source, stdin, LIMITS)
+    assert (found.stdout.replace("\x00", ""), found.exit_code) == (stdout, exit_code), found.stderr
+    assert not found.timed_out
+    assert not found.truncated
+
+
+@needs_bwrap
+def test_packages_can_be_given(public):
+    (public / "helpful.py").write_text("value = 7")
+    assert (
+        BubblewrapSandbox(packages=str(public)).run("import helpful; print(helpful.value)", "", LIMITS).stdout == "7\n"
+    )
+
+
+@needs_bwrap
+def test_an_interpreter_that_nobody_can_reach_is_named():
+    with pytest.raises(
+        SandboxUnavailable, match="no Python for the sandbox: /nowhere/python must exist and be readable"
+    ):
+        BubblewrapSandbox(python="/nowhere/python").check()
+
+
+@needs_bwrap
+def test_sandboxes_at_the_same_time_do_not_share_the_count_of_processes():
+    six = "import os, time\nfor _ in range(6):\n    os.fork() or (time.sleep(2), os._exit(0))\ntime.sleep(1)\nprint(6)"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: BubblewrapSandbox(concurrency=4).run(six, "", LIMITS), range(4)))
+    assert [one.stdout for one in found] == ["6\n"] * 4
+
+
+def test_no_more_programs_run_at_a_time_than_asked_for(monkeypatch):
+    now, most, lock = 0, 0, threading.Lock()
+
+    def run(self, source, stdin, limits):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+
+    monkeypatch.setattr(BubblewrapSandbox, "_run", run)
+    sandbox = BubblewrapSandbox(concurrency=3)
+    with ThreadPoolExecutor(9) as pool:
+        list(pool.map(lambda _: sandbox.run("", "", LIMITS), range(27)))
+    assert most == 3
+
+
+@needs_bwrap
+def test_a_sandbox_dies_with_the_trainer(public):
+    seconds = 12345.0 + os.getpid()  # stands on the sandbox's command line, as RLIMIT_CPU
+    code = (
+        "from lightning_rlhf.rewards.sandbox import Limits; import lightning_rlhf.rewards.sandbox_bubblewrap as b; "
+        f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    sign = f'"RLIMIT_CPU": {int(seconds) + 1}'
+    assert becomes(lambda: alive(sign))
+    trainer.kill()
+    trainer.wait()
+    assert becomes(lambda: not alive(sign))
+
+
+def alive(sign):
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if sign in file.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return False
+
+
+def becomes(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@needs_bwrap
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_an_ordinary_user_has_the_sandbox_too(public):
+    package = public / "lightning_rlhf/rewards"
+    package.mkdir(parents=True)
+    for file in Path(bubblewrap.__file__).parent.glob("sandbox*.py"):
+        shutil.copy(file, package)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from lightning_rlhf.rewards.sandbox import probe; print(probe())"
+    )
+    command = ["/usr/bin/python3", "-c", code, str(public)]
+    done = subprocess.run(command, user=1000, group=1000, extra_groups=[], capture_output=True, text=True, check=False)
+    assert "'works, Python" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        ({"seconds": 0.0}, "limits.seconds must be at least 0.1, got 0.0"),
+        ({"seconds": float("nan")}, "limits.seconds must be at least 0.1, got nan"),
+        ({"memory_bytes": 1}, "limits.memory_bytes must be at least 67108864, got 1"),
+        ({"processes": 0}, "limits.processes must be at least 1, got 0"),
+    ],
+)
+def test_limits_that_no_program_could_keep_are_refused(limits, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Limits(**limits)
+
+
+def test_a_concurrency_of_none_is_refused():
+    with pytest.raises(ValueError, match="concurrency must be at least 1, or null for one a processor, got 0"):
+        BubblewrapSandbox(concurrency=0)

@@ -25,7 +25,7 @@ from lightning_rlhf import launch_environment
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, with_bucket
 from lightning_rlhf.strategies.deepspeed_precision import RolePrecision
-from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread
+from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread, unlink_shared_memory
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.layers import layers
@@ -121,6 +121,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             reset_seed()
             self.set_world_ranks()
             self._init_deepspeed_distributed()
+            torch.distributed.barrier()
+            unlink_shared_memory(self.global_rank)
         atexit.unregister(_close_process_group)
         atexit.register(_close_process_group)
 

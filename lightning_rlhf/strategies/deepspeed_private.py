@@ -5,10 +5,14 @@ Checked against deepspeed 0.19.8; tests/strategies/test_deepspeed_private.py say
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def gradient_norm(engine: Any) -> Tensor:
@@ -31,6 +35,19 @@ def gradient_norm(engine: Any) -> Tensor:
 def set_clipping(engine: Any, max_norm: float | None) -> None:
     """Let the next ``step()`` clip to a norm; None leaves gradients as they are."""
     engine.optimizer.clip_grad = 0.0 if max_norm is None else max_norm
+
+
+def unlink_shared_memory(rank: int) -> None:
+    """Take away the name of the memory through which a CPU's processes sum small tensors.
+
+    DeepSpeed 0.19 never does: each process of each run would leave 66 MiB in /dev/shm until the machine has no memory
+    left. Without a name it ends with the processes that have it open, however they end.
+
+    Args:
+        rank: of this process; all processes have opened the memory before.
+    """
+    place = "_".join((str(os.getuid()), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], str(rank)))
+    (_SHARED_MEMORY / f"deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> None:

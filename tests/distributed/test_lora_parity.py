@@ -76,7 +76,7 @@ def test_three_updates_of_adapters_are_those_of_one_process(names, alone, tmp_pa
 
 @pytest.mark.slow
 def test_adapters_are_split_with_the_layers_they_are_beside(alone, tmp_path):
-    runs = [described(kind, "rlhf_fsdp, tensor parallel 2", tmp_path) for kind in ("sft", "rm")]
+    runs = [described(kind, "rlhf_fsdp, tensor parallel 2", tmp_path) for kind in KINDS]
     check(run_ranks("tests.distributed.tasks:train", 2, runs), runs, alone)
 
 

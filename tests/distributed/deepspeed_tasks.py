@@ -193,7 +193,7 @@ def everything(asked: dict[str, Any], folder: str) -> dict[str, Any]:
         "validations": validations(asked["validations"]),
         "loaded": [from_directory(folder, precision) for precision in asked["loaded"]],
         "references": references(asked["references"]),
-        "shared_memory": [line.split(maxsplit=5)[5] for line in open("/proc/self/maps") if "deepspeed_allreduce" in line],
+        "shared_memory": [line.strip() for line in open("/proc/self/maps") if "deepspeed_allreduce" in line],
     }
 
 

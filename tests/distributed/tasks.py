@@ -22,11 +22,14 @@ from torch import Tensor
 
 from lightning_rlhf import (
     ConversationDataModule,
+    DPOModule,
+    KTOModule,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
     RewardModule,
     SFTModule,
+    UnpairedDataModule,
 )
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
@@ -119,7 +122,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     """Module, data and callbacks of a run.
 
     Args:
-        kind: ``sft``, ``rm`` or ``ppo``.
+        kind: ``sft``, ``rm``, ``ppo``, ``dpo`` or ``kto``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, further arguments of the module.
     """
@@ -167,8 +170,16 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
         data = ConversationDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
+    if kind == "kto":
+        items = [{"prompt": word, "completion": word[::-1], "label": len(word) % 2 == 0} for word in WORDS]
+        data = UnpairedDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+        given["ref"] = None if adapters else model(2)
+        return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]
     data = PreferenceDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+    if kind == "dpo":
+        given["ref"] = None if adapters else model(2)
+        return DPOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
     return RewardModule(model(3), optimizer=adamw, lr_scheduler=schedule, **given), data, []
 
 

@@ -1,0 +1,58 @@
+"""DPO, KTO and packed SFT under every strategy: three updates are those of one process, with and without adapters."""
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.tasks import largest_differences
+from tests.distributed.test_parity import NORMS, STRATEGIES, WEIGHTS, assert_equal_metrics, norm_difference
+
+pytestmark = pytest.mark.slow
+RUNS = {
+    "dpo": ("dpo", {}),
+    "dpo, packed": ("dpo", {"packing": True}),
+    "dpo, adapters": ("dpo", {"lora": True}),
+    "kto": ("kto", {}),
+    "kto, adapters": ("kto", {"lora": True}),
+    "sft, packed": ("sft", {"packing": True}),
+}
+
+
+def described(name, strategy, folder, **options):
+    kind, module = RUNS[name]
+    module = {"heads": 2, **module, **options}
+    return {"kind": kind, "strategy": strategy, "weights": f"{folder}/{name}.safetensors", "module": module}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process, plain Lightning; and for each run the weights that it would have had with a learning rate of 0."""
+    folder, start = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("start")
+    runs = [described(name, "auto", folder) for name in RUNS]
+    runs += [described(name, "auto", start, lr=0.0) for name in RUNS]
+    answers = run_ranks("tests.distributed.tasks:train", 1, runs)[0]
+    return dict(zip(RUNS, answers, strict=False)), folder, start
+
+
+@pytest.mark.parametrize("strategy", ["rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_3"])
+def test_three_updates_are_those_of_one_process(strategy, alone, tmp_path):
+    expected, folder, start = alone
+    runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]
+    answers = run_ranks("tests.distributed.tasks:train", 2, runs)
+    for number, name in enumerate(RUNS):
+        for answer in answers:  # every rank logs the same
+            assert answer[number]["frozen"]
+            assert norm_difference(answer[number], expected[name]) <= NORMS
+            assert_equal_metrics(answer[number], expected[name])
+        file = f"{name}.safetensors"
+        assert max(largest_differences(tmp_path / file, folder / file).values()) <= WEIGHTS
+        assert max(largest_differences(start / file, folder / file).values()) > 100 * WEIGHTS
+
+
+def test_a_packed_run_is_a_padded_one(alone, tmp_path):
+    expected, folder, _ = alone
+    run = {"kind": "sft", "strategy": "auto", "weights": f"{tmp_path}/sft.safetensors", "module": {"heads": 2}}
+    (answer,) = run_ranks("tests.distributed.tasks:train", 1, [run])[0]
+    assert_equal_metrics(answer, expected["sft, packed"])
+    assert (
+        max(largest_differences(tmp_path / "sft.safetensors", folder / "sft, packed.safetensors").values()) <= WEIGHTS
+    )

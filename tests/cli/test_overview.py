@@ -42,9 +42,9 @@ def test_it_takes_none_of_the_heavy_libraries():
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("generat", "did you mean 'generate'?"),
+        ("servee", "did you mean 'serve'?"),
         ("fti", "did you mean 'fit'?"),
-        ("exprot", "did you mean 'export'?"),
+        ("exportt", "did you mean 'export'?"),
         ("xyzzy", "lightning-rlhf --help lists all"),
     ],
 )

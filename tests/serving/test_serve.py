@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -28,13 +29,18 @@ pytestmark = [
 ]
 
 
+@contextmanager
 def started(directory, model, *arguments):
-    """The command in a process of its own."""
+    """The command in a process of its own, which is killed in the end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SERVE_KEY": KEY}
     line = [sys.executable, "-m", "lightning_rlhf", "serve", "--model", str(model), "--port", "0", *arguments]
-    output = (directory / "out").open("wb")
-    with output:
-        return subprocess.Popen(line, env=environment, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+    with (directory / "out").open("wb") as output:
+        process = subprocess.Popen(line, env=environment, cwd=directory, stdout=output, stderr=subprocess.STDOUT)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def said(process, directory, what, seconds=600):
@@ -81,13 +87,9 @@ def alive():
 def server(tmp_path_factory, served_model):
     directory = tmp_path_factory.mktemp("serve")
     limits = ("--api-key-env", "SERVE_KEY", "--name", "policy", "--max-tokens", "24", "--concurrency", "20")
-    process = started(directory, served_model, *limits)
-    try:
+    with started(directory, served_model, *limits) as process:
         text = said(process, directory, "curl ")
         yield re.search(r"http://127\.0\.0\.1:\d+", text)[0], process, text
-    finally:
-        process.kill()
-        process.wait()
 
 
 def ask(url, route, **body):
@@ -185,19 +187,19 @@ def test_killed_it_leaves_no_process_behind(server):  # the last: the server is 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_code_0_and_all_that_it_started(tmp_path, served_model, number):
-    process = started(tmp_path, served_model)
-    said(process, tmp_path, "loading")
-    end = time.monotonic() + 60
-    while len(pids := family(process.pid)) < 2 and time.monotonic() < end:
-        time.sleep(0.1)
-    process.send_signal(number)
-    assert process.wait(60) == 0
+    with started(tmp_path, served_model) as process:
+        said(process, tmp_path, "loading")
+        end = time.monotonic() + 60
+        while len(pids := family(process.pid)) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(120) == 0
     assert gone(pids) == []
 
 
 def test_a_vllm_that_cannot_start_is_told_with_its_last_words(tmp_path, served_model):
-    process = started(tmp_path, served_model, "--max-model-len", "100000")
-    assert process.wait(600) == 1
+    with started(tmp_path, served_model, "--max-model-len", "100000") as process:
+        assert process.wait(600) == 1
     text = (tmp_path / "out").read_text()
     assert "lightning-rlhf: vLLM ended; serve.log ends with:" in text
     assert "max_model_len" in text

@@ -116,6 +116,8 @@ class Jury:
             self._pool = None
 
     def _processes(self) -> ProcessPool:
+        if self._pool is not None and not self._pool.active:
+            self._drop_pool()
         if self._pool is None:
             timed = [(r.portable, r.arguments) for r in self.rewards if r.in_process]
             named = [one for one in timed if isinstance(one[0], str)]

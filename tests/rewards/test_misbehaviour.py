@@ -1,6 +1,7 @@
 """Whatever a reward function does: its fault is counted or told, it ends in time, and nothing else suffers."""
 
 import math
+import multiprocessing
 import re
 import sys
 import time
@@ -132,6 +133,15 @@ def test_what_a_function_started_ends_with_it(jury):
     time.sleep(0.3)
     running = [file.read_text().split("\0")[:2] for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert ["sleep", "1234"] not in running
+
+
+def test_processes_that_die_between_rollouts_are_replaced(patient):
+    for _ in range(2):
+        assert offered(patient, ["right"]).rewards["zero"].tolist() == [1]
+        for process in multiprocessing.active_children():
+            process.kill()
+        time.sleep(1)
+    assert offered(patient, ["right"]).rewards["zero"].tolist() == [1]
 
 
 def test_what_is_printed_is_bounded(tmp_path, capfd):

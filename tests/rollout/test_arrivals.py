@@ -1,0 +1,35 @@
+"""Futures are heard of in the order they are done, and impatience is said at its time."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+from lightning_rlhf.rollout.arrivals import as_they_come
+
+
+def test_each_future_comes_once_it_is_done_in_that_order():
+    futures = [Future() for _ in range(4)]
+    futures[2].set_result("was there")
+
+    def work():
+        for number in (3, 0, 1):
+            time.sleep(0.05)
+            futures[number].set_exception(ValueError()) if number == 0 else futures[number].set_result(number)
+
+    threading.Thread(target=work).start()
+    assert list(as_they_come(futures, 60)) == [futures[number] for number in (2, 3, 0, 1)]
+    assert list(as_they_come([], 60)) == []
+
+
+def test_none_comes_every_so_often_even_while_others_come():
+    futures = [Future() for _ in range(8)]
+
+    def work():
+        for future in futures:
+            time.sleep(0.1)
+            future.set_result(None)
+
+    threading.Thread(target=work).start()
+    found = list(as_they_come(futures, 0.25))
+    assert [future for future in found if future is not None] == futures
+    assert 2 <= found.count(None) <= 8

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
 
 from lightning_rlhf.batching.sequences import pad_right
 
@@ -96,6 +97,8 @@ class LearnedReward:
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
         self._own_pad = config.pad_token_id
         device = torch.device(self._chosen_device())
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
         model, report = AutoModelForSequenceClassification.from_pretrained(
             self.path,
             config=config,
@@ -104,6 +107,8 @@ class LearnedReward:
             output_loading_info=True,
             **given,
         )
+        if shown:
+            logging.enable_progress_bar()
         if report["missing_keys"]:
             raise ValueError(f"{self.path} is no trained reward model: it lacks {sorted(report['missing_keys'])[:3]}")
         self._model = model.eval().requires_grad_(False).to(device)

@@ -1,0 +1,121 @@
+"""What the ``config.json`` of the models that recipes name say, as their authors publish them; no hub is asked.
+
+``parameters`` is the published number, in billions, and ``small`` what a copy with two layers and tiny widths changes.
+"""
+
+_QWEN = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def _qwen(kind, hidden, layers, heads, keys, inner, vocabulary, **further):
+    widths = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    inside = {"num_key_value_heads": keys, "intermediate_size": inner, "vocab_size": vocabulary}
+    return {"model_type": kind, **widths, **inside, **_QWEN, **further}
+
+
+DEEPSEEK_7B = {
+    "model_type": "llama",
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+}
+QWEN2_7B = _qwen("qwen2", 3584, 28, 28, 4, 18944, 152064)
+QWEN25_32B = _qwen("qwen2", 5120, 64, 40, 8, 27648, 152064)
+GEMMA2_2B = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+MOONLIGHT = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "routed_scaling_factor": 2.446,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 8192,
+    "rope_theta": 50000.0,
+}
+QWEN15_MOE = _qwen(
+    "qwen2_moe", 2048, 24, 16, 16, 5632, 151936,
+    moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60, num_experts_per_tok=4,
+)  # fmt: skip
+QWEN3_MOE = _qwen(
+    "qwen3_moe", 2048, 48, 32, 4, 6144, 151936,
+    head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+)  # fmt: skip
+
+# path: architecture, billions of parameters
+PUBLISHED = {
+    "deepseek-ai/deepseek-llm-7b-chat": (DEEPSEEK_7B, 6.91),
+    "Qwen/Qwen2.5-0.5B-Instruct": (_qwen("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True), 0.494),
+    "Qwen/Qwen2.5-3B-Instruct": (_qwen("qwen2", 2048, 36, 16, 2, 11008, 151936, tie_word_embeddings=True), 3.09),
+    "Qwen/Qwen2-7B-Instruct": (QWEN2_7B, 7.62),
+    "Qwen/Qwen2.5-32B-Instruct": (QWEN25_32B, 32.8),
+    "Qwen/Qwen2.5-32B": (QWEN25_32B, 32.8),
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": (QWEN15_MOE, 14.3),
+    "Qwen/Qwen3-8B": (_qwen("qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128), 8.19),
+    "Qwen/Qwen3-30B-A3B": (QWEN3_MOE, 30.5),
+    "google/gemma-2-2b-it": (GEMMA2_2B, 2.61),
+    "moonshotai/Moonlight-16B-A3B-Instruct": (MOONLIGHT, 16.0),
+}
+SMALL = {
+    "llama": _TINY,
+    "qwen2": {k: v for k, v in _TINY.items() if k != "head_dim"},
+    "qwen3": _TINY,
+    "qwen2_moe": {k: v for k, v in (_TINY | _EXPERTS).items() if k != "head_dim"}
+    | {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": _TINY | _EXPERTS,
+    "gemma2": _TINY | {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "deepseek_v3": {
+        **{k: v for k, v in _TINY.items() if k != "head_dim"},
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.data.rows import RowSource, text_of, use_rows
+from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
 from lightning_rlhf.models.vocabulary import check_vocabularies
@@ -49,7 +49,7 @@ class PolicyCheck(Callback):
     def __init__(
         self,
         policy: str | ModelSource,
-        prompts: str | RowSource,
+        prompts: Source,
         rule: RewardFunction | None = None,
         num_samples: int = 256,
         max_response_tokens: int = 256,

@@ -47,7 +47,7 @@ class PreferenceDataModule(AnswersDataModule):
         return self.marked_text(prompt_ids, chosen), self.marked_text(prompt_ids, rejected)
 
     def _of_messages(self, fields: Fields) -> tuple[Marked, Marked]:
-        chosen, rejected = (messages_of(fields[name], name) for name in ("chosen", "rejected"))
+        chosen, rejected = (messages_of(fields[name], f"{name} answer") for name in ("chosen", "rejected"))
         if chosen == rejected:
             raise BadRow("chosen and rejected are the same messages")
         shared = common_prefix(chosen, rejected)

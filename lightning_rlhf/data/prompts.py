@@ -51,9 +51,9 @@ class PromptDataModule(RowsDataModule):
         if "messages" in fields:
             messages = messages_of(fields["messages"], "conversation")
         elif "prompt" not in fields and "chosen" in fields and holds_messages(fields["chosen"]):
-            messages = messages_of(fields["chosen"], "chosen")
+            messages = messages_of(fields["chosen"], "chosen answer")
             if "rejected" in fields.row:
-                messages = messages[: common_prefix(messages, messages_of(fields["rejected"], "rejected"))]
+                messages = messages[: common_prefix(messages, messages_of(fields["rejected"], "rejected answer"))]
         elif "prompt" not in fields and self.split_after is not None:
             return self.split(fields.text("chosen"))[0], []
         else:

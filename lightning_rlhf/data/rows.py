@@ -19,7 +19,8 @@ from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
 
 OnBadRow = Literal["error", "skip"]
-Source = str | RowSource | list[str | RowSource]
+# With a path among the types, jsonargparse takes a file's name for what it is, and does not read it as configuration.
+Source = str | Path | RowSource | list[str | Path | RowSource]
 _Item = TypeVar("_Item")
 _SHOWN = 5
 
@@ -145,8 +146,9 @@ def as_rows(source: Source) -> RowSource:
         if not source:
             raise ValueError("the list of data is empty: give at least one file, hub id or row source")
         return Several([as_rows(part) for part in source])
-    if not isinstance(source, str):
+    if not isinstance(source, str | Path):
         return source
+    source = str(source)
     if files := expand(source):
         return Files(tuple(files))
     if looks_like_a_path(source):
@@ -200,5 +202,5 @@ def use_rows(
     if report.bad and on_bad_row == "error":
         raise ValueError(report.refusal() + ("" if bad_rows is None else f"\n  all of them are in {bad_rows}"))
     if not items:
-        raise ValueError(f"{report}: nothing is left to use")
+        raise ValueError("\n  ".join([f"{report}: nothing is left to use", *report.first_bad]))
     return items, report

@@ -33,7 +33,7 @@ BROKEN = {
     "empty row": ({}, "no column 'completion', only []"),
     "no prompt": ({"completion": "me"}, "no column 'prompt'"),
     "no completion": ({"prompt": "who?"}, "no column 'completion'"),
-    "misspelt column": ({"promt": "who?", "completion": "me"}, "no column 'prompt', only ['completion', 'promt']"),
+    "capital column": ({"Prompt": "who?", "completion": "me"}, "no column 'prompt', only ['Prompt', 'completion']"),
     "null prompt": ({**PROMPT, "prompt": None}, "column 'prompt' holds null"),
     "null completion": ({**PROMPT, "completion": None}, "column 'completion' holds null"),
     "number for a prompt": ({**PROMPT, "prompt": 3}, "column 'prompt' holds int, " + NO_TEXT),

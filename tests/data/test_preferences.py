@@ -63,3 +63,52 @@ def test_a_margin_is_read_from_its_column():
 )
 def test_rows_that_cannot_be_used(row, reason):
     assert f"\n  given:1: {reason}" in said_of(PreferenceDataModule, row, split_after="A:", max_tokens=10)
+
+
+USER = {"role": "user", "content": "hi"}
+YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
+        {"prompt": [USER], "chosen": YES, "rejected": NO},
+        {"prompt": "hi", "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [{"from": "human", "value": "hi"}], "chosen": {"from": "gpt", "value": "yes"}, "rejected": NO},
+    ],
+)
+def test_all_formats_of_messages_give_the_same_pair(row):
+    module = module_of(PreferenceDataModule, row, chat=True)
+    batch = first_batch(module)
+    for side, answer in ((batch.chosen, "yes|"), (batch.rejected, "no|")):
+        assert decoded(module, side) == f"user: hi|assistant: {answer}"
+        assert module.tokenizer.decode(side.input_ids[0][side.loss_mask[0]]) == f" {answer}</s>"
+
+
+def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included():
+    start = [USER, YES, {"role": "user", "content": "sure"}]
+    module = module_of(PreferenceDataModule, {"chosen": [*start, YES], "rejected": [*start, NO]}, chat=True)
+    batch = first_batch(module)
+    assert decoded(module, batch.chosen) == "user: hi|assistant: yes|user: sure|assistant: yes|"
+    assert module.tokenizer.decode(batch.chosen.input_ids[0][batch.chosen.loss_mask[0]]) == " yes|</s>"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": [USER, YES], "rejected": [USER, YES]}, "chosen and rejected are the same messages"),
+        (
+            {"chosen": [USER, YES], "rejected": "no"},
+            "every message of a rejected answer needs 'role' and text in 'content'",
+        ),
+        ({"chosen": [USER, YES], "rejected": [USER]}, "no message of the rejected conversation is an assistant's"),
+        (
+            {"prompt": "oh", "chosen": [USER, YES], "rejected": [USER, NO]},
+            "the prompt is text, and the messages of chosen and rejected do not begin with it",
+        ),
+    ],
+)
+def test_messages_that_make_no_pair(row, reason):
+    assert f"given:1: {reason}" in said_of(PreferenceDataModule, row, chat=True)

@@ -1,0 +1,203 @@
+"""``lightning-rlhf data check``: reads a run's data, says what it made of them, and makes no model."""
+
+import copy
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lightning_rlhf import __main__
+from lightning_rlhf.cli import data_check as command
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz?!:| \n"
+TOKENIZER = {
+    "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
+    "init_args": {"characters": CHARACTERS},
+}
+
+
+def needs_level(completions, level):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def checked(config, tmp_path, capsys):
+    """Runs ``data check`` with a configuration whose data are these rows."""
+
+    def checked(*arguments, given=None, rows=None, rewards=None, **data):
+        given = copy.deepcopy(given or config)
+        own = given["data"]["init_args"]
+        if rows is not None:
+            path = tmp_path / "x.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            own |= {"train": str(path), "tokenizer": TOKENIZER, "batch_size": 2}
+        if rewards is not None:
+            given["trainer"]["callbacks"][0]["init_args"]["rewards"] = rewards
+        given["data"]["class_path"] = data.pop("kind", given["data"]["class_path"])
+        own |= data
+        path = tmp_path / "x.yaml"
+        path.write_text(yaml.safe_dump(given))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
+            try:
+                code = command.run(["check", "--config", str(path), *arguments])
+            except SystemExit as end:
+                code = end.code
+        shown = capsys.readouterr()
+        return SimpleNamespace(code=code, out=shown.out, err=shown.err)
+
+    return checked
+
+
+PROMPTS = [{"question": "why?", "answer": "so"}, {"question": "how do you do?", "answer": "fine\nand you?"}]
+
+
+def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
+    exact = [{"function": "lightning_rlhf.data.addition.exact"}]
+    found = checked(rows=PROMPTS, columns={"prompt": "question"}, rewards=exact)
+    assert (found.code, found.err) == (0, "")
+    assert found.out.splitlines() == [
+        "PromptDataModule",
+        "",
+        "train: 2 rows read, 2 kept",
+        "  columns: 2 rows: prompt <- question (text), ground_truth <- answer (text)",
+        "  tokens: least 4, 5 % 4.5, median 9, 95 % 13.5, most 14, all 18",
+        "  batches of an epoch: 1",
+        "  first prompt, 4 tokens:",
+        "    | why?",
+        "    answer = so",
+        "    ground_truth = so",
+        "",
+        "rewards that find all they need: exact",
+    ]
+
+
+def test_texts_show_what_is_learnt_from(checked, config):
+    rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
+    found = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
+    assert found.code == 0
+    assert "  first text, 8 tokens, 4 of them learnt from:\n    | who?⟦ me</s>⟧" in found.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        (
+            "lightning_rlhf.PreferenceDataModule",
+            {"prompt": "who?", "chosen": "me", "rejected": "you"},
+            [
+                "  first chosen, 7 tokens, 3 of them learnt from:",
+                "    | who?⟦me</s>⟧",
+                "  first rejected, 8 tokens, 4 of them learnt from:",
+                "    | who?⟦you</s>⟧",
+            ],
+        ),
+        (
+            "lightning_rlhf.UnpairedDataModule",
+            {"prompt": "who?", "completion": "me", "label": False},
+            ["  first an undesirable text, 7 tokens, 3 of them learnt from:", "    | who?⟦me</s>⟧"],
+        ),
+    ],
+)
+def test_pairs_and_judged_texts(checked, kind, row, expected):
+    found = checked(rows=[row, row], kind=kind, rewards=[])
+    assert found.code == 0
+    assert found.out.splitlines()[-len(expected) :] == expected
+
+
+def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skipped(checked):
+    rows = [{"prompt": "why?"}, {"prompt": None}, {"prompt": "how?"}, {"prompt": ""}, {"prompt": "a" * 30}, {}]
+    found = checked(rows=rows, rewards=[])
+    assert found.code == 2
+    assert "train: 6 rows read, 2 kept" in found.out
+    for reason in ("column 'prompt' holds null", "column 'prompt' is empty", "the prompt longer than 16 tokens"):
+        assert f"  dropped: 1 rows: {reason}" in found.out
+    assert "train data: 4 of 6 rows cannot be used" in found.err
+    assert "x.jsonl:2: column 'prompt' holds null, expected text" in found.err
+    skipped = checked(rows=rows, rewards=[], on_bad_row="skip")
+    assert (skipped.code, skipped.err, skipped.out) == (0, "", found.out)
+
+
+def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
+    rows = [{"prompt": "a" * 30}, {"prompt": "why?"}, {"prompt": "how?"}]
+    cut = checked(rows=rows, rewards=[], too_long="cut_end")
+    assert cut.code == 0
+    assert "  cut: 1 rows: the prompt to 16 tokens (cut_end)" in cut.out
+    dropped = checked(rows=rows, rewards=[], too_long="drop")
+    assert dropped.code == 0
+    assert "  dropped: 1 rows: the prompt longer than 16 tokens" in dropped.out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"train": "nothing.jsonl"}, "no data at 'nothing.jsonl'"),
+        ({"tokenizer": "./nothing"}, "no tokenizer at './nothing'"),
+        ({"batch_size": 3}, "2 rows make no batch of 3"),
+        ({"rewards": [{"function": "tests.cli.test_data_check.needs_level"}]}, "'level'"),
+        ({"columns": {}}, "no column 'prompt', only ['answer', 'question']"),
+        ({"tokenzier": "x"}, "did you mean 'tokenizer'?"),
+    ],
+)
+def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, said):
+    given = {"rows": PROMPTS, "columns": {"prompt": "question"}, "rewards": []}
+    found = checked(**given | change)
+    assert found.code == 2
+    assert said in found.err
+    assert "Traceback" not in found.err
+
+
+def test_two_columns_that_could_be_meant_end_with_the_line_that_would_settle_it(checked):
+    rows = [{"prompt": "why?", "answer": "so", "solution": "no"}] * 2
+    found = checked(rows=rows, rewards=[])
+    assert found.code == 2
+    assert "x.jsonl:1: both 'answer' and 'solution' could be the ground_truth" in found.err
+    assert "'columns: {ground_truth: answer}'" in found.err
+    assert checked(rows=rows, rewards=[], columns={"ground_truth": "answer"}).code == 0
+
+
+def test_json_says_the_same(checked):
+    found = checked("--json", rows=PROMPTS, columns={"prompt": "question"})
+    told = json.loads(found.out)
+    assert found.code == 0
+    assert told["module"] == "PromptDataModule"
+    assert told["rewards"] == ["exact"]
+    train = told["data"]["train"]
+    assert (train["read"], train["kept"], train["dropped"], train["batches"]) == (2, 2, {}, 1)
+    assert train["tokens"] == {"least": 4, "5 %": 4.5, "median": 9, "95 %": 13.5, "most": 14, "all": 18}
+    sample = {"text": "why?", "tokens": 4, "learnt": 0, "columns": {"answer": "so", "ground_truth": "so"}}
+    assert train["sample"] == {"prompt": sample}
+
+
+def test_options_of_fit_change_what_is_checked(checked):
+    found = checked("--data.init_args.batch_size", "6", "--data.init_args.val", json.dumps({
+        "class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 5, "held_out": True}
+    }))  # fmt: skip
+    assert found.code == 0
+    assert "batches of an epoch: 2" in found.out
+    assert "val: 5 rows read, 5 kept" in found.out
+
+
+def test_help_and_a_word_too_few(capsys):
+    assert command.run(["check", "--help"]) == 0
+    assert "data check --config x.yaml" in capsys.readouterr().out
+    assert command.run([]) == 2
+    assert command.run(["chekc", "--config", "x.yaml"]) == 2
+    assert capsys.readouterr().err.count("usage: lightning-rlhf data check") == 2
+
+
+def test_it_is_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "data", "check", "--help"])
+    assert __main__.main() == 0
+    assert "what is learnt from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).resolve().parents[2].glob("configs/quickstart/*.yaml")))
+def test_the_quickstart_is_understood(path, capsys):
+    tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
+    code = command.run(["check", "--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
+    assert (code, capsys.readouterr().err) == (0, "")

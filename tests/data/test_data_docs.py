@@ -1,0 +1,63 @@
+"""docs/data.md: every row in it is read by the module it stands under, and every configuration is understood."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningArgumentParser
+
+import lightning_rlhf
+from tests.data.rows_given import Letters, module_of
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+FORMATS = re.findall(r"### (\w+)\n+```jsonl\n(.*?)```", TEXT, re.DOTALL)
+ROWS = [(name, row) for name, rows in FORMATS for row in rows.splitlines()]
+CONFIGS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_there_are_rows_and_configurations():
+    assert [name for name, _ in FORMATS] == [
+        f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
+    ]
+    assert (len(ROWS), len(CONFIGS)) == (14, 3)
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS)
+def test_each_row_is_read(name, row):
+    module = module_of(getattr(lightning_rlhf, name), json.loads(row), chat=True)
+    assert module.reports["train"].kept == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse's, of the very call that Lightning makes
+@pytest.mark.parametrize("config", CONFIGS)
+def test_each_configuration_reads_its_data(config, tmp_path, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Letters().load().save_pretrained("runs/sft/export")
+    questions = [{"question": "why?", "answer": "so"}, {"question": "a" * 99, "answer": "so"}]
+    Path("data/arithmetic.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    Path("data/held_out.csv").write_text("question,answer\nwhy?,so\n")
+    verl = {"question": "how?", "reward_model": {"style": "rule", "ground_truth": "so"}}
+    parquet.write_table(pyarrow.Table.from_pylist([verl]), "data/verl.parquet")
+    graded = [
+        {"prompt": "a" * (9 - i), "data_source": source, "extra_info": {"level": i}}
+        for i, source in enumerate(("arithmetic", "logic") * 2)
+    ]
+    Path("data/graded.jsonl").write_text("\n".join(map(json.dumps, graded)))
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+    data = parser.instantiate_classes(parser.parse_string(config))["data"]
+    data.setup("fit")
+    batches = list(data.train_dataloader())
+    if data.sampler is None:
+        assert [batch.columns["ground_truth"] for batch in batches] == [["so", "so"]]
+        assert data.reports["train"].dropped == {"the prompt longer than 64 tokens": 1}
+        assert data.reports["val"].kept == 1
+    elif "Curriculum" in config:
+        assert [len(ids) for batch in batches for ids in batch.token_ids] == [9, 8, 7, 6]
+    else:
+        sources = [source for batch in batches for source in batch.columns["data_source"]]
+        assert (sources.count("arithmetic"), sources.count("logic")) == (4, 2)

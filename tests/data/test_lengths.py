@@ -1,0 +1,121 @@
+"""Rows that are too long: refused, left out, or cut where the configuration says, and always counted."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.lengths import cut
+from lightning_rlhf.data.preferences import PreferenceDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
+from tests.data.rows_given import first_batch, module_of, said_of
+from tests.helpers import properties
+
+
+@pytest.mark.parametrize(("too_long", "expected"), [("cut_start", "efgh"), ("cut_end", "abcd"), ("cut_middle", "abgh")])
+def test_a_prompt_is_cut_and_rewards_see_what_the_model_sees(too_long, expected):
+    module = module_of(PromptDataModule, {"prompt": "abcdefgh"}, {"prompt": "abc"}, max_tokens=4, too_long=too_long)
+    (first, _), batch = module.examples["train"], first_batch(module)
+    assert (batch.texts, module.tokenizer.decode(batch.token_ids[0])) == ([expected], expected)
+    assert first.text == expected
+    assert str(module.reports["train"]) == (
+        f"train data: 2 rows read, 2 kept; cut 1: the prompt to 4 tokens ({too_long})"
+    )
+
+
+def test_of_an_odd_number_of_tokens_the_beginning_keeps_one_more():
+    assert cut("abcdefgh", 3, "cut_middle") == list("abcgh")
+
+
+@properties
+@given(st.lists(st.integers()), st.data(), st.sampled_from(["cut_start", "cut_end", "cut_middle"]))
+def test_a_cut_leaves_the_two_ends_in_their_order(items, data, too_long):
+    excess = data.draw(st.integers(0, len(items)))
+    kept = cut(items, excess, too_long)
+    assert len(kept) == len(items) - excess
+    assert any(kept == items[:head] + items[head + excess :] for head in range(len(kept) + 1))
+    head = {"cut_start": 0, "cut_end": len(kept), "cut_middle": (len(kept) + 1) // 2}[too_long]
+    assert kept == items[:head] + items[head + excess :]
+
+
+@pytest.mark.parametrize(
+    ("too_long", "text", "learnt"),
+    [("cut_start", "efxyz</s>", "xyz</s>"), ("cut_end", "abcdef", ""), ("cut_middle", "abcyz</s>", "yz</s>")],
+)
+def test_a_text_is_cut_with_its_marks(too_long, text, learnt):
+    row = {"prompt": "abcdef", "completion": "xyz"}
+    if not learnt:
+        said = said_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
+        assert "the text has 10 tokens, and cut to 6 nothing of the answer is left" in said
+        return
+    module = module_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
+    batch = first_batch(module)
+    assert module.tokenizer.decode(batch.input_ids[0]) == text
+    assert module.tokenizer.decode(batch.input_ids[0][batch.loss_mask[0]]) == learnt
+
+
+def test_the_first_token_of_what_is_left_is_never_learnt():
+    row = {"prompt": "a", "completion": "uvwxyz"}
+    batch = first_batch(module_of(ConversationDataModule, row, max_tokens=3, too_long="cut_start"))
+    assert batch.loss_mask.tolist() == [[False, True, True]]
+
+
+def test_rows_may_be_left_out_without_being_bad(tmp_path):
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 20, 30, 2)]
+    path = tmp_path / "deep" / "bad.jsonl"
+    module = module_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=str(path))
+    report = module.reports["train"]
+    assert str(report) == "train data: 4 rows read, 2 kept; dropped 2: the text longer than 10 tokens"
+    assert report.bad == 0
+    notes = [json.loads(line) for line in path.read_text().splitlines()]
+    assert notes == [
+        {"where": "given:2", "why": "the text has 22 tokens, the limit is 10", "row": rows[1]},
+        {"where": "given:3", "why": "the text has 32 tokens, the limit is 10", "row": rows[2]},
+    ]
+
+
+def test_of_bad_rows_and_rows_left_out_only_the_bad_ones_end_a_run(tmp_path):
+    rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}, {"prompt": "a"}]
+    path = str(tmp_path / "bad.jsonl")
+    said = said_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
+    assert said.startswith("train data: 2 of 3 rows cannot be used (on_bad_row: skip leaves them out):\n  given:2: ")
+    assert said.endswith(f"\n  all of them are in {path}")
+
+
+def test_the_file_of_bad_rows_holds_those_of_this_run_alone(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    good = {"prompt": "a", "completion": "b"}
+    for _ in range(2):
+        module_of(ConversationDataModule, good, {}, val=[good, {"prompt": 3}], on_bad_row="skip", bad_rows=str(path))
+    assert [json.loads(line)["row"] for line in path.read_text().splitlines()] == [{}, {"prompt": 3}]
+
+
+PAIR = {"prompt": "abcdef", "chosen": "uvwxy", "rejected": "z"}
+
+
+@pytest.mark.parametrize(
+    ("too_long", "chosen", "rejected"),
+    [
+        ("cut_start", "efuvwxy</s>", "efz</s>"),
+        ("cut_middle", "afuvwxy</s>", "afz</s>"),
+        ("cut_end", "abcdefuv", "abcdefz</s>"),
+    ],
+)
+def test_both_texts_of_a_pair_keep_the_same_prompt(too_long, chosen, rejected):
+    module = module_of(PreferenceDataModule, PAIR, max_tokens=8, too_long=too_long)
+    batch = first_batch(module)
+    for side, expected in ((batch.chosen, chosen), (batch.rejected, rejected)):
+        assert module.tokenizer.decode(side.input_ids[0]) == expected
+        learnt = module.tokenizer.decode(side.input_ids[0][side.loss_mask[0]])
+        assert expected.endswith(learnt)
+        assert learnt.startswith(("u", "z"))
+    assert module.reports["train"].cut.total() == 1
+
+
+def test_a_prompt_that_is_not_long_enough_to_make_a_pair_fit():
+    said = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
+    assert "a text has 12 tokens, and cutting its prompt of 6 is not enough for 5" in said
+    said = said_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
+    assert "a text has 12 tokens, and cut to 6 nothing of the answer is left" in said

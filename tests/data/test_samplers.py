@@ -1,0 +1,154 @@
+"""Orders other than a shuffle: the same for the same seed and epoch, and resumed in the middle of one."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.resumable import SamplerOrder
+from lightning_rlhf.data.samplers import Curriculum, Mixture, Sampler, shuffle
+from tests.data.rows_given import Given, Letters, module_of, said_of
+from tests.helpers import properties
+
+HARD = [3, 1, 2, 1, 5, 4, 1, 0]
+
+
+def orders(sampler, keys, lengths=None, epochs=3, seed=1):
+    return [list(sampler.order(keys, lengths or [1] * len(keys), seed, epoch)) for epoch in range(epochs)]
+
+
+def test_easy_rows_come_first_and_later_epochs_are_shuffled():
+    levels = HARD * 3
+    first, second, third = orders(Curriculum("level", epochs=2), levels)
+    assert [levels[row] for row in first] == [levels[row] for row in second] == sorted(levels)
+    assert first != second  # equal ones change places
+    assert third == shuffle(24, 1, 2)
+    assert [HARD[row] for row in orders(Curriculum("level", descending=True), HARD)[0]] == sorted(HARD, reverse=True)
+
+
+def test_without_a_column_short_rows_come_first():
+    assert [HARD[row] for row in orders(Curriculum(), [None] * 8, HARD)[0]] == sorted(HARD)
+
+
+KEYS = ["a"] * 6 + ["b"] * 2
+
+
+def test_sources_are_mixed_by_weight_from_the_beginning_of_an_epoch_to_its_end():
+    for order in orders(Mixture({"a": 1, "b": 3}, rows=40), KEYS):
+        drawn = [KEYS[row] for row in order]
+        for end in range(1, 41):
+            assert abs(drawn[:end].count("b") - 0.75 * end) <= 1
+        assert Counter(order[i] for i, name in enumerate(drawn) if name == "b") == {6: 15, 7: 15}
+
+
+def test_a_source_of_which_little_is_asked_gives_other_rows_in_other_epochs():
+    found = [[row for row in order if row < 6] for order in orders(Mixture({"a": 1, "b": 3}), KEYS, epochs=6)]
+    assert {len(rows) for rows in found} == {2}
+    assert len({tuple(rows) for rows in found}) > 2
+
+
+@properties
+@given(st.integers(0, 99), st.integers(0, 5), st.sampled_from([Curriculum("x"), Mixture({1: 1.0, 2: 0.5}, rows=9)]))
+def test_the_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
+    keys = [1, 2, 1, 2, 2, 1, 1]
+    again = sampler.order(keys, [1] * 7, seed, epoch)
+    assert list(sampler.order(keys, [1] * 7, seed, epoch)) == list(again)
+    assert set(again) <= set(range(7))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"weights": {}}, "weights must be some, each positive"),
+        ({"weights": {"a": 0.0}}, "weights must be some, each positive, got {'a': 0.0}"),
+        ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1, got 0"),
+    ],
+)
+def test_mixtures_that_mix_nothing(given, reason):
+    with pytest.raises(ValueError, match=reason):
+        Mixture(**given)
+
+
+def test_a_source_without_rows_and_a_row_without_a_weight_are_said():
+    with pytest.raises(ValueError, match="no row is of the source 'c', to which Mixture gives a weight"):
+        Mixture({"a": 1, "c": 1}).order(["a"], [1], 0, 0)
+    row = {"prompt": "why", "data_source": "b"}
+    said = said_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
+    assert "given:1: the source 'b' has no weight, only ['a']" in said
+    assert "given:1: no column 'level'" in said_of(PromptDataModule, row, sampler=Curriculum("level"))
+
+
+ROWS = [{"prompt": "a" * (8 - level), "extra_info": {"level": level}} for level in HARD]
+
+
+def module(sampler, bad=()):
+    return module_of(PromptDataModule, *bad, *ROWS, batch_size=2, sampler=sampler, shuffle=True, on_bad_row="skip")
+
+
+def numbers(loader, epoch):
+    loader.batch_sampler.sampler.set_epoch(epoch)
+    return [batch.indices for batch in loader]
+
+
+def test_a_data_module_serves_the_order_of_its_sampler_bad_rows_among_them():
+    loader = module(Curriculum("extra_info.level"), bad=[{"extra_info": {"level": 9}}]).train_dataloader()
+    served = [row for batch in numbers(loader, 0) for row in batch]
+    assert [HARD[row] for row in served] == sorted(HARD)
+    by_length = module(Curriculum()).train_dataloader()
+    served = [row for batch in numbers(by_length, 0) for row in batch]
+    assert [HARD[row] for row in served] == sorted(HARD, reverse=True)
+
+
+def test_an_epoch_may_have_more_rows_than_the_data_and_is_resumed_in_its_middle():
+    rows = [{**row, "data_source": "ab"[i % 2]} for i, row in enumerate(ROWS)]
+    sampler = Mixture({"a": 2.0, "b": 1.0}, rows=12)
+    data = module_of(PromptDataModule, *rows, batch_size=2, sampler=sampler)
+    whole = numbers(data.train_dataloader(), 1)
+    assert len(whole) == len(data.train_dataloader()) == 6
+    stopped = data.train_dataloader()
+    stopped.batch_sampler.sampler.set_epoch(1)
+    batches = iter(stopped)
+    first = [next(batches).indices for _ in range(2)]
+    resumed = data.train_dataloader()
+    resumed.load_state_dict(stopped.state_dict())
+    assert first + numbers(resumed, 1) == whole
+
+
+@dataclass
+class Given3:
+    """A sampler that says what a test told it, epoch by epoch."""
+
+    said: list
+
+    def key(self, fields):
+        return None
+
+    def order(self, keys, lengths, seed, epoch):
+        return self.said[epoch]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ([0], "Given3 orders 1 rows in epoch 1, and 2 in epoch 0"),
+        ([0, 2], "Given3 names row 2 in epoch 1, expected 0 to 1"),
+        ([-1, 0], "Given3 names row -1 in epoch 1, expected 0 to 1"),
+    ],
+)
+def test_orders_that_cannot_be_served_are_refused(second, reason):
+    order = SamplerOrder(Given3([[1, 0], second]), [None] * 2, [1] * 2, seed=0)
+    assert isinstance(Given3([]), Sampler)
+    assert list(order) == [1, 0]
+    order.set_epoch(1)
+    with pytest.raises(ValueError, match=reason):
+        iter(order)
+
+
+def test_an_order_shorter_than_a_batch_is_refused():
+    data = PromptDataModule(Given(tuple(ROWS)), Letters(), batch_size=4, sampler=Given3([[0, 1]]))
+    data.setup("fit")
+    with pytest.raises(ValueError, match="2 rows make no batch of 4"):
+        data.train_dataloader()

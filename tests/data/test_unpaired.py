@@ -1,0 +1,61 @@
+"""Texts with a judgement: read as conversations are, each with its label and its place."""
+
+import pytest
+
+from lightning_rlhf import UnpairedDataModule
+from lightning_rlhf.data.unpaired import UnpairedDataModule as Same
+from tests.data.rows_given import Given, Letters, first_batch, module_of, said_of
+
+ROWS = [{"prompt": "who?", "completion": " me", "label": True}, {"prompt": "a", "completion": "b", "label": False}]
+
+
+def test_answers_are_marked_and_judged_and_know_their_place():
+    module = module_of(UnpairedDataModule, *ROWS, batch_size=2)
+    batch = first_batch(module)
+    assert Same is UnpairedDataModule
+    assert batch.desirable.tolist() == [True, False]
+    assert batch.place.tolist() == [0, 1]
+    assert batch.texts.loss_mask.tolist() == [[False] * 4 + [True] * 4, [False, True, True] + [False] * 5]
+    assert module.tokenizer.decode(batch.texts.input_ids[0, :7]) == "who? me"
+
+
+def test_conversations_may_be_judged_too():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    module = module_of(UnpairedDataModule, {"messages": messages, "label": 1}, chat=True)
+    batch = first_batch(module)
+    assert batch.desirable.tolist() == [True]
+    assert module.tokenizer.decode(batch.texts.input_ids[0][batch.texts.loss_mask[0]]) == " yes|</s>"
+
+
+def test_a_csv_file_says_yes_and_no_in_words(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("prompt,completion,label\nwho?,me,True\nwho?,you,false\n")
+    module = UnpairedDataModule(str(path), Letters(), batch_size=2, shuffle=False)
+    module.setup("fit")
+    assert first_batch(module).desirable.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"label": None}, "label holds None, expected true or false"),
+        ({"label": "yes"}, "label holds 'yes', expected true or false"),
+        ({"label": 2}, "label holds 2, expected true or false"),
+        ({"good": True}, "no column 'label', only ['completion', 'good', 'prompt']"),
+    ],
+)
+def test_labels_that_are_none(change, reason):
+    row = {**({} if "good" in change else ROWS[0]), "prompt": "who?", "completion": "me", **change}
+    assert f"given:1: {reason}" in said_of(UnpairedDataModule, row)
+
+
+def test_the_label_may_have_another_name():
+    row = {"prompt": "who?", "completion": "me", "good": True}
+    assert first_batch(module_of(UnpairedDataModule, row, columns={"label": "good"})).desirable.tolist() == [True]
+
+
+def test_a_rank_gets_the_places_of_its_share():
+    module = UnpairedDataModule(Given(tuple(ROWS)), Letters(), batch_size=2, shuffle=False)
+    module.setup("fit")
+    shares = [module.collate([module.examples["train"][place]], [place], [place], 0) for place in (0, 1)]
+    assert [share.place.tolist() for share in shares] == [[0], [1]]

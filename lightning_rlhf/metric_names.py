@@ -205,13 +205,22 @@ VALIDATION = (
 )  # fmt: skip
 
 SUPERVISED = (
-    Metric("{train,val}/loss", "negative log-likelihood per token (SFT), or loss per pair (reward model)",
+    Metric("{train,val}/loss", "negative log-likelihood per token (SFT), or loss per pair or judgement",
            "train/loss, val/loss", "loss, eval_loss"),
     Metric("{train,val}/entropy", "entropy of the next token, nats", "", "entropy"),
-    Metric("{train,val}/pair_accuracy", "share of pairs that the reward model orders rightly", "", "accuracy"),
-    Metric("{train,val}/score_margin", "score of the better text less that of the other", "", "margin"),
+    Metric("{train,val}/pair_accuracy", "share of pairs that the reward model, or the reward that a policy implies, "
+           "orders rightly", "", "accuracy; rewards/accuracies"),
+    Metric("{train,val}/score_margin", "score of the better text less that of the other, by either", "",
+           "margin; rewards/margins"),
+    Metric("{train,val}/reward_{chosen,rejected}", "`beta` times the log-ratio of an answer to the reference", "",
+           "rewards/{chosen,rejected}"),
+    Metric("{train,val}/logprob_{chosen,rejected}", "log-probability of a whole answer, nats", "",
+           "logps/{chosen,rejected}"),
+    Metric("{train,val}/kl", "KL to the reference that KTO counts gains and losses from, nats per answer", "", "kl"),
+    Metric("train/tied_fraction", "share of the prompts whose responses all earned the same (online DPO)"),
     Metric("val/pairs", "held-out pairs"),
     Metric("val/pair_accuracy_{low,high}", "95 % interval of the accuracy"),
+    Metric("val/pair_calibration_error", "by how much sigmoid(score difference) is surer than right, or less sure"),
     Metric("val/policy_score_{mean,std}", "scores of what the policy writes, before they are normalised"),
     Metric("val/policy_{accuracy,order}", "share of right samples, and how well the scores order right and wrong"),
 )  # fmt: skip
@@ -221,7 +230,7 @@ SECTIONS = {
     "What was generated": ROLLOUT,
     "Time, speed, memory": SPEED,
     "Validation": VALIDATION,
-    "SFT and reward models": SUPERVISED,
+    "SFT, reward models, preferences": SUPERVISED,
 }
 
 # What no reward function may be called, because reward/<reward> or val/<reward>_greedy would be another metric.

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf import PPOModule, PreferenceDataModule, PromptDataModule, RewardModule, RLHFModule, SFTModule
+from lightning_rlhf import (
+    DPOModule,
+    KTOModule,
+    OnlineDPOModule,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    RewardModule,
+    RLHFModule,
+    SFTModule,
+    UnpairedDataModule,
+)
 from lightning_rlhf import metric_names as names
 from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, Throughput, throughput
 from lightning_rlhf.data.rows import InMemory
@@ -31,6 +42,7 @@ SGD = partial(torch.optim.SGD, lr=0.01)
 LETTERS = CharacterTokenizer("abcdefg")
 PROMPTS = [{"prompt": letter, "source": "one" if letter < "c" else "two"} for letter in "abcd"]
 PAIRS = InMemory([{"prompt": "a", "chosen": "bb", "rejected": "cc"}] * 4)
+JUDGED = InMemory([{"prompt": "a", "completion": "bb", "label": label} for label in (True, False)] * 2)
 
 
 def style(completions, log_metric):
@@ -112,13 +124,21 @@ def supervised(directory):
     return found | run(directory, RewardModule(TinyModel(), optimizer=SGD), data, [check])
 
 
+def preferences(directory):
+    pairs = PreferenceDataModule(PAIRS, LETTERS, val=PAIRS, batch_size=2)
+    judged = UnpairedDataModule(JUDGED, LETTERS, val=JUDGED, batch_size=2)
+    found = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD), pairs, []))
+    found |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
+    return found | fit(OnlineDPOModule(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
+
+
 def rollout():
     made = rollout_of(responses(8, seed=5))
     made.group[:] = torch.arange(8) // 2
     return made
 
 
-RUNS = (a_whole_ppo_run, dynamic_sampling, policy_losses, corrections, supervised)
+RUNS = (a_whole_ppo_run, dynamic_sampling, policy_losses, corrections, supervised, preferences)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ class KTOModule(DPOModule):
         self._held_out = Sums()
 
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
-        """Loss and rewards of held-out answers."""
+        """Loss and rewards of held-out answers, against the KL of their batch over all ranks."""
         self.kl = self.measured_kl(batch)
         self.losses(batch, self.by_rows(self.row_scores, batch), self._held_out, "val")
 

@@ -172,7 +172,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         return SFTModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
     if kind == "kto":
         items = [{"prompt": word, "completion": word[::-1], "label": len(word) % 2 == 0} for word in WORDS]
-        data = UnpairedDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
+        # Held-out batches of 5 and 2: a last one of 1 would be joined to the one before, and its KL be of more texts.
+        data = UnpairedDataModule(InMemory(items), val=InMemory(items[:7]), **texts)
         given["ref"] = None if adapters else model(2)
         return KTOModule(model(0), optimizer=adamw, lr_scheduler=schedule, **given), data, []
     items = [{"prompt": word, "chosen": word + "a", "rejected": "ba"[: 1 + len(word) % 2]} for word in WORDS]

@@ -99,7 +99,9 @@ def test_pairs_stay_together_in_mini_batches_of_fewer_prompts():
         def denominator(self, minibatch):
             sizes.append((len(minibatch), int(minibatch.decided.sum())))
             assert minibatch.chosen.rollout.prompt_ids.equal(minibatch.rejected.rollout.prompt_ids)
-            assert bool((minibatch.chosen.reward[minibatch.decided] > minibatch.rejected.reward[minibatch.decided]).all())
+            assert bool(
+                (minibatch.chosen.reward[minibatch.decided] > minibatch.rejected.reward[minibatch.decided]).all()
+            )
             return super().denominator(minibatch)
 
     module = online(minibatch_size=3, update_epochs=2)

@@ -5,6 +5,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def own_task():
+    """The commands of one section, which a test follows from first to last."""
+    section = re.search(r"^## Your own task\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
+    return re.search(r"```bash\n(.*?)\n```", section, re.DOTALL)[1].splitlines()
+
+
 # command: where it is run
 RUN_BY = {
     "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
@@ -13,6 +21,7 @@ RUN_BY = {
         "tests/learning/test_quickstart.py"
     ),
     ".venv/bin/lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8": "tests/cli/test_plan.py",
+    **dict.fromkeys(own_task(), "tests/learning/test_own_task.py"),
     ".venv/bin/python examples/01_ppo_from_python.py": "tests/test_examples.py",
 }
 

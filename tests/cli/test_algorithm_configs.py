@@ -15,9 +15,11 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
 from tests.cli.conftest import LLAMA
 from tests.learning.test_algorithms import BOUNDS
+from tests.learning.test_preferences import BOUNDS as PREFERENCE_BOUNDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
+PREFERENCES = [path for path in sorted((ROOT / "configs/preferences").glob("*.yaml")) if path.stem != "sft_packed"]
 PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.name != "README.md")
 OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
 # What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and
@@ -36,8 +38,8 @@ def tiny(path):
         "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
         "init_args": {"characters": "0123456789+=: "},
     }
-    loop = next(c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c))
-    loop["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+    for loop in (c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c)):
+        loop["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
     return config
 
 
@@ -50,7 +52,7 @@ def stands_in(part, whole):
     return part == whole
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     made = []
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
@@ -82,16 +84,19 @@ def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypa
     assert {option: getattr(made[0], option) for option in objects} == objects
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, name):
-    result = fit(tiny(ROOT / f"configs/algorithms/{name}.yaml"), "--trainer.fast_dev_run", "1")
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS + PREFERENCES if path.stem in FAST or path in PREFERENCES], ids=lambda p: p.stem
+)
+def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
+    result = fit(tiny(path), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
 
 
 def test_every_configuration_has_a_page_and_a_bound():
     names = {path.stem for path in CONFIGS}
     assert names == set(BOUNDS)
-    assert names | {"ppo"} == {path.stem for path in PAGES}
+    assert {path.stem for path in PREFERENCES} == set(PREFERENCE_BOUNDS)
+    assert names | set(PREFERENCE_BOUNDS) | {"ppo"} == {path.stem for path in PAGES}
     for path in PAGES:
         assert f"]({path.name})" in OVERVIEW
 

@@ -139,12 +139,12 @@ def test_every_jump_of_the_filter_lands_on_a_verdict(monkeypatch, machine):
         ("import asyncio; asyncio.run(asyncio.sleep(0)); print(1)", "", "1\n", 0),
         ("import threading; t = threading.Thread(target=print, args=(1,)); t.start(); t.join()", "", "1\n", 0),
         ("import subprocess, sys; print(subprocess.run([sys.executable, '-c', '1']).returncode)", "", "0\n", 0),
-        ("print('\\xe4'.encode('latin-1'))\nimport os; os.write(1, b'\\xff')", "", "b'\\xe4'\n\ufffd", 0),
+        ("import os; os.write(1, b'a\\xff')", "", "a\ufffd", 0),
     ],
 )  # fmt: skip
 def test_an_honest_program_runs(source, stdin, stdout, exit_code):
     found = BubblewrapSandbox().run(source, stdin, LIMITS)
-    assert (found.stdout.replace("\x00", ""), found.exit_code) == (stdout, exit_code), found.stderr
+    assert (found.stdout, found.exit_code) == (stdout, exit_code), found.stderr
     assert not found.timed_out
     assert not found.truncated
 

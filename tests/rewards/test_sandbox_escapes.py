@@ -162,10 +162,14 @@ def test_after_all_attempts_the_machine_is_as_it_was(world, results):
 
 
 def test_the_search_for_processes_finds_one_that_lives():
-    sleeper = ThreadPoolExecutor(1).submit(BubblewrapSandbox().run, "import time; time.sleep(9)", "", LIMITS)
-    time.sleep(0.5)
-    assert sandboxed()
-    assert sleeper.result().timed_out
+    with ThreadPoolExecutor(1) as pool:
+        sleeper = pool.submit(BubblewrapSandbox().run, "import time; time.sleep(99)", "", LIMITS)
+        seen = False
+        while not (seen or sleeper.done()):
+            seen = bool(sandboxed())
+            time.sleep(0.02)
+        assert sleeper.result().timed_out
+    assert seen
     assert all_gone()
 
 

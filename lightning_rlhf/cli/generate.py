@@ -9,7 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.cli.answering import Answerer, EngineAnswerer, Prompt, ServerAnswerer, digest
+from lightning_rlhf.cli.answering import Answerer, Prompt, ServerAnswerer, digest
+from lightning_rlhf.cli.engine_answering import EngineAnswerer
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.cli.responses_file import FORMATS, ResponsesFile, check_format
 from lightning_rlhf.seeding import derive_seed

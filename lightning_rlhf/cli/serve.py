@@ -231,26 +231,15 @@ def serve(
     import anyio
     import httpx
 
-    from lightning_rlhf.serving.front import HEALTH, Front
+    from lightning_rlhf.serving.front import Front
     from lightning_rlhf.serving.listening import listener
 
     host, port = listening.getsockname()[:2]
     url, began = f"http://{f'[{host}]' if ':' in host else host}:{port}", time.monotonic()
     print(f"{url}: loading {name}; vLLM's output is in {upstream.log}", flush=True)
 
-    async def watch(client: httpx.AsyncClient, stop: Callable[[], None]) -> None:
-        ready = False
-        while upstream.alive:
-            if not ready:
-                try:
-                    ready = (await client.get(HEALTH)).status_code == 200
-                except httpx.TransportError:
-                    ready = False
-                if ready:
-                    seconds = time.monotonic() - began
-                    print(f"ready after {seconds:.0f} s; for example\n{curl(url, name, key[1])}", flush=True)
-            await anyio.sleep(_LOOK_SECONDS)
-        stop()
+    def ready() -> None:
+        print(f"ready after {time.monotonic() - began:.0f} s; for example\n{curl(url, name, key[1])}", flush=True)
 
     async def main() -> None:
         pool = httpx.Limits(max_connections=None, max_keepalive_connections=limits.concurrency)
@@ -262,7 +251,7 @@ def serve(
                 server.should_exit = True
 
             async with anyio.create_task_group() as group:
-                group.start_soon(watch, client, stop)
+                group.start_soon(_watch, upstream, client, ready, stop)
                 await server.serve(sockets=[listening])
                 group.cancel_scope.cancel()
 
@@ -277,6 +266,27 @@ def serve(
         return 0
     print(f"lightning-rlhf: vLLM ended; {upstream.log} ends with:\n{upstream.tail()}", file=sys.stderr)
     return 1
+
+
+async def _watch(
+    upstream: Upstream, client: httpx.AsyncClient, ready: Callable[[], None], stop: Callable[[], None]
+) -> None:
+    """Say when the server is ready, and when it has ended."""
+    import anyio
+    import httpx
+
+    from lightning_rlhf.serving.front import HEALTH
+
+    waiting = True
+    while upstream.alive:
+        try:
+            if waiting and (await client.get(HEALTH)).status_code == 200:
+                waiting = False
+                ready()
+        except httpx.TransportError:
+            waiting = True
+        await anyio.sleep(_LOOK_SECONDS)
+    stop()
 
 
 def curl(url: str, name: str, key: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli import answering, doctor, serve
+from lightning_rlhf.cli import doctor, engine_answering, serve
 from lightning_rlhf.cli.generate import _parser
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 
@@ -58,7 +58,7 @@ def call(monkeypatch, capsys):
 
 def test_every_command_of_the_document_works(files, call, monkeypatch):
     monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")  # vLLM takes half a minute
-    monkeypatch.setattr(answering, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
+    monkeypatch.setattr(engine_answering, "choose_engine", lambda config: (TransformersEngine(), "for this test"))
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     assert {line.split()[1] for line in lines} >= __main__.COMMANDS.keys() | {"fit"}
     told = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}

@@ -39,9 +39,9 @@ class AnswersDataModule(RowsDataModule):
         if "messages" in fields:
             return self.marked_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
         if holds_messages(fields["completion"]):
-            prompt = messages_of(fields["prompt"], "prompt")
-            answer = messages_of(fields["completion"], "completion")
-            return self.marked_messages(fields, [*prompt, *answer], "conversation", first=len(prompt))
+            before = messages_of(fields["prompt"], "prompt")
+            messages = [*before, *messages_of(fields["completion"], "completion")]
+            return self.marked_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")
         prompt, answer = self.split(text) if self.split_after else (self.prompt_of(fields)[0], text)
         return self.marked_text(self.ids(prompt), answer)

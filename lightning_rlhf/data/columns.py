@@ -133,7 +133,7 @@ class Columns:
             if ours is not None:
                 names[ours] = self.given[ours]
                 continue
-            filled, empty = [], []
+            filled, empty = list[tuple[str, str]](), list[tuple[str, str]]()
             for pair in question:
                 value = _NOTHING if pair[1] in claimed else _found(row, pair[1])
                 if value is not _NOTHING:

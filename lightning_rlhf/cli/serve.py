@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import ipaddress
 import json
-import os
-import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +18,7 @@ from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.serving.door import bind, check_open, key_of
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_rlhf.serving.limits import Limits
     from lightning_rlhf.serving.upstream import Served, Upstream
 
-_KEY_CHARACTERS = 16
 _LOOK_SECONDS = 0.5
 _EPILOG = """Routes: /v1/models, /v1/completions, /v1/chat/completions, /metrics, and without a key /health. Where you
 give no key, one is made for this run and shown. vLLM itself listens on a socket that only your user can reach.
@@ -87,7 +85,7 @@ def run(arguments: list[str]) -> int:
         check_installed()
         from lightning_rlhf.serving.limits import Limits
 
-        key, shown = key_of(given)
+        key, shown = key_of(given.api_key_env, given.api_key_file)
         check_open(given.host, given.api_key_env is not None or given.api_key_file is not None)
         config = Pretrained(given.model).hf_config().get_text_config()
         longest = given.max_model_len or getattr(config, "max_position_embeddings", None)
@@ -112,10 +110,10 @@ def run(arguments: list[str]) -> int:
 
     from lightning_rlhf.serving.upstream import Upstream
 
-    with listening:
+    with listening, signals() as asked:
         upstream = Upstream(served, given.log, secret)
         try:
-            return serve(upstream, served.name, listening, (key, shown), limits, count)
+            return serve(upstream, served.name, listening, (key, shown), limits, count, asked)
         finally:
             upstream.close()
 
@@ -135,76 +133,27 @@ def check_installed() -> None:
         raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
 
 
-def key_of(given: argparse.Namespace) -> tuple[str, str]:
-    """The key, and how it is written on a shell's command line.
-
-    Args:
-        given: with ``api_key_env`` and ``api_key_file``; where both are None a key is made up.
-
-    Raises:
-        ValueError: there is none where it should be, or it is too short or too odd to be one.
-    """
-    if given.api_key_env is not None:
-        key, where, shown = os.environ.get(given.api_key_env, ""), given.api_key_env, f"${given.api_key_env}"
-    elif given.api_key_file is not None:
-        if not given.api_key_file.is_file():
-            raise ValueError(f"there is no file {given.api_key_file} to read the key from")
-        key, where = given.api_key_file.read_text().strip(), str(given.api_key_file)
-        shown = f"$(cat {given.api_key_file})"
-    else:
-        key = secrets.token_urlsafe(32)
-        return key, key
-    if len(key) < _KEY_CHARACTERS or not all("!" <= letter <= "~" for letter in key):
-        raise ValueError(
-            f"{where} must hold a key of at least {_KEY_CHARACTERS} visible ASCII characters, for example from "
-            f"`openssl rand -hex 32`"
-        )
-    return key, shown
-
-
-def check_open(host: str, given_key: bool) -> None:
-    """Refuse to listen to other machines without a key that its user has chosen.
-
-    Args:
-        host: to listen on.
-        given_key: whether there is such a key.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not given_key and not is_local(host):
-        raise ValueError(
-            f"{host} can be reached from other machines, so give a key: --api-key-env NAME or --api-key-file FILE"
-        )
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches it; a name other than ``localhost`` may mean anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a port that is taken is known before the model loads.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-
-
 def _served(given: argparse.Namespace, longest: int, max_tokens: int) -> Served:
     from lightning_rlhf.serving.upstream import Served
 
     name = given.name or Path(given.model).name
     sizes = given.tensor_parallel_size, given.gpu_memory_utilization
     return Served(given.model, name, given.dtype, longest, max_tokens, *sizes)
+
+
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """Signals that ask for an end, as they come; uvicorn sends those that it gets again when it has ended."""
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def serve(
@@ -214,6 +163,7 @@ def serve(
     key: tuple[str, str],
     limits: Limits,
     count: Callable[[str], int],
+    asked: list[int],
 ) -> int:
     """Put the front before a server that starts, until a signal comes or the server ends.
 
@@ -224,6 +174,7 @@ def serve(
         key: and how it is shown.
         limits: of requests.
         count: tokens of a text.
+        asked: signals that came.
 
     Returns:
         Exit code.
@@ -251,34 +202,32 @@ def serve(
                 server.should_exit = True
 
             async with anyio.create_task_group() as group:
-                group.start_soon(_watch, upstream, client, ready, stop)
+                group.start_soon(_watch, upstream, client, ready, stop, asked)
                 await server.serve(sockets=[listening])
                 group.cancel_scope.cancel()
 
-    # uvicorn ends at a signal and then sends it again, to whoever had it before.
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        anyio.run(main)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if upstream.alive:
+    anyio.run(main)
+    if asked or upstream.alive:
         return 0
     print(f"lightning-rlhf: vLLM ended; {upstream.log} ends with:\n{upstream.tail()}", file=sys.stderr)
     return 1
 
 
 async def _watch(
-    upstream: Upstream, client: httpx.AsyncClient, ready: Callable[[], None], stop: Callable[[], None]
+    upstream: Upstream,
+    client: httpx.AsyncClient,
+    ready: Callable[[], None],
+    stop: Callable[[], None],
+    asked: list[int],
 ) -> None:
-    """Say when the server is ready, and when it has ended."""
+    """Say when the server is ready, and stop when it has ended or a signal asked for that."""
     import anyio
     import httpx
 
     from lightning_rlhf.serving.front import HEALTH
 
     waiting = True
-    while upstream.alive:
+    while upstream.alive and not asked:
         try:
             if waiting and (await client.get(HEALTH)).status_code == 200:
                 waiting = False

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.cli import serve as command
+from lightning_rlhf.serving.door import bind, is_local, key_of
 from lightning_rlhf.serving.upstream import Served, Upstream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +134,7 @@ def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, c
 
 def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monkeypatch, capsys):
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
-    with command.bind("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert command.run(["--model", str(served_model), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
@@ -141,7 +142,8 @@ def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monke
 
 def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
     def key(*arguments):
-        return command.key_of(command._parser().parse_args(["--model", "x", *arguments]))
+        given = command._parser().parse_args(["--model", "x", *arguments])
+        return key_of(given.api_key_env, given.api_key_file)
 
     monkeypatch.setenv("MINE", "0123456789abcdef")
     (tmp_path / "key").write_text("fedcba9876543210\n")
@@ -154,7 +156,7 @@ def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_pa
 
 
 def test_only_loopback_is_local():
-    local = [command.is_local(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost")]
-    open_ = [command.is_local(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "localhost.example.org", "*")]
+    local = [is_local(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost")]
+    open_ = [is_local(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "localhost.example.org", "*")]
     assert all(local)
     assert not any(open_)

@@ -41,6 +41,11 @@ CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789:;#+-?.{}\\" '
 LOOP = "lightning_rlhf.callbacks.RolloutLoop"
 
 
+def spread(completions):
+    """A reward of untrained text: all of it is wrong, and nothing could be learnt from that."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
 def given(path):
     """The configuration as it stands in the file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -109,7 +114,7 @@ def rows_of(source):
 
 
 def shrunk(path, tokenizer, other_reward_model):
-    """The recipe with only model, data size, devices and engine changed."""
+    """The recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
     config = copy.deepcopy(given(path))
     options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     for role, model in models_of(config).items():
@@ -123,8 +128,9 @@ def shrunk(path, tokenizer, other_reward_model):
         loop |= {"engine": "lightning_rlhf.rollout.transformers_engine.TransformersEngine", "max_response_tokens": 8}
         loop["group_size"] = min(loop.get("group_size", 1), 4)
         if "dynamic_sampling" in loop:
-            loop["dynamic_sampling"]["prompts_per_step"] = 4
-        for reward in loop.get("rewards", []):
+            loop["dynamic_sampling"] |= {"prompts_per_step": 4, "reward": "spread"}
+        loop["rewards"] = [*loop.get("rewards", []), {"function": "tests.cli.test_recipes.spread"}]
+        for reward in loop["rewards"]:
             if "LearnedReward" in str(reward):
                 reward["function"]["init_args"] |= {"path": other_reward_model, "dtype": "float32"}
     return config
@@ -157,15 +163,27 @@ def npu():
     "path",
     [pytest.param(path, id=path.stem, marks=[] if path.stem in DEFAULT else pytest.mark.slow) for path in RECIPES],
 )
-def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other_reward_model, npu):
+def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other_reward_model, npu, monkeypatch):
     pytest.importorskip("math_verify")
     if "lora" in path.stem:
         pytest.importorskip("peft")
     config = shrunk(path, tokenizer, other_reward_model)
     write_data(config)
+    moved, step = {}, torch.optim.AdamW.step
+
+    def watched(self, *arguments, **options):
+        values = self.param_groups[0]["params"]
+        before = [value.detach().clone() for value in values]
+        step(self, *arguments, **options)
+        now = [not torch.allclose(*pair, rtol=2e-7, atol=0) for pair in zip(before, values, strict=True)]
+        moved[id(values[0])] = moved.get(id(values[0]), False) or any(now)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     result = fit(config, "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
-    assert "parameters on " in result.out
+    roles = 2 if config["model"]["class_path"].endswith("PPOModule") else 1
+    assert len(moved) >= roles
+    assert all(moved.values())
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

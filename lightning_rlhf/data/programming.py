@@ -2,7 +2,7 @@
 
 ``i from 12 to n, add 7, times 3, sum: `` is solved by ``f=lambda n:sum((i+7)*3 for i in range(12,n+1))``. The
 demonstrators fall into two traps, as people do: the end that belongs to the range (``to``, unlike ``below``), and the
-brackets around what is added first. A tenth of all tasks, chosen by a hash, is held out and only ever used for evaluation.
+brackets around what is added first. A tenth of all tasks, chosen by a hash, is held out and only used for evaluation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Task:
 
     def tests(self) -> list[dict[str, Any]]:
         """What ``f`` must return for a few ends, as :class:`~lightning_rlhf.rewards.code.CodeExecution` takes it."""
-        return [{"name": "f", "args": [self.start + far], "expected": self._result(self.start + far)} for far in _REACHES]
+        return [
+            {"name": "f", "args": [self.start + far], "expected": self._result(self.start + far)} for far in _REACHES
+        ]
 
     def _result(self, n: int) -> int:
         numbers = range(self.start, n + 1 if self.inclusive else n)

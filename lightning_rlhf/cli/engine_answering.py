@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class EngineAnswerer:
         )  # fmt: skip
         data.setup("fit")
         self._tokenizer = data.tokenizer
-        print(data.reports["train"])
+        print(replace(data.reports["train"], name="prompts"))
         return data.examples["train"]
 
     def start(self, longest: int, log: Path) -> str:

@@ -1,9 +1,15 @@
 """Every example runs to its end and learns what it says."""
 
+import json
 import runpy
+import string
 from pathlib import Path
 
 import pytest
+
+from lightning_rlhf import PromptDataModule
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.rewards.rules import gsm8k_strict
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 # Lightning's own words at every run from Python; the command line turns them off.
@@ -19,7 +25,7 @@ def run(name, *arguments):
 
 
 def test_every_example_is_run_here():
-    tested = {"01_ppo_from_python.py", "02_custom_reward.py", "03_new_algorithm.py"}
+    tested = {"01_ppo_from_python.py", "02_custom_reward.py", "03_new_algorithm.py", "04_verl_data.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -35,3 +41,19 @@ def test_a_custom_reward_is_called_with_columns_and_refused_without(capsys):
 
 def test_a_new_algorithm_learns(tmp_path):
     assert run("03_new_algorithm.py", str(tmp_path)) > 0.85
+
+
+def test_verl_data_are_what_a_recipe_reads(tmp_path, capsys):
+    row = {"question": "What is 600 + 634?", "answer": "600 + 634 is 1,234.\n#### 1,234"}
+    for split, count in (("train", 3), ("test", 2)):
+        (tmp_path / f"{split}.jsonl").write_text(count * (json.dumps(row) + "\n"))
+    assert run("04_verl_data.py", str(tmp_path), str(tmp_path / "verl")) == {"train": 3, "test": 2}
+    tokenizer = CharacterTokenizer(string.printable).load()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = PromptDataModule(str(tmp_path / "verl/train.parquet"), str(tmp_path / "tokenizer"), batch_size=3)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert batch.texts[0].startswith("What is 600 + 634? Let's think")
+    assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], batch.columns["ground_truth"]) == [1, 1, 0]
+    assert batch.columns["data_source"] == ["openai/gsm8k"] * 3

@@ -15,7 +15,7 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
 from tests.cli.conftest import LLAMA
 from tests.learning.test_algorithms import BOUNDS
-from tests.learning.test_preferences import BOUNDS as PREFERENCE_BOUNDS
+from tests.learning.test_preference_tasks import BOUNDS as PREFERENCE_BOUNDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))

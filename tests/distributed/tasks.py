@@ -24,6 +24,7 @@ from lightning_rlhf import (
     ConversationDataModule,
     DPOModule,
     KTOModule,
+    OnlineDPOModule,
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
@@ -122,7 +123,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     """Module, data and callbacks of a run.
 
     Args:
-        kind: ``sft``, ``rm``, ``ppo``, ``dpo`` or ``kto``.
+        kind: ``sft``, ``rm``, ``ppo``, ``dpo``, ``kto`` or ``online_dpo``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, further arguments of the module.
     """
@@ -144,18 +145,11 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     given |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
-    if kind == "ppo":
+    if kind in ("ppo", "online_dpo"):
         items = [{"prompt": word} for word in WORDS]
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
-        given |= {"actor_optimizer": adamw, "critic_optimizer": adamw, "actor_lr_scheduler": schedule}
-        given = {
-            "minibatch_size": rows,
-            "update_epochs": 2,
-            "kl_reward": KLTerm(0.1),
-            "kl_loss": KLTerm(0.05, "k3"),
-        } | given
+        given |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
         ref = None if adapters else model(2)  # with adapters, the actor without them
-        module: Any = PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **given)
         loop = RolloutLoop(
             [RewardFunction(reward)],
             SeededEngine(),
@@ -165,7 +159,16 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             val_metric=reward.__name__,
             validate_at_ends=False,
         )
-        return module, data, [loop]
+        if kind == "online_dpo":
+            return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **given), data, [loop]
+        given = {
+            "critic_optimizer": adamw,
+            "minibatch_size": rows,
+            "update_epochs": 2,
+            "kl_reward": KLTerm(0.1),
+            "kl_loss": KLTerm(0.05, "k3"),
+        } | given
+        return PPOModule(model(0), critic=model(1), ref=ref, reward_model=model(3, lora=None), **given), data, [loop]
     if kind == "sft":
         items = [{"prompt": word, "completion": word[::-1] + "a"} for word in WORDS]
         data = ConversationDataModule(InMemory(items), val=InMemory(items[:6]), **texts)

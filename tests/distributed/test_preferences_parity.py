@@ -1,4 +1,4 @@
-"""DPO, KTO and packed SFT under every strategy: three updates are those of one process, with and without adapters."""
+"""Preferences and packing under every strategy: three updates are those of one process, with and without adapters."""
 
 import pytest
 
@@ -13,6 +13,7 @@ RUNS = {
     "dpo, adapters": ("dpo", {"lora": True}),
     "kto": ("kto", {}),
     "kto, adapters": ("kto", {"lora": True}),
+    "online dpo": ("online_dpo", {}),
     "sft, packed": ("sft", {"packing": True}),
 }
 

@@ -114,29 +114,29 @@ class Chat:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not turns:
             raise BadRow(f"no message of the {what} is an assistant's: there is nothing to learn")
-        self.render(messages, what)
+        whole = self.render(messages, what)
         if _MARKS_ASSISTANT.search(self._template()):
             found = self._apply(messages, what, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             ids, said = list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
             if first:
-                before = len(self._ids(self.render(messages[:first], what)))
-                said = [value and place >= before for place, value in enumerate(said)]
+                before = self.render(messages[:first], what)
+                if not whole.startswith(before):
+                    raise _renders_differently(first - 1, what)
+                start = len(self._ids(before))
+                said = [value and place >= start for place, value in enumerate(said)]
         else:
-            ids, said = self._by_prefixes(messages, what, turns)
+            ids, said = self._by_prefixes(messages, what, turns, whole)
         return self._ended(ids, said, what)
 
-    def _by_prefixes(self, messages: Sequence[Message], what: str, turns: list[int]) -> tuple[list[int], list[bool]]:
-        whole = self.render(messages, what)
+    def _by_prefixes(
+        self, messages: Sequence[Message], what: str, turns: list[int], whole: str
+    ) -> tuple[list[int], list[bool]]:
         spans = []
         for turn in turns:
-            before = self.render(messages[:turn], what, generation=True) if turn else ""
+            before = self.render(messages[:turn], what, generation=True) if turn else self._opening(messages[0], what)
             after = self.render(messages[: turn + 1], what)
             if not (whole.startswith(after) and after.startswith(before)):
-                raise BadRow(
-                    f"the chat template renders message {turn} of the {what} differently when others follow, so what "
-                    f"the assistant said cannot be told: give one with {{% generation %}} marks",
-                    "the chat template renders messages differently when others follow",
-                )
+                raise _renders_differently(turn, what, ": give one with {% generation %} marks")
             spans.append((len(before), len(after)))
         if not self.tokenizer.is_fast:
             raise ValueError("conversations need a fast tokenizer, or a chat template with {% generation %} marks")
@@ -149,6 +149,12 @@ class Chat:
             for i in inside:
                 said[i] = i <= (ends or inside)[-1]
         return ids, said
+
+    def _opening(self, message: Message, what: str) -> str:
+        """What a template writes before the words of an assistant that nobody asked: up to its generation prompt."""
+        alone, asked = self.render([message], what), self.render([message], what, generation=True)
+        header = asked.removeprefix(alone)
+        return alone[: alone.index(header) + len(header)] if header in alone else asked
 
     def _ended(self, ids: list[int], said: list[bool], what: str) -> tuple[list[int], list[bool]]:
         """Cut behind the last thing said, with an end token there."""
@@ -181,6 +187,14 @@ class Chat:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _renders_differently(message: int, what: str, remedy: str = "") -> BadRow:
+    return BadRow(
+        f"the chat template renders message {message} of the {what} differently when others follow, so what the "
+        f"assistant said cannot be told{remedy}",
+        "the chat template renders messages differently when others follow",
+    )
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping[str, Any]) -> Chat:

@@ -85,6 +85,23 @@ def test_only_messages_from_the_first_on_are_marked(template):
         Chat(tokenizer).marked(messages, "conversation", first=4)
 
 
+def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_writes_before():
+    messages = [{"role": "assistant", "content": "hi"}, *said("who?", "me")]
+    for template in (MARKED, PLAIN):
+        text, parts = marked_parts(characters(template), messages)
+        assert text.startswith("<s>assistant\nhi</s>\n<s>user")
+        assert parts == ["hi</s>", "me</s>"]
+    assert marked_parts(characters(ENDLESS), messages) == (
+        "assistant: hi|user: who?|assistant: me|</s>",
+        ["hi|", "me|</s>"],
+    )
+    headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
+    assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
+    thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm' }}")
+    with pytest.raises(BadRow, match="what the assistant said cannot be told"):
+        marked_parts(characters(thoughtful), messages)
+
+
 def test_a_template_without_end_tokens_is_given_one_which_is_learnt():
     text, parts = marked_parts(characters(ENDLESS), said("who?", "me"))
     assert (text, parts) == ("user: who?|assistant: me|</s>", ["me|</s>"])
@@ -105,6 +122,16 @@ def test_a_template_that_renders_earlier_turns_differently_is_said_to():
         marked_parts(characters(FORGETFUL), said("who?", "hm:me", "and?", "oh:you"))
     assert str(caught.value) == reason
     assert marked_parts(characters(FORGETFUL), said("who?", "hm:me"))[1] == ["hm:me</s>"]  # alone it is the last
+
+
+def test_marks_behind_messages_that_are_rendered_differently_later_are_not_guessed():
+    forgetful = MARKED.replace(
+        "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
+    )
+    chat, messages = Chat(characters(forgetful)), said("who?", "hm, I think that it is:me", "you?", "you")
+    with pytest.raises(BadRow, match="renders message 1 of the talk differently when others follow"):
+        chat.marked(messages, "talk", first=2)
+    assert chat.tokenizer.decode(chat.marked(messages, "talk", first=3)[0]).endswith("you</s>")
 
 
 talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)

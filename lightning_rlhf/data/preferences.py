@@ -17,9 +17,10 @@ _Pair = tuple[Marked, Marked, float]
 class PreferenceDataModule(AnswersDataModule):
     """Rows with ``chosen`` and ``rejected``, and ``prompt`` unless both hold the whole conversation.
 
-    Each is text or messages. Of conversations in messages, what both begin with is the prompt. An optional number in
-    ``margin`` says by how much the chosen answer is better. Where ``too_long`` cuts, ``cut_end`` cuts each text, and
-    the others cut the prompt that both share. See :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Each is text or messages. Of conversations in messages, what both begin with is the prompt; a prompt in messages
+    that they repeat is not doubled. An optional number in ``margin`` says by how much the chosen answer is better. Where
+    ``too_long`` cuts, ``cut_end`` cuts each text, and the others cut the prompt that both share. See
+    :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     questions = ((("chosen", "chosen"),), (("rejected", "rejected"),), (("prompt", "prompt"),), (("margin", "margin"),))
@@ -53,7 +54,9 @@ class PreferenceDataModule(AnswersDataModule):
         shared = common_prefix(chosen, rejected)
         if "prompt" in fields and holds_messages(fields["prompt"]):
             prompt = messages_of(fields["prompt"], "prompt")
-            chosen, rejected, shared = [*prompt, *chosen], [*prompt, *rejected], len(prompt)
+            if not (common_prefix(prompt, chosen) == common_prefix(prompt, rejected) == len(prompt)):
+                chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
+            shared = len(prompt)
         elif "prompt" in fields and fields.text("prompt") not in [m["content"] for m in chosen[:shared]]:
             raise BadRow("the prompt is text, and the messages of chosen and rejected do not begin with it")
         return (

@@ -76,6 +76,7 @@ YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "conten
         {"prompt": [USER], "chosen": [YES], "rejected": [NO]},
         {"prompt": [USER], "chosen": YES, "rejected": NO},
         {"prompt": "hi", "chosen": [USER, YES], "rejected": [USER, NO]},
+        {"prompt": [USER], "chosen": [USER, YES], "rejected": [USER, NO]},
         {"prompt": [{"from": "human", "value": "hi"}], "chosen": {"from": "gpt", "value": "yes"}, "rejected": NO},
     ],
 )

@@ -119,7 +119,7 @@ def _json(path: str) -> Placed:
         text = file.read()
     is_array = text.lstrip().startswith("[")
     beginning = [line for line in text[:_BEGINNING].splitlines() if line.strip()]
-    if not is_array and any(isinstance(_parsed(line), dict) for line in beginning):
+    if not is_array and any(line[0] == "{" and isinstance(_parsed(line), dict) for line in beginning):
         yield from _json_lines(path)
         return
     decoder, line, counted = json.JSONDecoder(), 1, 0

@@ -50,6 +50,9 @@ def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
     path.write_text("\n".join(json.dumps(row, indent=2) for row in ROWS))
     assert [row for _, row in read(path)] == ROWS
     assert lines(path) == [1, 4, 7]
+    nested = [{"messages": [{"role": "user"}]}, {"text": "a"}]
+    path.write_text('{\n "messages": [\n  {"role": "user"}\n ]\n}\n{\n "text": "a"\n}')
+    assert [row for _, row in read(path)] == nested
 
 
 @pytest.mark.parametrize(

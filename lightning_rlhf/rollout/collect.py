@@ -99,8 +99,8 @@ class Collector:
             "completions": self._tokenizer.batch_decode(ids, skip_special_tokens=True),
             "completion_ids": ids,
             "finished": [completion.finish_reason == "stop" for completion in completions],
-            "messages": [batch.messages[i] for i in prompts] if batch.messages else [],
             **{name: [values[i] for i in prompts] for name, values in batch.columns.items()},
+            "messages": [batch.messages[i] for i in prompts] if batch.messages else [],
         }
 
 

@@ -49,6 +49,19 @@ def test_two_responses_to_each_of_two_prompts():
     assert rollout.temperature == 0.7
 
 
+def test_a_column_called_messages_does_not_hide_what_the_prompts_are_made_of():
+    seen = []
+
+    def spy(prompts, completions):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    said = [[{"role": "user", "content": text}] for text in BATCH.texts]
+    batch = PromptBatch([10, 11], BATCH.token_ids, BATCH.texts, {"messages": [["x"], ["y"]]}, messages=said)
+    collect(batch, COMPLETIONS[:2], [RewardFunction(spy, messages=True)], TOKENIZER)
+    assert seen == said
+
+
 def test_functions_see_text_without_special_tokens_and_columns_repeated():
     seen = {}
 

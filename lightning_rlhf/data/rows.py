@@ -19,8 +19,9 @@ from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
 
 OnBadRow = Literal["error", "skip"]
-# With a path among the types, jsonargparse takes a file's name for what it is, and does not read it as configuration.
-Source = str | Path | RowSource | list[str | Path | RowSource]
+# With a path among the types, jsonargparse takes a file's name for what it is, and does not read it as configuration;
+# behind the others, or it would write them out as the text that Python has for them.
+Source = str | RowSource | list[str | RowSource | Path] | Path
 _Item = TypeVar("_Item")
 _SHOWN = 5
 

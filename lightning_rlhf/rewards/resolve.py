@@ -33,10 +33,13 @@ def load_function(reference: str) -> Callable[..., Any]:
     module = _load_file(Path(place).expanduser()) if place.endswith(".py") or os.sep in place else _load_module(place)
     found: Any = module
     for part in name.split("."):
-        known = [own for own in vars(found) if not own.startswith("_")]
-        if part not in vars(found):
-            raise ValueError(f"there is no {part!r} in {place}{_meant(part, known)}")
-        found = vars(found)[part]
+        try:
+            found = getattr(found, part)  # some packages import what they have only when it is asked for
+        except AttributeError as error:
+            known = [own for own in dir(found) if not own.startswith("_")]
+            raise ValueError(f"there is no {part!r} in {place}{_meant(part, known)}") from error
+        except ImportError as error:
+            raise ValueError(f"{part} in {place} cannot be imported: {error}") from error
     if not callable(found):
         raise ValueError(f"{name!r} in {place} is no function: it is {type(found).__name__} {found!r}")
     return found

@@ -40,6 +40,21 @@ def test_a_function_of_a_file_is_found_from_the_current_folder_and_by_its_whole_
     assert load_function("./my_rewards.py:Judge.right")([]) == [1.0]
 
 
+def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is_found(folder):
+    (folder / "lazy.py").write_text(
+        "class Base:\n    def right(completions): return [1.0]\nclass Child(Base): pass\n"
+        "def __getattr__(name):\n"
+        "    if name == 'late': return Child.right\n"
+        "    if name == 'broken': raise ImportError('no such thing')\n"
+        "    raise AttributeError(name)\n"
+    )
+    assert load_function("lazy.py:late") is load_function("lazy.py:Child.right")
+    with pytest.raises(ValueError, match=r"there is no 'lat' in lazy\.py"):
+        load_function("lazy.py:lat")
+    with pytest.raises(ValueError, match=r"broken in lazy\.py cannot be imported: no such thing"):
+        load_function("lazy.py:broken")
+
+
 def test_two_files_of_one_name_are_two_modules(folder):
     (folder / "other").mkdir()
     (folder / "other" / "my_rewards.py").write_text("def brief(completions): return [7]")

@@ -141,7 +141,13 @@ class MathReward:
 
 
 def gold_text(gold: Any) -> str:
-    r"""A right answer in the form in which math-verify reads formulas and numbers alike."""
+    r"""A right answer in the form in which math-verify reads formulas and numbers alike.
+
+    Raises:
+        ValueError: neither text nor number; math-verify would read ``None`` as a product of four letters.
+    """
+    if not isinstance(gold, str | int | float) or isinstance(gold, bool):
+        raise ValueError(f"MathReward needs a formula or a number as ground_truth, got {gold!r}")
     text = str(gold).strip()
     marked = _MARKED.findall(text)
     if marked:

@@ -257,6 +257,9 @@ def test_a_verdict_that_is_interrupted_leaves_no_alarm_behind():
 def test_right_answers_that_cannot_be_read_are_refused_not_scored_zero(reward):
     with pytest.raises(ValueError, match="math-verify reads no answer from the data's"):
         reward(["1"], [r"\boxed{}"])
+    for gold in (None, True, ["5"], {"target": "5"}):
+        with pytest.raises(ValueError, match="needs a formula or a number as ground_truth, got"):
+            reward(["5"], [gold])
     assert gold_text("x\n#### $5") == r"\boxed{5}"
 
 

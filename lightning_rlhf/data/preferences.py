@@ -18,9 +18,9 @@ class PreferenceDataModule(AnswersDataModule):
     """Rows with ``chosen`` and ``rejected``, and ``prompt`` unless both hold the whole conversation.
 
     Each is text or messages. Of conversations in messages, what both begin with is the prompt; a prompt in messages
-    that they repeat is not doubled. An optional number in ``margin`` says by how much the chosen answer is better. Where
-    ``too_long`` cuts, ``cut_end`` cuts each text, and the others cut the prompt that both share. See
-    :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    that they repeat is not doubled. An optional number in ``margin`` says by how much the chosen answer is better.
+    Where ``too_long`` cuts, ``cut_end`` cuts each text, and the others cut the prompt that both share.
+    See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     questions = ((("chosen", "chosen"),), (("rejected", "rejected"),), (("prompt", "prompt"),), (("margin", "margin"),))

@@ -150,6 +150,8 @@ class RolloutLoop(Callback):
         self.jury.close()
         if self.engine is not None:
             self.engine.close()
+        for reward in self.rewards:
+            reward.close()
 
     def on_exception(self, trainer: Trainer, pl_module: RLHFModule, exception: BaseException) -> None:
         """End the engine whatever happened."""

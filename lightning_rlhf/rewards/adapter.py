@@ -60,7 +60,7 @@ class RewardFunction:
         try:
             self.call  # noqa: B018 (what cannot be found is said now)
         except ValueError as error:
-            raise ValueError(f"rewards.function: {error}") from error
+            raise ValueError(f"reward function {self.function!r}: {error}") from error
 
     @cached_property
     def call(self) -> Call:
@@ -148,6 +148,12 @@ class RewardFunction:
                 f"reward function {self.label!r} has a timeout_s, so it works in processes of its own, and they cannot "
                 f"be given it ({error}): define it at the top of a file and give it as file.py:name"
             ) from error
+
+    def close(self) -> None:
+        """End what the function holds, such as processes, if it has a ``close`` to say how."""
+        close = getattr(self.call.function, "close", None)
+        if close is not None:
+            close()
 
     def __call__(self, **offered: list[Any]) -> Tensor:
         """The reward of each completion.

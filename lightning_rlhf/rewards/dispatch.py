@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as OutOfTimeError
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -19,7 +19,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.conventions import Judged
-from lightning_rlhf.rewards.worker import Failure, attempt, prepare, work
+from lightning_rlhf.rewards.threads import Threads
+from lightning_rlhf.rewards.worker import Failure, attempt, attempt_later, prepare, work
 
 log = logging.getLogger(__name__)
 _PROCESSES = 8
@@ -41,9 +42,10 @@ class Jury:
     def __init__(self, rewards: Sequence[RewardFunction]) -> None:
         self.rewards = list(rewards)
         self._pool: ProcessPool | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._one_thread: ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
+        self._one_thread: Threads | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
 
     def __enter__(self) -> Jury:
         return self
@@ -59,10 +61,10 @@ class Jury:
         if reward.call.is_async:
             return asyncio.run_coroutine_threadsafe(_limited(reward, offered, places), self._event_loop())
         if reward.many_at_a_time:
-            self._threads = self._threads or ThreadPoolExecutor(_THREADS, "rewards")
+            self._threads = self._threads or Threads(_THREADS, "rewards")
             return self._threads.submit(attempt, reward.call, offered, places)
         if reward.alone:
-            self._one_thread = self._one_thread or ThreadPoolExecutor(1, "rewards one by one")
+            self._one_thread = self._one_thread or Threads(1, "rewards one by one")
             return self._one_thread.submit(attempt, reward.call, offered, places)
         done = Future[Said]()
         done.set_result(attempt(reward.call, offered, places))
@@ -103,11 +105,12 @@ class Jury:
         self._drop_pool()
         for threads in (self._threads, self._one_thread):
             if threads is not None:
-                threads.shutdown(wait=False, cancel_futures=True)
+                threads.close()
         self._threads = self._one_thread = None
-        if self._loop is not None:
+        if self._loop is not None and self._loop_thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            self._loop_thread.join(_GRACE_SECONDS)
+            self._loop = self._loop_thread = None
 
     def _drop_pool(self) -> None:
         if self._pool is not None:
@@ -132,24 +135,29 @@ class Jury:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="async rewards", daemon=True).start()
+            self._loop_thread = threading.Thread(target=_run, args=(self._loop,), name="async rewards", daemon=True)
+            self._loop_thread.start()
         return self._loop
 
 
 async def _limited(reward: RewardFunction, offered: Mapping[str, Any], places: Sequence[int]) -> Said:
     """Await a function, or its time."""
-    calling = asyncio.ensure_future(reward.call.later(offered, places))
+    calling = asyncio.ensure_future(attempt_later(reward.call, offered, places))
     done, _ = await asyncio.wait([calling], timeout=reward.timeout_s)
     if not done:
         calling.cancel()
         return _late(reward)
-    return calling.result()
+    return Failure("cancelled itself") if calling.cancelled() else calling.result()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     finally:
         loop.close()
 

@@ -100,6 +100,10 @@ class JudgeReward:
         rows = zip(prompts, completions, truths, strict=True)
         return list(await asyncio.gather(*(self._judge(*row) for row in rows)))
 
+    def close(self) -> None:
+        """End the connections; another call opens new ones."""
+        self.client.close()
+
     def question(self, prompt: Any, response: Any, truth: Any) -> str:
         """What the judge is asked. One pass: what stands in the texts is not filled in again."""
         prompt, response = as_text(prompt), as_text(response)

@@ -66,6 +66,10 @@ class LearnedReward:
             del order[-size:]
         return scores.tolist()
 
+    def close(self) -> None:
+        """Give up the model; another call loads it again."""
+        self._model = None
+
     @torch.no_grad()
     def _scores(self, rows: list[list[int]]) -> Tensor:
         """The classifier's output at the last token of each row."""

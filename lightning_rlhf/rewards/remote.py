@@ -45,6 +45,10 @@ class _ServedReward(ABC):
         rows = zip(prompts, completions, truths, strict=True)
         return list(await asyncio.gather(*(self._ask(*row) for row in rows)))
 
+    def close(self) -> None:
+        """End the connections; another call opens new ones."""
+        self.client.close()
+
     async def _ask(self, prompt: Any, response: Any, truth: Any) -> float:
         size = len(as_text(prompt)) + len(as_text(response))
         answer = await self.client.ask(Question(self.body(prompt, response, truth), size // 4 + 1))

@@ -135,8 +135,9 @@ class Scoring:
                 values += outcome.values
                 for name, found in outcome.numbers.items():
                     numbers.setdefault(name, []).extend(found)
-            elif reward.on_error == "raise" or isinstance(outcome.cause, EndsTheRun):
-                raise RuntimeError(f"reward function {reward.label!r} {outcome.told}") from outcome.cause
+            elif reward.on_error == "raise" or outcome.ends:
+                kind = EndsTheRun if outcome.ends else RuntimeError
+                raise kind(f"reward function {reward.label!r} {outcome.told}") from outcome.cause
             else:
                 values += [math.nan if reward.on_error == "skip" else 0.0] * share
         if len(failures) * share > reward.max_error_rate * count:

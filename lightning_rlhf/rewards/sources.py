@@ -8,6 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.conventions import COUNTED, TrainerState
+from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.scoring import Scoring
 
 
 class BySource:
@@ -25,12 +28,21 @@ class BySource:
         self.dry_call = all(getattr(function, "dry_call", True) for function in functions.values())
         self.rewards = {pattern: RewardFunction(function) for pattern, function in functions.items()}
 
-    def __call__(self, completions: list[Any], data_source: list[str], **columns: Any) -> list[float | None]:
+    def __call__(
+        self,
+        completions: list[Any],
+        data_source: list[str],
+        trainer_state: TrainerState | None = None,
+        log_extra: Callable[[str, list[float]], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
         """The reward of each completion.
 
         Args:
             completions: the responses.
             data_source: of each.
+            trainer_state: for functions that ask for it.
+            log_extra: is told of the further numbers of all functions.
             **columns: all else that is offered.
 
         Raises:
@@ -43,9 +55,21 @@ class BySource:
         found: list[float | None] = [None] * len(completions)
         for pattern, rows in places.items():
             given = {name: [values[i] for i in rows] for name, values in columns.items() if isinstance(values, list)}
-            for i, value in zip(rows, self.rewards[pattern](**given).tolist(), strict=True):
+            reward = self.rewards[pattern]
+            with Jury([reward]) as jury:
+                scores = Scoring(jury, trainer_state).finish(given)
+            for i, value in zip(rows, scores.rewards[reward.label].tolist(), strict=True):
                 found[i] = None if math.isnan(value) else value
+            for metric, (total, count) in scores.told.items():
+                name = metric.removeprefix(f"reward/{reward.label}/")
+                if log_extra is not None and name not in COUNTED:
+                    log_extra(name, [total / count] * int(count))
         return found
+
+    def close(self) -> None:
+        """End what the functions hold."""
+        for reward in self.rewards.values():
+            reward.close()
 
     def _pattern(self, source: str) -> str:
         for pattern in self.rewards:

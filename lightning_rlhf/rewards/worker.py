@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from lightning_rlhf.rewards.conventions import Call, Judged, WrongAnswer
+from lightning_rlhf.rewards.conventions import Call, EndsTheRun, Judged, WrongAnswer
 
 # A launcher's variables would make a function that uses torch.distributed join the trainers, and a GPU be taken.
 _NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD")
@@ -37,12 +37,14 @@ class Failure:
         error: that it raised, if it is at hand.
         trace: the traceback as text, from another process.
         late: whether it took too long.
+        ends: whether the run ends, whatever the policy for errors.
     """
 
     told: str
     error: BaseException | None = None
     trace: str = ""
     late: bool = False
+    ends: bool = False
 
     @property
     def cause(self) -> BaseException | None:
@@ -63,7 +65,7 @@ class Failure:
             told += "; it seems to take chat messages: give it messages: true"
         elif "main thread" in str(error):
             told += "; it wants a thread of its own: give it a timeout_s, and it works in processes"
-        return cls(told, error)
+        return cls(told, error, ends=isinstance(error, EndsTheRun))
 
 
 def attempt(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Judged | Failure:
@@ -77,6 +79,14 @@ def attempt(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Ju
     try:
         return call.now(offered, places)
     except (Exception, SystemExit) as error:  # the policy of the reward says what comes of it
+        return Failure.of(error)
+
+
+async def attempt_later(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Judged | Failure:
+    """As :func:`attempt`, of an ``async`` function."""
+    try:
+        return await call.later(offered, places)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the latter two would end the event loop of all
         return Failure.of(error)
 
 
@@ -128,7 +138,7 @@ def work(
         stream.left = _MOST_OUTPUT
     found = attempt(_call(function, arguments), offered, places)
     if isinstance(found, Failure) and found.error is not None:
-        return Failure(found.told, trace="".join(traceback.format_exception(found.error)))
+        return Failure(found.told, trace="".join(traceback.format_exception(found.error)), ends=found.ends)
     return found
 
 

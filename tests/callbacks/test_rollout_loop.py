@@ -164,6 +164,33 @@ def test_the_check_passes_and_its_metric_is_small_with_a_real_engine(run):
     assert made.metrics["rollout/logprob_diff_max"] < 1e-5
 
 
+class Holding:
+    """A reward that holds something, and fails at a step."""
+
+    calls, holds, dry_call = 0, False, False
+
+    def __init__(self, fails_at):
+        self.fails_at = fails_at
+
+    def __call__(self, completions):
+        self.holds, self.calls = True, self.calls + 1
+        if self.calls == self.fails_at:
+            raise OSError("gone")
+        return [0.0] * len(completions)
+
+    def close(self):
+        self.holds = False
+
+
+def test_what_rewards_hold_ends_with_the_run_however_it_ends(run):
+    good, bad = Holding(fails_at=0), Holding(fails_at=2)
+    run(loop={"rewards": [RewardFunction(good)], "validate_at_ends": False}).fit()
+    with pytest.raises(RuntimeError, match="'Holding' raised OSError: gone"):
+        run(loop={"rewards": [RewardFunction(bad)], "validate_at_ends": False}).fit()
+    assert (good.holds, bad.holds) == (False, False)
+    assert (good.calls > 1, bad.calls) == (True, 2)
+
+
 class Asked(PPOModule):
     """Keeps the actor's log-probabilities whenever it is asked for them."""
 

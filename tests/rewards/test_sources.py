@@ -3,7 +3,10 @@
 import pytest
 
 from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.conventions import TrainerState
+from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.rules import gsm8k_strict
+from lightning_rlhf.rewards.scoring import Scoring
 from lightning_rlhf.rewards.sources import BySource
 from lightning_rlhf.rewards.text import ExactMatch
 
@@ -29,6 +32,19 @@ def test_each_completion_is_judged_by_the_function_of_its_source():
     assert found.tolist() == [1, 1, 0, 1, -1, 7]
     zero = RewardFunction(reward)(completions=["a"], prompts=["a"], data_source=["x"], ground_truth=["a"], level=[0])
     assert zero.isnan().all()
+
+
+def test_functions_know_of_the_run_and_their_further_numbers_are_logged():
+    def late(completions, trainer_state):
+        return [float(trainer_state.global_step)] * len(completions)
+
+    reward = RewardFunction(BySource({"a": late, "*": compute_score}), name="right")
+    columns = {"data_source": ["b", "a", "b"], "ground_truth": ["x"] * 3, "prompts": ["p"] * 3}
+    with Jury([reward]) as jury:
+        found = Scoring(jury, TrainerState(7)).finish({"completions": ["x", "y", "xyz"], **columns})
+    assert found.rewards["right"].tolist() == [1, 7, -1]
+    assert found.told["reward/right/length"] == (4.0, 2.0)
+    assert found.told["reward/right/not_applicable"] == (0.0, 3.0)
 
 
 def test_the_first_pattern_that_fits_is_taken():

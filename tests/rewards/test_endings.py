@@ -1,0 +1,141 @@
+"""However judging ends, nothing of it stays behind: no loop, no task, no thread that is waited for, no process."""
+
+import asyncio
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.conventions import EndsTheRun
+from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.sources import BySource
+from lightning_rlhf.rewards.threads import Threads
+
+HANGING = """
+import time
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.dispatch import Jury
+
+def hangs(completions):
+    time.sleep(1000)
+
+with Jury([RewardFunction(hangs, per_sample=True)]) as jury:
+    jury.submit(jury.rewards[0], {"completions": ["a"]}, [0])
+"""
+
+
+async def quits(completions):
+    sys.exit(3)
+
+
+async def interrupts(completions):
+    raise KeyboardInterrupt
+
+
+async def cancels(completions):
+    raise asyncio.CancelledError
+
+
+async def waits(completions):
+    await asyncio.sleep(1000)
+
+
+def spends(completions):
+    raise EndsTheRun("all is spent")
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [(quits, "raised SystemExit: 3"), (interrupts, "raised KeyboardInterrupt: "), (cancels, "cancelled itself")],
+)
+def test_an_async_function_that_would_end_its_event_loop_is_a_fault_like_others(function, told):
+    found = []
+
+    def judge():  # elsewhere, so that a test that hangs ends
+        with pytest.raises(RuntimeError) as caught:
+            RewardFunction(function)(completions=["a"])
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=judge, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [f"reward function {function.__name__!r} {told}"]
+
+
+def test_what_is_still_awaited_is_cancelled_and_its_thread_ends(caplog):
+    before = threading.active_count()
+    with Jury([RewardFunction(waits, per_sample=True)]) as jury:
+        Scoring(jury).add(0, {"completions": ["a"]})
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    gc.collect()
+    assert caplog.text == ""  # asyncio says so of tasks that are forgotten
+
+
+def test_a_function_that_hangs_does_not_keep_the_process_from_ending():
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=100)  # or it raises
+
+
+def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
+    threads, go = Threads(2, "test"), threading.Event()
+    running = [threads.submit(go.wait) for _ in range(2)]
+    waiting = [threads.submit(int, text) for text in ("1", "2")]
+    assert not any(future.done() for future in waiting)
+    threads.close()
+    assert all(future.cancelled() for future in waiting)
+    go.set()
+    assert [future.result(10) for future in running] == [True, True]
+    again = Threads(1, "test")
+    broken, fine = again.submit(int, "x"), again.submit(int, "7")
+    assert fine.result(10) == 7
+    assert isinstance(broken.exception(), ValueError)
+
+
+@pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"timeout_s": 60.0}])
+def test_what_ends_the_run_ends_it_wherever_it_is_raised(options):
+    reward = RewardFunction(spends, on_error="skip", max_error_rate=1.0, **options)
+    with pytest.raises(EndsTheRun, match="'spends' raised EndsTheRun: all is spent"):
+        reward(completions=["a"])
+
+
+def test_what_ends_the_run_ends_it_from_within_a_function_for_a_source_too():
+    reward = RewardFunction(BySource({"*": spends}), on_error="skip", max_error_rate=1.0)
+    with pytest.raises(EndsTheRun, match="all is spent"):
+        reward(completions=["a"], data_source=["x"])
+
+
+class Holding:
+    """Has something to end."""
+
+    closed = 0
+
+    def __call__(self, completions):
+        return [0.0] * len(completions)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_what_a_function_holds_is_ended_with_it():
+    plain, of_source = Holding(), Holding()
+    for reward in (RewardFunction(plain), RewardFunction(BySource({"*": of_source})), RewardFunction(spends)):
+        reward.close()
+    assert (plain.closed, of_source.closed) == (1, 1)
+
+
+def test_processes_for_mathematics_end_with_the_run():
+    pytest.importorskip("math_verify")
+    from lightning_rlhf.rewards.math import MathReward
+
+    before = len(multiprocessing.active_children())
+    reward = RewardFunction(MathReward(workers=1))
+    for _ in range(2):
+        assert reward(completions=["5"], ground_truth=["5"]).tolist() == [1]
+        assert len(multiprocessing.active_children()) == before + 1
+        reward.close()
+        assert len(multiprocessing.active_children()) == before

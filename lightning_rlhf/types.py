@@ -76,7 +76,8 @@ class PromptBatch:
     """A batch of prompts: token ids of differing lengths, their text, and the columns that rewards read.
 
     Args:
-        indices: position of each prompt in the data, which seeds its samples.
+        indices: position of each prompt in the data, which seeds its samples; a further number for one that a sampler
+            gives again in an epoch.
         token_ids: one list of prompt tokens per prompt.
         texts: the same prompts as text, for rewards and logs.
         columns: further columns of the data, one value per prompt each.

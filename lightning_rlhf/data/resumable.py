@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class EpochOrder:
 class SamplerOrder(EpochOrder):
     """The order of rows that a sampler gives.
 
+    A row that comes again in an epoch has a number of its own, larger by the number of rows each time: completions are
+    drawn from seeds made of it, and would be the same ones again.
+
     Args:
         sampler: that gives it.
         keys: what the sampler remembers of each row.
@@ -56,6 +60,10 @@ class SamplerOrder(EpochOrder):
             raise ValueError(f"{name} orders {len(order)} rows in epoch {self.epoch}, and {self.size} in epoch 0")
         if wrong := [row for row in order if not 0 <= row < rows]:
             raise ValueError(f"{name} names row {wrong[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
+        before = Counter[int]()
+        for place, row in enumerate(order):
+            order[place] += rows * before[row]
+            before[row] += 1
         return iter(order)
 
 
@@ -73,10 +81,10 @@ class _Batches:
         return len(self.sampler) // self.batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order = list(self.sampler)
+        order, lengths = list(self.sampler), self._lengths
         for batch in range(self.start, len(self)):
             numbers = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            places = balanced_shares([self._lengths[number] for number in numbers], self._ranks)[self._rank]
+            places = balanced_shares([lengths[number % len(lengths)] for number in numbers], self._ranks)[self._rank]
             yield [(place, numbers[place]) for place in places]
 
 
@@ -139,7 +147,7 @@ class ResumableLoader(DataLoader[Any]):
 
         def collated(drawn: list[tuple[int, int]]) -> Any:
             places, numbers = (list(column) for column in zip(*drawn, strict=True))
-            return collate([rows[number] for number in numbers], numbers, places, self._order.epoch)
+            return collate([rows[number % len(rows)] for number in numbers], numbers, places, self._order.epoch)
 
         super().__init__(
             _Places(),  # type: ignore[arg-type]

@@ -117,6 +117,15 @@ def test_an_epoch_may_have_more_rows_than_the_data_and_is_resumed_in_its_middle(
     assert first + numbers(resumed, 1) == whole
 
 
+def test_a_prompt_that_comes_again_in_an_epoch_has_a_number_of_its_own_for_its_seeds():
+    rows = [{"prompt": letter, "data_source": letter} for letter in "abc"]
+    data = module_of(PromptDataModule, *rows, batch_size=6, sampler=Mixture({"a": 4, "b": 1, "c": 1}, rows=6))
+    (batch,) = data.train_dataloader()
+    assert sorted(batch.texts) == ["a"] * 4 + ["b", "c"]
+    assert sorted(batch.indices) == [0, 1, 2, 3, 6, 9]
+    assert ["abc"[number % 3] for number in batch.indices] == batch.texts
+
+
 @dataclass
 class Given3:
     """A sampler that says what a test told it, epoch by epoch."""

@@ -68,7 +68,7 @@ def _remote(url: str) -> list[str]:
     """What lies behind a URL: the file itself, those of a directory, or those that a pattern fits."""
     try:
         filesystem, path = fsspec.url_to_fs(url)
-        if glob.has_magic(path):
+        if glob.has_magic(_plain(path)):
             found = filesystem.glob(path)
         else:
             found = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
@@ -96,7 +96,12 @@ def _refuse_mixed_splits(source: str, names: list[str]) -> None:
 
 
 def _kind(path: str) -> str:
-    return Path(path.removesuffix(".gz")).suffix
+    return Path(_plain(path).removesuffix(".gz")).suffix
+
+
+def _plain(path: str) -> str:
+    """A web address without what follows a question mark, which elsewhere stands for one letter of a pattern."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def _open(path: str, mode: str = "rt") -> Any:

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
 import pytest
@@ -182,6 +185,26 @@ def test_urls_that_fsspec_knows(folder):
     assert expand("memory://data/*.jsonl") == ["memory:///data/b.jsonl"]
     with pytest.raises(FileNotFoundError, match=r"no data at 'memory://data/none.jsonl'"):
         as_rows("memory://data/none.jsonl")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files and says nothing of it."""
+
+    def log_message(self, *said):
+        pass
+
+
+@pytest.mark.parametrize("behind", ["", "?download=true", "?signed=a*b[c]"])
+def test_a_web_address_may_end_in_a_question(folder, monkeypatch, behind):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            assert texts(f"http://127.0.0.1:{server.server_port}/b.jsonl{behind}") == ["a"]
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():

@@ -10,6 +10,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightning_rlhf.rewards.conventions import EndsTheRun
 
@@ -52,6 +53,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+        if "@" in urlsplit(self.url).netloc:
+            raise ValueError("url holds a name or password, and would be shown in messages: give a key by key_env")
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")

@@ -273,6 +273,7 @@ def test_a_key_that_is_not_there_is_said_at_once(monkeypatch):
     ("options", "said"),
     [
         ({"url": "127.0.0.1:80"}, "url must begin with http"),
+        ({"url": "http://me:secret@127.0.0.1"}, "^url holds a name or password, and would be shown in messages"),
         ({"tries": 0}, "tries must be positive, got 0"),
         ({"max_tokens": -1}, "max_tokens must be positive, got -1"),
     ],

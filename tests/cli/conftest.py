@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lightning_rlhf import launch_environment
 from lightning_rlhf.cli import main
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
@@ -95,6 +96,7 @@ def cli(capsys):
     """Runs the command line; what came of it in ``code``, ``out``, ``err`` and ``warned``."""
 
     def cli(*arguments):
+        launch_environment.apply()  # as __main__ does
         capsys.readouterr()
         with warnings.catch_warnings(record=True) as warned:
             warnings.resetwarnings()  # what Python shows outside of tests

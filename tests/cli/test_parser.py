@@ -50,8 +50,8 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.data.addition.exactt"}],
-            "rewards.function: there is no 'exactt' in lightning_rlhf.data.addition; "
-            "did you mean 'exact'?",
+            "reward function 'lightning_rlhf.data.addition.exactt': there is no 'exactt' in "
+            "lightning_rlhf.data.addition; did you mean 'exact'?",
         ),
     ],
 )  # fmt: skip

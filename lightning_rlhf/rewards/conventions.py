@@ -97,9 +97,20 @@ class Call:
 
     @classmethod
     def of(cls, function: Callable[..., Any] | str, arguments: Mapping[str, Any]) -> Call:
-        """A function as it is or by reference; a class is made an object with the arguments."""
+        """A function as it is or by reference; a class is made an object with the arguments.
+
+        Raises:
+            ValueError: the reference names nothing that can be called, or what does not take the arguments.
+        """
         found = load_function(function) if isinstance(function, str) else function
-        return cls(found(**arguments)) if isinstance(found, type) else cls(found, arguments)
+        is_class = isinstance(found, type)
+        if is_class or arguments:
+            signature = inspect.signature(found)
+            try:
+                (signature.bind if is_class else signature.bind_partial)(**arguments)
+            except TypeError as error:
+                raise ValueError(f"its arguments do not fit: {error}") from error
+        return cls(found(**arguments)) if is_class else cls(found, arguments)
 
     @cached_property
     def parameters(self) -> list[inspect.Parameter]:

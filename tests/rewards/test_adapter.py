@@ -62,6 +62,19 @@ def test_an_object_with_call_is_a_function_too():
 
 
 @pytest.mark.parametrize(
+    ("function", "arguments", "told"),
+    [
+        ("lightning_rlhf.rewards.text:Length", {"leas": 1}, "missing a required argument: 'least'"),
+        ("lightning_rlhf.rewards.text:ExactMatch", {"tags": "b"}, "got an unexpected keyword argument 'tags'"),
+        (right, {"bonuses": 2.0}, "got an unexpected keyword argument 'bonuses'"),
+    ],
+)
+def test_arguments_that_nobody_takes_are_refused_at_once(function, arguments, told):
+    with pytest.raises(ValueError, match=rf"its arguments do not fit: {told}"):
+        RewardFunction(function, arguments=arguments)
+
+
+@pytest.mark.parametrize(
     "values",
     [[1, 0], (1.0, 0.0), [True, False], torch.tensor([1, 0]), numpy.array([1.0, 0.0]), list(numpy.float32([1, 0]))],
     ids=["int", "tuple", "bool", "tensor", "array", "numpy floats"],

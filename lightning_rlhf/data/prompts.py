@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import RowsDataModule
@@ -65,6 +66,11 @@ class PromptDataModule(RowsDataModule):
         chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
         return chat.render(messages, "prompt", generation=True), messages
 
+    @cached_property
+    def column_names(self) -> list[str]:
+        """Of all rows, so that what a reward function is given does not depend on which rows are in its batch."""
+        return sorted({name for examples in self.examples.values() for example in examples for name in example.columns})
+
     def tokens(self, example: Prompt) -> int:
         """Of the prompt."""
         return len(example.ids)
@@ -72,6 +78,6 @@ class PromptDataModule(RowsDataModule):
     def collate(self, examples: list[Prompt], numbers: list[int], places: list[int], epoch: int) -> PromptBatch:
         """Token ids stay lists: the engine pads as it likes."""
         texts, ids, rests, messages = (list(part) for part in zip(*examples, strict=True))
-        columns = {key: [rest.get(key) for rest in rests] for key in sorted({key for rest in rests for key in rest})}
+        columns = {name: [rest.get(name) for rest in rests] for name in self.column_names}
         talks = messages if any(messages) else []
         return PromptBatch(list(numbers), ids, texts, columns, epoch, list(places), talks)

@@ -22,6 +22,14 @@ def test_a_column_that_some_rows_lack_is_null_there():
     assert first_batch(module).columns == {"hint": [None, "c"]}
 
 
+def test_every_batch_has_the_columns_of_all_rows():
+    rows = [{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": "y"}, {"prompt": "c", "level": 3}]
+    module = module_of(PromptDataModule, *rows, val=[{"prompt": "d", "source": "e"}])
+    batches = [*module.train_dataloader(), *module.val_dataloader()]
+    assert [batch.columns["level"] for batch in batches] == [[None], [None], [3], [None]]
+    assert {tuple(batch.columns) for batch in batches} == {("answer", "ground_truth", "level", "source")}
+
+
 def test_preference_data_serves_as_prompts():
     row = {"chosen": "H: hi A: yes H: no A: well", "rejected": "other"}
     batch = first_batch(module_of(PromptDataModule, row, split_after="A:"))

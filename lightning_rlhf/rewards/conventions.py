@@ -177,7 +177,7 @@ class Call:
         if ours:
             texts = zip(given["prompts"], given["completions"], strict=True)
             given["queries"] = [prompt + text for prompt, text in texts] if self.convention is OPENRLHF else []
-            given.setdefault("extra_info", [{} for _ in range(count)])  # as verl does where the data has none
+            given["extra_info"] = [info or {} for info in given.get("extra_info", [None] * count)]  # as verl has it
             given = {theirs: given[name] for theirs, name in ours.items() if name in given}
         if self.convention.alone:
             given = {name: values[0] for name, values in given.items()}

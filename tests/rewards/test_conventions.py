@@ -80,6 +80,7 @@ def test_verls_functions_of_one_sample():
     assert rewards(default_compute_score) == [1, None]
     infos = {**OFFERED, "extra_info": [{"index": 3}, {"index": 4}]}
     assert rewards(default_compute_score, infos) == [1, 4]
+    assert rewards(default_compute_score, {**OFFERED, "extra_info": [None, None]}) == [1, None]  # a row without any
     assert rewards(compute_score_async) == [6, 6]
     assert rewards(compute_score_async, infos, timeout_s=5.0) == [9, 10]
 

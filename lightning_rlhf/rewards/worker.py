@@ -83,10 +83,10 @@ def attempt(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Ju
 
 
 async def attempt_later(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Judged | Failure:
-    """As :func:`attempt`, of an ``async`` function."""
+    """As :func:`attempt`, of an ``async`` function; other errors than these are those of its task."""
     try:
         return await call.later(offered, places)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the latter two would end the event loop of all
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all
         return Failure.of(error)
 
 

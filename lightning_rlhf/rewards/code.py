@@ -69,18 +69,18 @@ class CodeExecution:
         Args:
             completions: the responses.
             tests: of each response.
-            ground_truth: used where the data has no column ``tests``.
+            ground_truth: used where there is no column ``tests``, or nothing in it.
 
         Raises:
             ValueError: no column holds tests, or a row's are not in a form that is known.
             SandboxFault: the sandbox failed; nothing is known about the programs.
         """
-        column = ground_truth if tests is None else tests
-        if column is None:
+        if tests is None and ground_truth is None:
             raise ValueError("CodeExecution needs a column 'tests' or 'ground_truth': name it under the data's columns")
+        nothing = [None] * len(completions)
         rows = [
-            (program_of(text) if self.fenced else text, read_tests(given))
-            for text, given in zip(completions, column, strict=True)
+            (program_of(text) if self.fenced else text, read_tests(truth if own is None else own))
+            for text, own, truth in zip(completions, tests or nothing, ground_truth or nothing, strict=True)
         ]
         if len(rows) == 1:
             return [self._score(*rows[0])]

@@ -60,6 +60,8 @@ def test_the_score_is_the_share_of_tests_passed():
     assert strict(completions=[right, half], tests=[DOUBLE] * 2) == [1.0, 0.0]
     calls = ["def double(n): return n + n", "double = lambda n: 2 * n if n != 3 else None"]
     assert reward(completions=calls, ground_truth=[json.dumps(CALLS)] * 2) == [1.0, 0.75]
+    mixed = {"tests": [CALLS, None], "ground_truth": [None, json.dumps(CALLS)]}
+    assert reward(completions=calls, **mixed) == [1.0, 0.75]
 
 
 @needs_bwrap

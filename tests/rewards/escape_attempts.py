@@ -11,7 +11,8 @@ from typing import Literal
 _LIBC = """
 import ctypes, os, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-call = libc.syscall
+def call(*arguments):  # whole registers: a plain int would leave the upper half of some to chance
+    return libc.syscall(*(ctypes.c_long(given) if isinstance(given, int) else given for given in arguments))
 def escaped(yes=True):
     if yes:
         print("ESCAPED", flush=True)

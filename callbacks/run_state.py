@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import random
 import sys
@@ -18,6 +19,7 @@ from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_pr
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
 
+log = logging.getLogger(__name__)
 _KEY = "lightning_rlhf"
 _REPORTED = (
     "lightning-rlhf",
@@ -80,6 +82,11 @@ class RunState(Callback):
         if _KEY not in checkpoint:
             raise ValueError("this checkpoint holds no random state: it was written without the RunState callback")
         self._restored = checkpoint[_KEY]
+        if trainer.state.fn == "fit":
+            step, last = checkpoint["global_step"], trainer.max_steps
+            log.info("Goes on from step %d; settings of optimizers and schedules are the checkpoint's.", step)
+            if 0 < last <= step:
+                log.info("Nothing is left to do: max_steps is %d.", last)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue exactly where the checkpoint was taken."""

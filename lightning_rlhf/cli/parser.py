@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import is_dataclass
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
@@ -26,11 +26,15 @@ _VALUE = re.compile(r"^Given value: (.*)$")
 _NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|Given value|Expected a path but|Not of type Path)")
 _YAML = re.compile(r"^Problems parsing config: (?P<what>.+)\n\s*in .*, (?P<where>line \d+, column \d+)")
 _NO_KEYS = re.compile(r"^Unexpected config: ?(.*)")
+_UNRECOGNIZED = re.compile(r"^unrecognized arguments: (--[\w.-]+)")
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path")
 
 
 class FriendlyParser(LightningArgumentParser):
     """Says what is wrong, suggests what was meant, and leaves out the usage page."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one sentence and exit with 2; parsers inside the parser raise, so that alternatives are tried."""
@@ -53,6 +57,10 @@ def explain(message: str) -> str:
         return f"the configuration is no YAML: {found['what']}, {found['where']}"
     if found := _NO_KEYS.match(message):
         return f"a configuration consists of keys such as 'model:' and 'trainer:', got {found[1]!r}"
+    if found := _UNRECOGNIZED.match(message):
+        section, _, name = found[1].removeprefix("--").rpartition(".")
+        known = _known_names("", None, section) if section in ("", "trainer") else []
+        return f"unknown option {found[1]!r}{_meant(name, [*known, 'config'])}"
     keys: list[str] = []
     class_path, alternatives, value = "", list[str](), ""
     for line in (line.strip().removeprefix("- ") for line in message.splitlines()):

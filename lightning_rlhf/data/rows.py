@@ -37,7 +37,7 @@ class RowReport:
         cut: what was cut to fit, to number of rows; they are in use.
         understood: which column was taken for what, to number of rows in use.
         bad: how many of the dropped rows are faults of the data; the others are left out on purpose.
-        first_bad: where the first of them stand, and why they cannot be used.
+        first_bad: where the first of them stand, and the first for each further reason, and why they cannot be used.
     """
 
     name: str
@@ -54,7 +54,8 @@ class RowReport:
         if isinstance(reason, LeftOut):
             return
         self.bad += 1
-        if len(self.first_bad) < _SHOWN:  # a file may hold millions of bad rows
+        rare = self.dropped[reason.kind] == 1 and len(self.first_bad) < 2 * _SHOWN
+        if len(self.first_bad) < _SHOWN or rare:  # a file may hold millions of bad rows
             self.first_bad.append(f"{where}: {reason}")
 
     def refusal(self) -> str:

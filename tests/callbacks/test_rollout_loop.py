@@ -430,6 +430,28 @@ def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, m
     assert told == ["ReinforceLoss() is right for one update per rollout, this run makes 2"] * warned
 
 
+def needs_an_answer(completions, answer):
+    return [0.0 for _ in completions]
+
+
+def test_rows_that_lack_what_a_reward_asks_for_are_counted_before_the_run(tmp_path, caplog):
+    rows = [
+        {"prompt": "a", "answer": "b"},
+        {"prompt": "b", "answer": None},
+        {"prompt": "c"},
+        {"prompt": "d", "answer": "e"},
+    ]
+    loop = RolloutLoop([RewardFunction(needs_an_answer)], TransformersEngine(), group_size=2, max_response_tokens=2)
+    data = PromptDataModule(InMemory(rows), CharacterTokenizer("abcdefg"), batch_size=2, max_tokens=8)
+    with caplog.at_level(logging.WARNING):
+        trainer = quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True)
+        trainer.fit(RLOOModule(TinyModel(), minibatch_size=2), datamodule=data)
+    told = [record.message for record in caplog.records if "lack" in record.message]
+    assert told == [
+        "2 of 4 rows of the train data lack 'answer', which reward needs_an_answer asks for; the first is row 1"
+    ]
+
+
 @pytest.mark.parametrize(
     ("loop", "data", "model", "ranks", "told"),
     [

@@ -51,6 +51,17 @@ def test_a_run_leaves_its_files_and_no_warning(fit, config):
     assert "step 2: " in result.out
 
 
+def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    finished = fit(config, "--ckpt_path", "last")
+    assert (finished.code, finished.err) == (0, "")
+    assert "Nothing is left to do: max_steps is 2." in finished.out
+    further = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert "Goes on from step 2; settings of optimizers and schedules are the checkpoint's." in further.out
+    assert "step 3:" in further.out
+
+
 def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
     assert fit(config).code == 0
     first = Path("runs/tiny/export/model.safetensors").read_bytes()

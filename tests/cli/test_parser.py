@@ -83,6 +83,18 @@ def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
 
 
 @pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--trainer.max_step", "unknown option '--trainer.max_step'; did you mean 'max_steps'?"),
+        ("--conf", "unknown option '--conf'; did you mean 'config'?"),
+        ("--nonsense", "unknown option '--nonsense'"),
+    ],
+)
+def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
+    assert refused(fit(config, option, "3")) == told
+
+
+@pytest.mark.parametrize(
     ("path", "value", "told"),
     [
         (f"{MODEL}.update_epochs", 0, "update_epochs must be at least 1, got 0"),

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"__about__", "compat", "launch_environment", "metric_names", "seeding", "tensor_batch", "types"},
+    {"__about__", "compat", "launch_environment", "metric_names", "paths", "seeding", "tensor_batch", "types"},
     {"functional"},
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above
@@ -73,7 +73,7 @@ def test_imports_go_downwards(path):
 
 def test_the_ground_floor_needs_none_of_the_heavy_libraries():
     """``types`` is made of tensors; ``compat`` is where Lightning's inner workings are; the others are plain Python."""
-    plain = {name: set() for name in ("launch_environment", "metric_names", "seeding")}
+    plain = {name: set() for name in ("launch_environment", "metric_names", "paths", "seeding")}
     allowed = {**plain, "types": {"torch"}, "tensor_batch": {"torch"}, "compat": {"torch", "lightning"}}
     for room, libraries in allowed.items():
         tree = ast.parse((ROOT / f"lightning_rlhf/{room}.py").read_text())

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow
+from lightning_rlhf.paths import names_a_path
 
 Placed = Iterator[tuple[str, Any]]
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
@@ -51,7 +52,7 @@ def expand(source: str) -> list[str]:
     Raises:
         ValueError: a directory with files of several splits.
     """
-    if _URL.match(source):
+    if is_url(source):
         files = _remote(source)
     else:
         here = str(Path(source).expanduser())
@@ -79,9 +80,13 @@ def _remote(url: str) -> list[str]:
 
 def looks_like_a_path(source: str) -> bool:
     """Whether a text that stands for no file was meant to; all else is a hub id."""
-    suffix = Path(source).suffix
-    path = Path(source).exists() or suffix in FILE_KINDS or source.startswith((".", "/", "~")) or "://" in source
-    return path or source.count("/") > 1 or glob.has_magic(source)
+    kind = Path(source.removesuffix(".gz")).suffix in FILE_KINDS
+    return kind or is_url(source) or names_a_path(source) or glob.has_magic(source)
+
+
+def is_url(source: str) -> bool:
+    """Whether ``fsspec`` is asked for it by its protocol."""
+    return _URL.match(source) is not None
 
 
 def _refuse_mixed_splits(source: str, names: list[str]) -> None:

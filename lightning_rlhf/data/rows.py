@@ -12,11 +12,12 @@ from typing import Literal, TypeVar
 
 from lightning_rlhf.data.columns import AmbiguousColumns
 from lightning_rlhf.data.columns import text_of as text_of
-from lightning_rlhf.data.files import FILE_KINDS, Files, expand, looks_like_a_path
+from lightning_rlhf.data.files import FILE_KINDS, Files, expand, is_url, looks_like_a_path
 from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import LeftOut
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
+from lightning_rlhf.paths import hub_failed, looked_at
 
 OnBadRow = Literal["error", "skip"]
 # With a path among the types, jsonargparse takes a file's name for what it is, and does not read it as configuration;
@@ -130,9 +131,12 @@ class HubDataset:
         try:
             dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
-            what = f"split {self.split!r}, which is no file and so taken for a hub id"
-            reason = str(error.__cause__ or error).strip().split("\n")[0]
-            raise ValueError(f"cannot read {self.path!r}, {what}: {reason}") from error
+            what = f"split {self.split!r}, as a dataset of the hub"
+            if isinstance(error, OSError):
+                said = hub_failed(self.path, error)
+            else:  # the hub gave it, and it has no such split or configuration, or is broken
+                said = str(error.__cause__ or error).strip().split("\n")[0]
+            raise ValueError(f"cannot read {self.path!r}, {what}: {said}") from error
         for number, row in enumerate(dataset):
             yield f"{self.path}[{number}]", row
 
@@ -156,9 +160,23 @@ def as_rows(source: Source) -> RowSource:
     if looks_like_a_path(source):
         raise FileNotFoundError(
             f"no data at {source!r}: expected an existing {', '.join(FILE_KINDS)} file, a directory or pattern of "
-            f"them, a URL such as 'hf://datasets/owner/name/file.parquet', or a hub id such as 'Anthropic/hh-rlhf'"
+            f"them, a URL such as 'hf://datasets/owner/name/file.parquet', or a hub id such as 'Anthropic/hh-rlhf'; "
+            f"{_what_is_there(source)}"
         )
     return HubDataset(source)
+
+
+def _what_is_there(source: str) -> str:
+    """Of a source without data files: where was looked, or what lies there instead."""
+    if is_url(source):
+        return f"there is no such file behind {source}"
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = sorted(entry.name for entry in path.iterdir())[:5]
+        return f"{path.absolute()} has {', '.join(found) or 'nothing in it'}"
+    if path.is_file():
+        return f"{path.absolute()} is there, and its ending says none of these"
+    return looked_at(source)
 
 
 def use_rows(

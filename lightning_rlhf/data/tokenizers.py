@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
 
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
@@ -99,19 +100,25 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
         FileNotFoundError: a path without tokenizer files.
         ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
     """
-    tokenizer: PreTrainedTokenizerBase
-    if isinstance(source, str):
-        absent = f"no tokenizer at {source!r}: expected a directory that save_pretrained wrote, or a hub id"
-        path = Path(source)
-        looks_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") != 1
-        if looks_local and not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            raise FileNotFoundError(absent)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except OSError as error:  # what transformers says of a hub id takes a paragraph
-            raise FileNotFoundError(f"{absent} that can be reached") from error
-    else:
-        tokenizer = source.load()
+    tokenizer = _saved(source) if isinstance(source, str) else source.load()
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {source!r} has no end-of-sequence token; responses could never end")
+    return tokenizer
+
+
+def _saved(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub id."""
+    absent = f"no tokenizer at {source!r}"
+    path = Path(source).expanduser()
+    if names_a_path(source) or "/" not in source:
+        expected = "expected a directory that save_pretrained wrote, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+        if not path.is_dir():
+            raise FileNotFoundError(f"{absent}: {expected}; {looked_at(source)}")
+        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            raise FileNotFoundError(f"{absent}: {expected}; {path.absolute()} has no tokenizer.json")
+        source = str(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except OSError as error:
+        raise FileNotFoundError(f"{absent}: {hub_failed(source, error)}") from None
     return tokenizer

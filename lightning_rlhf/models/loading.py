@@ -24,6 +24,7 @@ from transformers import (
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.scalar import ScalarModel
+from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 Dtype = Literal["float32", "bfloat16"]
@@ -45,6 +46,10 @@ class Pretrained:
     dtype: Dtype = "float32"
     lora: LoRA | None = None
 
+    def __post_init__(self) -> None:
+        if self.path.startswith("~"):  # a shell writes the home directory out, YAML does not
+            object.__setattr__(self, "path", str(Path(self.path).expanduser()))
+
     def hf_config(self) -> PretrainedConfig:
         """The model's configuration, with dropout off.
 
@@ -55,10 +60,7 @@ class Pretrained:
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise FileNotFoundError(
-                f"no model at {self.path!r}: there is no such directory, and from the hub: {reason}"
-            ) from None
+            raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
         return _without_dropout(config)
 
     def causal(self) -> CausalLM:
@@ -186,12 +188,17 @@ def _adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
 
 
 def _expect_model_directory(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
-    if looks_local and not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
-        raise FileNotFoundError(
-            f"no model at {path!r}: expected a directory with config.json and safetensors "
-            f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
-        )
+    if not names_a_path(path) and "/" in path:
+        return
+    expected = (
+        f"no model at {path!r}: expected a directory with config.json and safetensors "
+        f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+    )
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"{expected}; {looked_at(path)}")
+    if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
+        found = sorted(entry.name for entry in Path(path).iterdir())[:5]
+        raise FileNotFoundError(f"{expected}; {Path(path).absolute()} has {', '.join(found) or 'nothing in it'}")
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:

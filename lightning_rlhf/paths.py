@@ -1,0 +1,73 @@
+"""What is meant by a text that may be a path here or an id of the hub, and what is said where it is neither."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+
+def names_a_path(text: str) -> bool:
+    """Whether a text is meant as a path here; all else may be an id of the hub, ``owner/name``.
+
+    A path is there, begins like one, has more than one slash, or its first part is a directory here.
+    """
+    first, *rest = text.split("/")
+    begins = text.startswith((".", "/", "~"))
+    return begins or len(rest) > 1 or (bool(rest) and Path(first).is_dir()) or Path(text).exists()
+
+
+def looked_at(text: str) -> str:
+    """Where a path that is missing was looked for, and what was perhaps meant."""
+    path = Path(os.path.abspath(Path(text).expanduser()))
+    said = f"looked at {path}"
+    if not Path(text).expanduser().is_absolute():
+        said += ", because relative paths begin at the directory of the command"
+    near = _near(path, text)
+    return f"{said}; did you mean {near!r}?" if near else said
+
+
+def hub_failed(text: str, error: Exception) -> str:
+    """Why a hub did not give what was asked of it, and what helps.
+
+    Args:
+        text: the id.
+        error: what the libraries say of it in a paragraph.
+    """
+    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    # A library says that it cannot connect; what lies below says why: no such name, no route, refused.
+    if root is not error and isinstance(root, OSError) and root.strerror:
+        reason += f" ({root.strerror})"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        hint = "HF_HUB_OFFLINE is set, so that only what was downloaded before is found"
+    else:
+        hint = (
+            "check the name and the network; HF_TOKEN opens gated and private repositories, HF_ENDPOINT names another "
+            "hub, HF_HUB_OFFLINE=1 keeps to what was downloaded before"
+        )
+    return f"there is no such directory here ({looked_at(text)}), and the hub did not give it: {reason}; {hint}"
+
+
+def _near(path: Path, text: str) -> str | None:
+    """What exists and is called nearly so, or lies where the path would be seen from another directory."""
+    parts = Path(text).parts
+    if not Path(text).is_absolute() and not text.startswith(("~", "..")):
+        for above in Path.cwd().parents:  # the command was started in a directory below
+            if len(parts) > 1 and (above / text).exists():
+                return str(above / text)
+        for skipped in range(1, len(parts)):  # or in the very directory that the path begins with
+            if Path.cwd().name in parts[:skipped] and Path(*parts[skipped:]).exists():
+                return str(Path(*parts[skipped:]))
+    there = next(parent for parent in path.parents if parent.is_dir())
+    missing, *below = path.relative_to(there).parts
+    try:
+        names = sorted(os.listdir(there))
+    except OSError:  # a directory that may not be listed has no hint to give
+        return None
+    for name in difflib.get_close_matches(missing, names, n=3):
+        if (found := there.joinpath(name, *below)).exists():
+            return str(found) if Path(text).expanduser().is_absolute() else os.path.relpath(found)
+    return None

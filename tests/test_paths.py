@@ -1,0 +1,131 @@
+"""What is meant as a path, and what is said of one that is missing and of a hub that is out of reach."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf.data.tokenizers import load_tokenizer
+from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory of commands, with a run and data in it."""
+    for name in ("work/runs/sft/export", "work/examples/task"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "work/examples/task/train.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.mark.parametrize("text", ["./a", "../a", "/a", "~/a", "a/b/c", "runs/nope", "runs", "runs/sft"])
+def test_paths(here, text):
+    assert names_a_path(text)
+
+
+@pytest.mark.parametrize("text", ["Qwen/Qwen2.5-0.5B", "gpt2", "some-one/data-v1.5"])
+def test_ids_of_the_hub(here, text):
+    assert not names_a_path(text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [
+        ("no tokenizer at", load_tokenizer),
+        ("no model at", lambda path: Pretrained(path).hf_config()),
+        ("no data at", as_rows),
+    ],
+)
+def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_where_it_was_looked_for(
+    here, monkeypatch, asked, read
+):
+    def asks(*given, **named):
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", asks)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", asks)
+    with pytest.raises(FileNotFoundError) as caught:
+        read("runs/nope")
+    assert str(caught.value).startswith(f"{asked} 'runs/nope': ")
+    assert f"looked at {here}/runs/nope, because relative paths begin at the directory of the comm" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "meant"),
+    [
+        (".", "examples/task/trian.jsonl", "examples/task/train.jsonl"),
+        (".", "example/task/train.jsonl", "examples/task/train.jsonl"),
+        (".", "runs/sft/exports", "runs/sft/export"),
+        ("examples/task", "examples/task/train.jsonl", "{work}/examples/task/train.jsonl"),
+        ("examples/task", "task/train.jsonl", "{work}/examples/task/train.jsonl"),
+        (".", "{work}/examples/task/trian.jsonl", "{work}/examples/task/train.jsonl"),
+        ("examples", "../runs/stf/export", "../runs/sft/export"),
+    ],
+)
+def test_what_was_perhaps_meant_is_named(here, monkeypatch, start, text, meant):
+    monkeypatch.chdir(here / start)
+    told = looked_at(text.format(work=here))
+    assert told.endswith(f"; did you mean {meant.format(work=here)!r}?")
+
+
+def test_nothing_near_is_no_hint_and_an_absolute_path_needs_no_explanation(here):
+    assert looked_at("/nowhere/at/all") == "looked at /nowhere/at/all"
+    assert "did you mean" not in looked_at("other/x.jsonl")
+    assert looked_at("~/none-such") == f"looked at {Path.home()}/none-such"
+
+
+def test_a_directory_that_begins_the_path_is_left_out(here, monkeypatch):
+    monkeypatch.chdir(here / "examples/task")
+    (here / "examples/task/mine.jsonl").write_text("")
+    assert looked_at("task2/mine.jsonl").endswith("of the command")
+    (here / "examples/task/deep").mkdir()
+    (here / "examples/task/deep/x.csv").write_text("")
+    monkeypatch.chdir(here / "examples/task/deep")
+    assert looked_at("far/deep/x.csv").endswith("did you mean 'x.csv'?")
+
+
+def test_a_hub_that_fails_is_named_with_its_reason_and_what_helps(here, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    below = OSError(-2, "Name or service not known")
+    error = OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your connection.")
+    error.__cause__ = below
+    told = hub_failed("nobody/nothing", error)
+    assert f"looked at {here}/nobody/nothing" in told
+    assert "We couldn't connect to 'https://huggingface.co' to load the files (Name or service not known); " in told
+    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
+        assert name in told
+    assert "\n" not in told
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert hub_failed("nobody/nothing", error).endswith(
+        "HF_HUB_OFFLINE is set, so that only what was downloaded before is found"
+    )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        load_tokenizer,
+        lambda name: Pretrained(name).hf_config(),
+        lambda name: list(as_rows(name).rows()),
+    ],
+    ids=["tokenizer", "model", "data"],
+)
+def test_a_hub_id_that_cannot_be_fetched_is_one_sentence(here, monkeypatch, read):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises((FileNotFoundError, ValueError), match="the hub did not give it: ") as caught:
+        read("nobody/nothing")
+    assert "\n" not in str(caught.value)
+    assert "'nobody/nothing'" in str(caught.value)
+
+
+def test_a_directory_without_what_is_wanted_says_what_it_has(here):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task has train.jsonl$"):
+        Pretrained("examples/task").hf_config()
+    with pytest.raises(FileNotFoundError, match=f"; {here}/runs has sft$"):
+        as_rows("runs")
+    (here / "notes.txt").write_text("x")
+    with pytest.raises(FileNotFoundError, match=f"; {here}/notes.txt is there, and its ending says none of these$"):
+        as_rows("notes.txt")

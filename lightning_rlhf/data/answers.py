@@ -43,13 +43,24 @@ class AnswersDataModule(RowsDataModule):
             messages = [*before, *messages_of(fields["completion"], "completion")]
             return self.marked_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")
-        prompt, answer = self.split(text) if self.split_after else (self.prompt_of(fields)[0], text)
+        if self.split_after is not None and "prompt" not in fields:
+            prompt, answer = self.split(text)
+        else:
+            prompt, answer = self.prompt_of(fields)[0], text
         return self.marked_text(self.ids(prompt), answer)
 
     def marked_text(self, prompt_ids: list[int], answer: str) -> Marked:
-        """A prompt and the answer behind it with its end token, which is what is marked."""
-        ids = [*prompt_ids, *self.ids(answer), self.tokenizer.eos_token_id]
-        start = max(len(prompt_ids), 1)
+        """A prompt and the answer behind it with its end token, which is what is marked.
+
+        Raises:
+            BadRow: there is no token in the answer to learn.
+        """
+        answer_ids, end = self.ids(answer), self.tokenizer.eos_token_id
+        if answer_ids[-1:] != [end]:  # some data bring it along
+            answer_ids = [*answer_ids, end]
+        ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)
+        if start == len(ids):
+            raise BadRow("the text is one token, and nothing stands before it that could predict it")
         return Marked(ids, [False] * start + [True] * (len(ids) - start))
 
     def marked_messages(self, fields: Fields, messages: Sequence[Message], what: str, first: int = 0) -> Marked:

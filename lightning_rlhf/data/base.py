@@ -85,6 +85,7 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase
         self._keys: list[Any] = []
         self._report = RowReport("data")
+        self._cut: str | None = None  # what was cut of the present row
 
     @abstractmethod
     def convert(self, fields: Fields) -> Any:
@@ -150,9 +151,11 @@ class RowsDataModule(LightningDataModule):
         return self.bad_rows
 
     def _row(self, row: Row) -> Any:
-        fields = self.columns.find(row)
+        fields, self._cut = self.columns.find(row), None
         example = self.convert(fields)
         self._report.understood[fields.described()] += 1
+        if self._cut is not None:
+            self._report.cut[self._cut] += 1
         return example
 
     def _training_row(self, row: Row) -> Any:
@@ -214,5 +217,5 @@ class RowsDataModule(LightningDataModule):
         return ids
 
     def count_cut(self, what: str) -> None:
-        """Report a row that was cut."""
-        self._report.cut[f"{what} to {self.max_tokens} tokens ({self.too_long})"] += 1
+        """Report that the present row was cut, once, and if it is used."""
+        self._cut = f"{what} to {self.max_tokens} tokens ({self.too_long})"

@@ -140,7 +140,7 @@ class Columns:
                     # Formats whose rows share one set of columns hold null where others hold something.
                     (empty if value is None else filled).append(pair)
             if len(filled) > 1:
-                raise AmbiguousColumns(_which(filled))
+                raise AmbiguousColumns(_which(question, filled))
             names.update((filled or empty)[:1])
         return Fields(row, names)
 
@@ -215,9 +215,9 @@ def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _which(pairs: Sequence[tuple[str, str]]) -> str:
-    (one, first), (other, second) = pairs[:2]
-    what = one if one == other else "answer" if one == "completion" else one
+def _which(question: Question, pairs: Sequence[tuple[str, str]]) -> str:
+    (one, first), (other, second), asked = *pairs[:2], question[0][0]
+    what = "answer" if asked == "completion" else asked
     return (
         f"both {first!r} and {second!r} could be the {what}; say which, under data.init_args: "
         f"'columns: {{{one}: {first}}}' or 'columns: {{{other}: {second}}}'"

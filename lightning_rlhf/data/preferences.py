@@ -31,7 +31,10 @@ class PreferenceDataModule(AnswersDataModule):
             pair = self._of_messages(fields)
         else:
             pair = self._of_text(fields)
-        return *self._fitting(*pair), fields.number("margin") if "margin" in fields else 0.0
+        chosen, rejected = self._fitting(*pair)
+        if chosen.ids == rejected.ids:  # other texts may be, once they are cut or through the template
+            raise BadRow("chosen and rejected are the same tokens: there is nothing to prefer")
+        return chosen, rejected, fields.number("margin") if "margin" in fields else 0.0
 
     def _of_text(self, fields: Fields) -> tuple[Marked, Marked]:
         chosen, rejected = fields.text("chosen"), fields.text("rejected")

@@ -115,6 +115,20 @@ def test_a_column_that_is_given_and_missing_makes_a_bad_row():
             "'columns: {completion: completion}' or 'columns: {messages: messages}'",
             {"completion": "completion"},
         ),
+        (
+            ConversationDataModule,
+            {"text": "so", "messages": [*USER, {"role": "assistant", "content": "so"}]},
+            "both 'messages' and 'text' could be the answer; say which, under data.init_args: "
+            "'columns: {messages: messages}' or 'columns: {text: text}'",
+            {"text": "text"},
+        ),
+        (
+            ConversationDataModule,
+            {"prompt": "why", "completion": "so", "text": "why so"},
+            "both 'completion' and 'text' could be the answer; say which, under data.init_args: "
+            "'columns: {completion: completion}' or 'columns: {text: text}'",
+            {"text": "text"},
+        ),
     ],
 )
 def test_what_could_be_two_things_is_asked_even_where_bad_rows_are_skipped(kind, row, question, settled):

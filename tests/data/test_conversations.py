@@ -52,6 +52,54 @@ def test_a_text_that_holds_both_is_split_behind_the_last_marker():
     assert whole_text(module, batch) == row["chosen"]
 
 
+def test_a_text_is_learnt_whole_but_for_its_first_token():
+    module = module_of(ConversationDataModule, {"text": "once upon"})
+    batch = first_batch(module)
+    assert whole_text(module, batch) == "once upon"
+    assert marked_text(module, batch) == "nce upon"
+    assert batch.loss_mask.tolist() == [[False] + [True] * 9]
+    assert module.reports["train"].understood == {"text <- text (text)": 1}
+
+
+@pytest.mark.parametrize("row", [{"text": "ab</s>"}, {"prompt": "a", "completion": "b</s>"}])
+def test_an_end_token_that_the_data_bring_along_is_not_doubled(row):
+    assert first_batch(module_of(ConversationDataModule, row)).input_ids[0].tolist()[2:] == [END]
+
+
+def test_a_long_text_is_cut_with_its_end():
+    module = module_of(ConversationDataModule, {"text": "abcdef"}, max_tokens=4, too_long="cut_end")
+    batch = first_batch(module)
+    assert module.tokenizer.decode(batch.input_ids[0]) == "abcd"
+    assert batch.loss_mask.tolist() == [[False, True, True, True]]
+
+
+def test_a_text_may_hold_a_prompt_before_a_marker():
+    module = module_of(ConversationDataModule, {"text": "H: hi A: hello"}, split_after="A:")
+    assert marked_text(module, first_batch(module)) == " hello"
+
+
+def test_a_text_beside_a_prompt_is_learnt_as_the_configuration_says():
+    row = {"prompt": "who?", "text": "me", "completion": None}
+    said = said_of(ConversationDataModule, row, on_bad_row="skip")
+    assert said == (
+        "train data: given:1: 'text' could be the answer to 'prompt' or be learnt whole; say which, under "
+        "data.init_args: 'columns: {completion: text}' or 'columns: {text: text}'"
+    )
+    for columns, whole, learnt in (({"completion": "text"}, "who?me", "me"), ({"text": "text"}, "me", "e")):
+        module = module_of(ConversationDataModule, row, columns=columns)
+        batch = first_batch(module)
+        assert (whole_text(module, batch), marked_text(module, batch)) == (whole, learnt)
+    module = module_of(ConversationDataModule, {**row, "prompt": None})
+    assert whole_text(module, first_batch(module)) == "me"
+
+
+def test_a_prompt_of_its_own_comes_before_a_marker():
+    row = {"prompt": "who?", "completion": "A:me"}
+    module = module_of(ConversationDataModule, row, split_after="A:")
+    batch = first_batch(module)
+    assert (whole_text(module, batch), marked_text(module, batch)) == ("who?A:me", "A:me")
+
+
 def test_messages_go_through_the_chat_template():
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     module = module_of(ConversationDataModule, {"prompt": messages, "completion": "me"}, chat=True)
@@ -67,6 +115,11 @@ def test_messages_go_through_the_chat_template():
         ({"prompt": "", "completion": "a"}, "column 'prompt' is empty"),
         ({"prompt": "a", "completion": " "}, "column 'completion' is empty"),
         ({"prompt": "a", "answer": "b"}, "no column 'completion', only ['answer', 'prompt']"),
+        ({"text": ""}, "column 'text' is empty"),
+        ({"text": None}, "column 'text' holds null, expected text"),
+        ({"text": ["a"]}, "column 'text' holds list, expected text"),
+        ({"text": "</s>"}, "the text is one token, and nothing stands before it that could predict it"),
+        ({"text": "abcdefghijk"}, "the text has 12 tokens, the limit is 10"),
         ({"prompt": "a\ud800", "completion": "b"}, "column 'prompt' is not valid UTF-8 text"),
         ({"prompt": "abcdefgh", "completion": "ijk"}, "the text has 12 tokens, the limit is 10"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "the tokenizer has no chat template"),

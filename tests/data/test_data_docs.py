@@ -21,7 +21,7 @@ def test_there_are_rows_and_configurations():
     assert [name for name, _ in FORMATS] == [
         f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
     ]
-    assert (len(ROWS), len(CONFIGS)) == (14, 3)
+    assert (len(ROWS), len(CONFIGS)) == (15, 3)
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)

@@ -114,6 +114,25 @@ def test_both_texts_of_a_pair_keep_the_same_prompt(too_long, chosen, rejected):
     assert module.reports["train"].cut.total() == 1
 
 
+def test_a_pair_that_is_cut_counts_once_and_one_that_is_not_used_does_not():
+    pair = {"prompt": "abc", "chosen": "uvwxy", "rejected": "zzzzz"}
+    rows = [pair, {**pair, "margin": None}]
+    report = module_of(PreferenceDataModule, *rows, max_tokens=6, too_long="cut_end", on_bad_row="skip").reports[
+        "train"
+    ]
+    assert report.cut == {"a text to 6 tokens (cut_end)": 1}
+
+
+def test_a_pair_of_which_the_same_is_left_is_no_pair():
+    said = said_of(
+        PreferenceDataModule,
+        {"prompt": "abc", "chosen": "uvwxy", "rejected": "uvwzz"},
+        max_tokens=6,
+        too_long="cut_end",
+    )
+    assert "given:1: chosen and rejected are the same tokens: there is nothing to prefer" in said
+
+
 def test_a_prompt_that_is_not_long_enough_to_make_a_pair_fit():
     said = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
     assert "a text has 12 tokens, and cutting its prompt of 6 is not enough for 5" in said

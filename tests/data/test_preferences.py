@@ -106,6 +106,10 @@ def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included
         ),
         ({"chosen": [USER, YES], "rejected": [USER]}, "no message of the rejected conversation is an assistant's"),
         (
+            {"chosen": [USER, {**YES, "thought": "a"}], "rejected": [USER, {**YES, "thought": "b"}]},
+            "chosen and rejected are the same tokens",
+        ),
+        (
             {"prompt": "oh", "chosen": [USER, YES], "rejected": [USER, NO]},
             "the prompt is text, and the messages of chosen and rejected do not begin with it",
         ),

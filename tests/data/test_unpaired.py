@@ -42,6 +42,7 @@ def test_a_csv_file_says_yes_and_no_in_words(tmp_path):
         ({"label": "yes"}, "label holds 'yes', expected true or false"),
         ({"label": 2}, "label holds 2, expected true or false"),
         ({"good": True}, "no column 'label', only ['completion', 'good', 'prompt']"),
+        ({"completion": None, "prompt": None, "text": "who?me"}, "column 'completion' holds null, expected text"),
     ],
 )
 def test_labels_that_are_none(change, reason):

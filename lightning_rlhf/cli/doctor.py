@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import os
 import platform
@@ -21,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
+from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
 from lightning_rlhf.rewards import sandbox
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 1 if there is a fault.
     """
-    parser = argparse.ArgumentParser("lightning-rlhf doctor", description="What is right and wrong with this machine.")
+    parser = command_parser("doctor", "What is right and wrong with this machine.")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where runs are written")
     directory: Path = parser.parse_args(arguments).directory
     report = Report()

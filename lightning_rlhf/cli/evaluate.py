@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import traceback
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.generate import PROMPT_TOKENS, REASONS, RESPONSES, TOKENS, pairs
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.cli.scores import Judged, figures
@@ -63,13 +63,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0; 2 for a mistake found before anything was judged; 1 where a reward function failed.
     """
-    parser = argparse.ArgumentParser(
-        "lightning-rlhf evaluate",
-        description="Scores of a file of responses, for each source of data.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("evaluate", "Scores of a file of responses, for each source of data.", _EPILOG)
     parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
     parser.add_argument("--reward", action="append", required=True, metavar="FUNCTION", help="may be given repeatedly")
     parser.add_argument("--answer", metavar="FUNCTION", help="from responses to the answers they give, for maj@k")

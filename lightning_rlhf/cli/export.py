@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from lightning_rlhf.callbacks.exported import Origin, check_adapter, complete_export
+from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.understood import data_of, module_of, understood
 from lightning_rlhf.data.tokenizers import load_tokenizer
@@ -38,12 +38,8 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 where nothing could be exported.
     """
-    parser = argparse.ArgumentParser(
-        "lightning-rlhf export",
-        description="Write the model in a checkpoint as a directory that transformers and vLLM load.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = command_parser(
+        "export", "Write the model in a checkpoint as a directory that transformers and vLLM load.", _EPILOG
     )
     parser.add_argument("--config", type=Path, required=True, help="the run's config.yaml, in the run's directory")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path (default: last)")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.cli.answering import Answerer, Prompt, ServerAnswerer, digest
+from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.engine_answering import EngineAnswerer
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.cli.responses_file import FORMATS, ResponsesFile, check_format
@@ -26,13 +27,7 @@ command goes on where it was; the same seed gives the same responses, whatever t
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-rlhf generate",
-        description="Responses of a model, or of a server, to a file of prompts.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("generate", "Responses of a model, or of a server, to a file of prompts.", _EPILOG)
     files = parser.add_argument_group("what")
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE", help=f"one of {', '.join(FORMATS)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
+import os
 import signal
 import socket
 import sys
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import Pretrained
@@ -22,6 +23,7 @@ from lightning_rlhf.serving.door import bind, check_open, key_of
 
 if TYPE_CHECKING:
     import httpx
+    from transformers import PreTrainedTokenizerBase
 
     from lightning_rlhf.serving.limits import Limits
     from lightning_rlhf.serving.upstream import Served, Upstream
@@ -36,13 +38,7 @@ give no key, one is made for this run and shown. vLLM itself listens on a socket
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-rlhf serve",
-        description="A model behind an OpenAI-style API with a key and limits.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("serve", "A model behind an OpenAI-style API with a key and limits.", _EPILOG)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
     model.add_argument("--name", help="of the model in requests (default: the directory's name)")
@@ -87,35 +83,33 @@ def run(arguments: list[str]) -> int:
 
         key, shown = key_of(given.api_key_env, given.api_key_file)
         check_open(given.host, given.api_key_env is not None or given.api_key_file is not None)
-        config = Pretrained(given.model).hf_config().get_text_config()
-        longest = given.max_model_len or getattr(config, "max_position_embeddings", None)
+        given.model = Pretrained(given.model).path  # the home directory is written out
+        longest = given.max_model_len
+        if longest is None:
+            config = Pretrained(given.model).hf_config().get_text_config()
+            longest = getattr(config, "max_position_embeddings", None)
         if longest is None:
             raise ValueError(f"{given.model} does not say how long its texts may be: give --max-model-len")
+        prompt_tokens = longest if given.max_prompt_tokens is None else given.max_prompt_tokens
         limits = Limits(
-            given.max_body_bytes, given.max_prompt_tokens or longest, min(given.max_tokens, longest),
+            given.max_body_bytes, prompt_tokens, min(given.max_tokens, longest),
             given.max_responses, given.concurrency, given.seconds, given.read_seconds,
         )  # fmt: skip
         served = _served(given, longest, limits.max_tokens)
         tokenizer = load_tokenizer(given.model)
-        listening = bind(given.host, given.port)
+        with bind(given.host, given.port) as listening, signals() as asked:
+            from lightning_rlhf.serving.upstream import Upstream
+
+            upstream = Upstream(served, given.log, [name for name in (given.api_key_env,) if name])
+            try:
+                return serve(upstream, served, listening, (key, shown), limits, tokenizer, asked)
+            finally:
+                upstream.close()
     except Exception as error:
         if not is_for_users(error):
             raise
         print(f"lightning-rlhf: {error}", file=sys.stderr)
         return 2
-    secret = [name for name in (given.api_key_env,) if name]
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    from lightning_rlhf.serving.upstream import Upstream
-
-    with listening, signals() as asked:
-        upstream = Upstream(served, given.log, secret)
-        try:
-            return serve(upstream, served.name, listening, (key, shown), limits, count, asked)
-        finally:
-            upstream.close()
 
 
 def check_installed() -> None:
@@ -136,7 +130,7 @@ def check_installed() -> None:
 def _served(given: argparse.Namespace, longest: int, max_tokens: int) -> Served:
     from lightning_rlhf.serving.upstream import Served
 
-    name = given.name or Path(given.model).name
+    name = given.name or os.path.basename(os.path.abspath(given.model))  # of "." too
     sizes = given.tensor_parallel_size, given.gpu_memory_utilization
     return Served(given.model, name, given.dtype, longest, max_tokens, *sizes)
 
@@ -158,22 +152,22 @@ def signals() -> Iterator[list[int]]:
 
 def serve(
     upstream: Upstream,
-    name: str,
+    served: Served,
     listening: socket.socket,
     key: tuple[str, str],
     limits: Limits,
-    count: Callable[[str], int],
+    tokenizer: PreTrainedTokenizerBase,
     asked: list[int],
 ) -> int:
     """Put the front before a server that starts, until a signal comes or the server ends.
 
     Args:
         upstream: the server.
-        name: of its model.
+        served: what it serves.
         listening: socket of the front.
         key: and how it is shown.
         limits: of requests.
-        count: tokens of a text.
+        tokenizer: of the model.
         asked: signals that came.
 
     Returns:
@@ -182,15 +176,22 @@ def serve(
     import anyio
     import httpx
 
+    from lightning_rlhf.serving import example
     from lightning_rlhf.serving.front import Front
     from lightning_rlhf.serving.listening import listener
 
     host, port = listening.getsockname()[:2]
     url, began = f"http://{f'[{host}]' if ':' in host else host}:{port}", time.monotonic()
-    print(f"{url}: loading {name}; vLLM's output is in {upstream.log}", flush=True)
+    print(f"{url}: loading {served.name}; vLLM's output is in {upstream.log}", flush=True)
+    question = example.request(tokenizer, limits.max_tokens, served.max_model_len)
 
     def ready() -> None:
-        print(f"ready after {time.monotonic() - began:.0f} s; for example\n{curl(url, name, key[1])}", flush=True)
+        took = time.monotonic() - began
+        said = f"{served.name} is ready after {took:.0f} s. To ask it, in another shell:"
+        print(f"\n{said}\n\n{example.shown(url, served.name, key, question)}\n", flush=True)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def main() -> None:
         pool = httpx.Limits(max_connections=None, max_keepalive_connections=limits.concurrency)
@@ -236,10 +237,3 @@ async def _watch(
             waiting = True
         await anyio.sleep(_LOOK_SECONDS)
     stop()
-
-
-def curl(url: str, name: str, key: str) -> str:
-    """A command that asks the model."""
-    body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 16})
-    headers = f"-H \"Authorization: Bearer {key}\" -H 'Content-Type: application/json'"
-    return f"curl {url}/v1/completions {headers} -d '{body}'"

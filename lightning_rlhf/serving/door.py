@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import shlex
 import socket
 from pathlib import Path
 
 _KEY_CHARACTERS = 16
+_LAST_PORT = 65535
 
 
 def key_of(variable: str | None, file: Path | None) -> tuple[str, str]:
@@ -26,8 +28,11 @@ def key_of(variable: str | None, file: Path | None) -> tuple[str, str]:
     elif file is not None:
         if not file.is_file():
             raise ValueError(f"there is no file {file} to read the key from")
-        key, where = file.read_text().strip(), str(file)
-        shown = f"$(cat {file})"
+        try:
+            key, where = file.read_text(encoding="utf-8").strip(), str(file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read a key from {file}: {error}") from error
+        shown = f"$(cat {shlex.quote(str(file))})"
     else:
         key = secrets.token_urlsafe(32)
         return key, key
@@ -69,8 +74,11 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: it cannot be had.
     """
+    if not 0 <= port <= _LAST_PORT:
+        raise ValueError(f"the port must be from 0 (a free one) to {_LAST_PORT}, got {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter: a name that is none
+        said = error.strerror if isinstance(error, OSError) else None
+        raise ValueError(f"cannot listen on {host}:{port}: {said or error}") from error

@@ -14,12 +14,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from lightning_rlhf.serving.limits import Limits, Refused, check, parsed
+from lightning_rlhf.serving.limits import Limits, Refused, check, parsed, set_by
 
 HEALTH = "/health"
 _GENERATES = ("/v1/completions", "/v1/chat/completions")
 ROUTES = {HEALTH: "GET", "/metrics": "GET", "/v1/models": "GET", **dict.fromkeys(_GENERATES, "POST")}
 _ASK_SECONDS = 10.0
+_END_SECONDS = 1.0
 _JSON = {"content-type": "application/json"}
 
 
@@ -62,7 +63,7 @@ class Front:
         except Refused as reason:
             await _refusal(reason)(scope, receive, send)
         except TimeoutError:
-            late = Refused(504, f"not done in {self._limits.seconds:g} s")
+            late = Refused(504, f"not done in {self._limits.seconds:g} s: ask for less{set_by('seconds')}")
             if not started:
                 await _refusal(late)(scope, receive, send)
             else:
@@ -104,7 +105,8 @@ class Front:
 
     async def _generate(self, path: str, headers: Headers, receive: Receive, send: Send) -> None:
         if self._under_way >= self._limits.concurrency:
-            raise Refused(429, f"{self._limits.concurrency} requests are under way: come again")
+            busy = f"{self._limits.concurrency} requests are under way: come again"
+            raise Refused(429, busy + set_by("concurrency"))
         self._under_way += 1
         refused: Refused | None = None
         try:
@@ -120,8 +122,8 @@ class Front:
             raise refused
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        most = self._limits.body_bytes
-        too_long = Refused(413, f"a body may have {most} bytes")
+        most = self._limits.max_body_bytes
+        too_long = Refused(413, f"a body may have {most} bytes{set_by('max_body_bytes')}")
         if headers.get("content-length", "0").isdecimal() and int(headers.get("content-length", "0")[:19]) > most:
             raise too_long
         body = b""
@@ -137,7 +139,8 @@ class Front:
                     if not message.get("more_body", False):
                         return body
         except TimeoutError:
-            raise Refused(408, f"the body did not come in {self._limits.read_seconds:g} s") from None
+            late = f"the body did not come in {self._limits.read_seconds:g} s"
+            raise Refused(408, late + set_by("read_seconds")) from None
 
     async def _pass_on(self, path: str, body: dict[str, Any], send: Send) -> Refused | None:
         """Ask the server and hand its answer on, as it comes where a stream is asked for; what else is to be said."""
@@ -168,8 +171,10 @@ async def _until_gone(receive: Receive, scope: anyio.CancelScope) -> None:
 
 
 async def _end_stream(send: Send, reason: Refused) -> None:
+    """Say it to a client that reads; one that does not is not waited for."""
     event = f"data: {json.dumps(_error(reason))}\n\n".encode()
-    await send({"type": "http.response.body", "body": event, "more_body": False})
+    with anyio.move_on_after(_END_SECONDS):
+        await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
 def _refusal(reason: Refused) -> Response:

@@ -18,6 +18,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _LOGPROBS = 5
 _STOPS, _STOP_CHARACTERS = 8, 256
 _MESSAGES = 1024
+_LARGEST = 1 << 63  # what the server reads numbers into
 _Count = Callable[[str], int]
 
 
@@ -36,22 +37,22 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all together, may take.
+    """What one request, and all together, may take. Each has the name of the option of ``serve`` that sets it.
 
     Args:
-        body_bytes: of a request.
-        prompt_tokens: of each prompt.
+        max_body_bytes: of a request.
+        max_prompt_tokens: of each prompt.
         max_tokens: of each response.
-        responses: of a request: prompts times ``n``.
+        max_responses: of a request: prompts times ``n``.
         concurrency: requests under way; a further one is told to come again.
         seconds: from the first byte of a request to the last of its answer.
         read_seconds: for the headers of a request, and again for its body.
     """
 
-    body_bytes: int = 1 << 20
-    prompt_tokens: int = 4096
+    max_body_bytes: int = 1 << 20
+    max_prompt_tokens: int = 4096
     max_tokens: int = 2048
-    responses: int = 16
+    max_responses: int = 16
     concurrency: int = 64
     seconds: float = 600.0
     read_seconds: float = 10.0
@@ -62,14 +63,20 @@ class Limits:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
+def set_by(limit: str) -> str:
+    """How a refusal ends that the server's owner can do something about; ``limit`` is a field of :class:`Limits`."""
+    return f"; serve --{limit.replace('_', '-')} sets the limit"
+
+
 def parsed(body: bytes) -> dict[str, Any]:
     """The object of a request's body.
 
     Raises:
-        Refused: it is none.
+        Refused: it is none, or holds what cannot be written again: infinite numbers, halves of letters.
     """
     try:
-        found = json.loads(body, parse_constant=_no_number)
+        found = json.loads(body)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is no JSON that can be read: {str(error)[:200]}") from error
     if not isinstance(found, dict):
@@ -92,14 +99,16 @@ def check(route: str, body: dict[str, Any], limits: Limits, count: _Count) -> No
     if unknown := sorted(body.keys() - _FIELDS[route]):
         raise Refused(422, f"unknown field {unknown[0]!r}: {route} takes {', '.join(sorted(_FIELDS[route]))}")
     for name in _NUMBERS:
-        if isinstance(body.get(name), (str, bool, list, dict)):
-            raise Refused(422, f"{name} must be a number")
+        value = body.get(name, 0)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and abs(value) < _LARGEST):
+            raise Refused(422, f"{name} must be a number of at most 63 bits")
     for name in ("model", "user"):
         if not isinstance(body.get(name, ""), str):
             raise Refused(422, f"{name} must be text")
-    for name, most in (("max_tokens", limits.max_tokens), ("max_completion_tokens", limits.max_tokens)):
-        _whole(body, name, 1, most)
-    samples = _whole(body, "n", 1, limits.responses) or 1
+    for name in ("max_tokens", "max_completion_tokens"):
+        _whole(body, name, 1, limits.max_tokens, set_by("max_tokens"))
+    samples = _whole(body, "n", 1, limits.max_responses, set_by("max_responses")) or 1
     _check_logprobs(route, body)
     _check_stops(body.get("stop"))
     if not isinstance(body.get("stream", False), bool):
@@ -107,22 +116,23 @@ def check(route: str, body: dict[str, Any], limits: Limits, count: _Count) -> No
     options = body.get("stream_options")
     if options is not None and (not isinstance(options, dict) or not options.keys() <= {"include_usage"}):
         raise Refused(422, "stream_options takes include_usage only")
-    if route == "/v1/completions":
-        prompts = _prompts(body.get("prompt"), count)
-    else:
-        prompts = [_said(body.get("messages"), count)]
-    if len(prompts) * samples > limits.responses:
-        raise Refused(422, f"{len(prompts)} prompts x n {samples} exceed the {limits.responses} allowed responses")
-    if max(prompts) > limits.prompt_tokens:
-        raise Refused(422, f"a prompt has {max(prompts)} tokens, allowed are {limits.prompt_tokens}")
+    completes = route == "/v1/completions"
+    prompts = _prompts(body.get("prompt")) if completes else [_said(body.get("messages"))]
+    if len(prompts) * samples > limits.max_responses:
+        exceeded = f"{len(prompts)} prompts x n {samples} exceed the {limits.max_responses} allowed responses"
+        raise Refused(422, exceeded + set_by("max_responses"))
+    longest = max(count(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    if longest > limits.max_prompt_tokens:
+        exceeded = f"a prompt has {longest} tokens, allowed are {limits.max_prompt_tokens}: shorten the prompt"
+        raise Refused(422, exceeded + set_by("max_prompt_tokens"))
 
 
-def _whole(body: dict[str, Any], name: str, least: int, most: int) -> int | None:
+def _whole(body: dict[str, Any], name: str, least: int, most: int, more: str = "") -> int | None:
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise Refused(422, f"{name} must be a whole number from {least} to {most}, got {str(value)[:20]}")
+        raise Refused(422, f"{name} must be a whole number from {least} to {most}, got {str(value)[:20]}{more}")
     return value
 
 
@@ -141,39 +151,34 @@ def _check_stops(value: Any) -> None:
         raise Refused(422, f"stop must be at most {_STOPS} texts of at most {_STOP_CHARACTERS} characters")
 
 
-def _prompts(value: Any, count: _Count) -> list[int]:
-    """Tokens of each prompt: a text, token ids, or a list of either."""
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """Each prompt: a text, or token ids. None is tokenised before it is known how many there are."""
     wrong = Refused(422, "prompt must be a text, a list of token ids, or a list of those")
     if isinstance(value, str):
-        return [count(value)]
+        return [value]
     if not isinstance(value, list) or not value:
         raise wrong
     if all(isinstance(part, str) for part in value):
-        return [count(part) for part in value]
+        return value
     lists = value if isinstance(value[0], list) else [value]
     for ids in lists:
         if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
             raise wrong
-    return [len(ids) for ids in lists]
+    return lists
 
 
-def _said(value: Any, count: _Count) -> int:
-    """Tokens that messages say; the chat template's come on top, and the model's length bounds all."""
+def _said(value: Any) -> str:
+    """What messages say; the chat template's tokens come on top, and the model's length bounds all."""
     if not isinstance(value, list) or not 0 < len(value) <= _MESSAGES:
         raise Refused(422, f"messages must be a list of 1 to {_MESSAGES} messages")
-    total = 0
+    said: list[str] = []
     for message in value:
         if not isinstance(message, dict) or message.get("role") not in _ROLES or message.keys() - {"role", "content"}:
             raise Refused(422, f"a message has a role ({', '.join(_ROLES)}) and content, and nothing else")
         content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for part in parts:
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             texts = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
             if not texts or not isinstance(part["text"], str):
                 raise Refused(422, "the content of a message must be text")
-            total += count(part["text"])
-    return total
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+            said.append(part["text"])
+    return "\n".join(said)

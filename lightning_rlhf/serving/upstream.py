@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -21,7 +23,7 @@ from lightning_rlhf.serving import keeper
 _CLOSE_SECONDS = 15.0
 _CPU_CACHE_BYTES = 1 << 28
 _CPU_BATCH_TOKENS = 4096
-_PATH_CHARACTERS = 100  # the kernel takes 107
+_TMPDIR_CHARACTERS = 56  # the kernel takes 107 of a socket's path; our folder has 14 and vLLM's names in it 37
 _TAIL = 2000
 # They open routes, run code, or ask for a key on a socket that is nobody else's.
 _NOT_FOR_VLLM = (
@@ -89,23 +91,26 @@ class Upstream:
         served: what it serves; or a command that starts something else.
         log: file for its output.
         secrets: variables of the environment that it does not get.
+
+    Raises:
+        ValueError: its sockets or its log cannot be where they would be.
     """
 
     def __init__(self, served: Served | Sequence[str], log: Path, secrets: Collection[str] = ()) -> None:
+        if len(tempfile.gettempdir()) > _TMPDIR_CHARACTERS:
+            raise ValueError(f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one")
+        output = _opened(log)
         self._folder = Path(tempfile.mkdtemp(prefix="rlhf-"))  # 0700
         self.socket, self.log = self._folder / "s", log
-        if len(str(self.socket)) > _PATH_CHARACTERS:
-            self._folder.rmdir()
-            raise ValueError("the path of temporary files is too long for a socket: set TMPDIR to a shorter one")
         command = served.command(self.socket) if isinstance(served, Served) else served
         inherited = {name: value for name, value in os.environ.items() if name not in secrets}
         environment = {**inherited, **engine_environment(inherited, torch.cuda.is_available())}
         for name in _NOT_FOR_VLLM:
             environment.pop(name, None)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
+        environment["VLLM_RPC_BASE_PATH"] = str(self._folder)  # or the engine's sockets lie where all may look
+        with output:
             self._process = subprocess.Popen(
-                [sys.executable, keeper.__file__, *command],
+                [sys.executable, keeper.__file__, str(self._folder), *command],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -125,10 +130,20 @@ class Upstream:
     def close(self) -> None:
         """End it; closing twice is fine."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         self._process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # it is gone, unless the keeper hangs or was killed
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("wb")
+    except OSError as error:
+        raise ValueError(f"cannot write the log {log}: {error.strerror}; choose another by --log") from error

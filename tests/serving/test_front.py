@@ -6,18 +6,27 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import httpx
 import pytest
 
+from lightning_rlhf.cli import serve
+from lightning_rlhf.serving import front as module
 from lightning_rlhf.serving.front import ROUTES, Front
-from lightning_rlhf.serving.limits import Limits
+from lightning_rlhf.serving.limits import Limits, Refused, check, set_by
 from lightning_rlhf.serving.listening import listener
 
 KEY = "a-key-of-some-length"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 LIMITS = Limits(
-    body_bytes=4096, prompt_tokens=20, max_tokens=8, responses=4, concurrency=3, seconds=1.0, read_seconds=0.4
+    max_body_bytes=4096,
+    max_prompt_tokens=20,
+    max_tokens=8,
+    max_responses=4,
+    concurrency=3,
+    seconds=1.0,
+    read_seconds=0.4,
 )
 COMPLETION = {"model": "m", "prompt": "a b c", "max_tokens": 4}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a b"}]}
@@ -173,7 +182,11 @@ def test_what_is_passed_on_is_what_was_checked_and_nothing_else(front, stub):
         ({"prompt": [[1], [1] * 21]}, 422, "a prompt has 21 tokens, allowed are 20"),
         ({"n": 10_000}, 422, "n must be a whole number from 1 to 4, got 10000"),
         ({"n": 2, "prompt": ["a", "b", "c"]}, 422, "3 prompts x n 2 exceed the 4 allowed responses"),
-        ({"max_tokens": 9}, 422, "max_tokens must be a whole number from 1 to 8, got 9"),
+        (
+            {"max_tokens": 9},
+            422,
+            "max_tokens must be a whole number from 1 to 8, got 9; serve --max-tokens sets the limit",
+        ),
         ({"max_tokens": 10**400}, 422, "max_tokens must be a whole number"),
         ({"max_tokens": True}, 422, "max_tokens must be a whole number"),
         ({"max_tokens": -1}, 422, "max_tokens must be a whole number"),
@@ -189,6 +202,8 @@ def test_what_is_passed_on_is_what_was_checked_and_nothing_else(front, stub):
         ({"stop": ["x"] * 9}, 422, "stop must be at most 8 texts"),
         ({"stop": "x" * 257}, 422, "stop must be at most 8 texts"),
         ({"temperature": "hot"}, 422, "temperature must be a number"),
+        ({"top_k": 2**70}, 422, "top_k must be a number of at most 63 bits"),
+        ({"seed": -(10**30)}, 422, "seed must be a number of at most 63 bits"),
         ({"temperature": {"$": 1}}, 422, "temperature must be a number"),
         ({"stream": "yes"}, 422, "stream must be true or false"),
         ({"stream_options": {"x": 1}}, 422, "stream_options takes include_usage only"),
@@ -224,7 +239,20 @@ def test_messages_are_text_and_not_too_much_of_it(front, stub, messages):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"null", b"{", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 4000, b'"x"'],
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b"[" * 4000,
+        b'"x"',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "stop": "\\udfff"}',
+        b'{"prompt": "a", "\\ud800": 1}',
+    ],
 )
 def test_a_body_that_is_no_json_object_is_400(front, stub, body):
     assert post(front(), body).status_code == 400
@@ -264,11 +292,35 @@ def test_a_body_of_ten_megabytes_is_413_with_and_without_its_length(front, stub)
 
 
 def test_a_prompt_of_a_million_tokens_is_refused_whole(front, stub):
-    url = front(Limits(body_bytes=1 << 24, prompt_tokens=20, read_seconds=10, seconds=20))
+    url = front(Limits(max_body_bytes=1 << 24, max_prompt_tokens=20, read_seconds=10, seconds=20))
     for prompt in ("a " * 10**6, [1] * 10**6):
         answer = post(url, {**COMPLETION, "prompt": prompt})
         assert (answer.status_code, answer.json()["error"]["message"][:28]) == (422, "a prompt has 1000000 tokens,")
     assert stub.asked == []
+
+
+def test_what_costs_little_to_send_costs_little_to_refuse(front, stub):
+    url = front(Limits())
+    counted, texts = [], [""] * 250_000
+
+    def count(text):
+        counted.append(text)
+        return 0
+
+    with pytest.raises(Refused, match="250000 prompts x n 1 exceed the 16 allowed responses; serve --max-responses"):
+        check("/v1/completions", {"prompt": texts}, Limits(), count)
+    assert counted == []
+    parts = [{"type": "text", "text": ""}] * 30_000
+    check("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}, Limits(), count)
+    assert len(counted) == 1
+    assert post(url, {"prompt": texts}).status_code == 422
+    assert stub.asked == []
+
+
+def test_every_limit_names_an_option_of_the_command():
+    options = {action.dest for action in serve._parser()._actions}
+    assert {limit.name for limit in fields(Limits)} <= options
+    assert set_by("max_prompt_tokens") == "; serve --max-prompt-tokens sets the limit"
 
 
 def test_what_takes_too_long_is_504_and_the_model_is_stopped(front, stub):
@@ -322,6 +374,47 @@ def test_a_server_that_breaks_off_is_502_or_503(front, stub):
     stub.answer = lambda request: httpx.Response(200, stream=Breaks(), headers={"content-type": "text/event-stream"})
     assert post(url).status_code == 503
     assert '"code": 502' in post(url, {**COMPLETION, "stream": True}).text
+
+
+def test_a_client_that_does_not_read_its_stream_is_not_waited_for(front, stub, monkeypatch):
+    monkeypatch.setattr(module, "_END_SECONDS", 0.1)
+    ended = threading.Event()
+    answer = Front.__call__
+
+    async def watched(self, scope, receive, send):
+        await answer(self, scope, receive, send)
+        ended.set()
+
+    class Flood(httpx.AsyncByteStream):
+        async def __aiter__(self):
+            while True:
+                yield b"x" * 65536
+
+    monkeypatch.setattr(Front, "__call__", watched)
+    stub.answer = lambda request: httpx.Response(200, stream=Flood(), headers={"content-type": "text/event-stream"})
+    host, port = front().removeprefix("http://").split(":")
+    body = json.dumps({**COMPLETION, "stream": True})
+    request = line("/v1/completions", "POST").replace(b"Length: 0", f"Length: {len(body)}".encode()) + body.encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(request)
+        assert ended.wait(10)
+
+
+def test_requests_sent_ahead_do_not_hide_that_their_client_hung_up(front, stub):
+    url = front(Limits(seconds=30))
+    stub.answer = lambda request: asyncio.sleep(30)
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps(COMPLETION)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(request * 3)
+        end = time.monotonic() + 5
+        while not stub.asked and time.monotonic() < end:
+            time.sleep(0.02)
+    while not stub.ended and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (stub.at_work, stub.ended) == (0, 1)
 
 
 def test_several_hundred_at_once_are_answered_or_told_to_come_again(front, stub):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import pytest
 
 from lightning_rlhf.cli import generate as generating
 from lightning_rlhf.cli.responses_file import read_lines
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from tests.rollout.engines import ARCHITECTURE
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-for-this-test-only"
@@ -83,6 +87,15 @@ def alive():
     ]
 
 
+def shell(text, environment=None):
+    """What commands print, as JSON."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    command = ["sh", "-c", text]
+    done = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, check=True)
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, served_model):
     directory = tmp_path_factory.mktemp("serve")
@@ -109,6 +122,14 @@ def test_completions_and_chats_answer_and_seeds_repeat_them(server):
     assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
     unsaid = ask(url, "/v1/completions", prompt="hello", temperature=0).json()
     assert unsaid["usage"]["completion_tokens"] <= 24  # the limit holds where nobody asks for one
+
+
+def test_the_command_that_it_shows_last_gets_an_answer(server):
+    _, _, text = server
+    command = text.rstrip().splitlines()[-1]
+    assert "/v1/chat/completions" in command
+    answer = shell(command, {"SERVE_KEY": KEY})
+    assert answer["choices"][0]["message"]["content"]
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server):
@@ -183,6 +204,21 @@ def test_killed_it_leaves_no_process_behind(server):  # the last: the server is 
     process.kill()
     process.wait()
     assert gone(pids) == []
+
+
+def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp_path):
+    FromConfig({**ARCHITECTURE, "vocab_size": 18}, seed=0).causal().save_pretrained(tmp_path / "digits")
+    CharacterTokenizer("0123456789+=").load().save_pretrained(tmp_path / "digits")
+    with started(tmp_path, tmp_path / "digits", "--max-tokens", "6") as process:
+        text = said(process, tmp_path, "curl ")
+        answer = shell(text.partition("another shell:")[2])
+        assert answer["usage"] == {**answer["usage"], "prompt_tokens": 6}
+        assert answer["usage"]["completion_tokens"] <= 6
+        pids = family(process.pid)
+        os.kill(next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()), signal.SIGKILL)
+        assert process.wait(60) == 1
+    assert gone(pids) == []
+    assert "lightning-rlhf: vLLM ended; serve.log ends with:" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

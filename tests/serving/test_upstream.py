@@ -3,16 +3,21 @@
 import json
 import os
 import signal
+import string
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from lightning_rlhf.cli import serve as command
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.serving import example
 from lightning_rlhf.serving.door import bind, is_local, key_of
 from lightning_rlhf.serving.upstream import Served, Upstream
+from tests.serving.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Starts a child of its own that ignores SIGTERM, as an engine that hangs would; both write down who they are.
@@ -21,7 +26,8 @@ import os, signal, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c",
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
 open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
-print("up", os.environ.get("VLLM_API_KEY"), os.environ.get("VLLM_SERVER_DEV_MODE"), os.environ.get("MINE"), flush=True)
+print("up", os.environ.get("VLLM_API_KEY"), os.environ.get("VLLM_SERVER_DEV_MODE"), os.environ.get("MINE"),
+    os.environ["VLLM_RPC_BASE_PATH"], flush=True)
 time.sleep(float(sys.argv[2]))
 sys.exit("it broke")
 """
@@ -29,7 +35,8 @@ FRONT = """
 import sys, time
 from pathlib import Path
 from lightning_rlhf.serving.upstream import Upstream
-Upstream([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], Path(sys.argv[2] + ".log"))
+upstream = Upstream([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], Path(sys.argv[2] + ".log"))
+Path(sys.argv[2] + ".folder").write_text(str(upstream.socket.parent))
 time.sleep(600)
 """
 
@@ -81,10 +88,11 @@ def test_a_front_that_is_killed_takes_its_server_with_it(tmp_path):
     command_line = [sys.executable, "-c", FRONT, SERVER, str(who)]
     with subprocess.Popen(command_line, env={**os.environ, "PYTHONPATH": str(ROOT)}) as front:
         try:
-            pids = wait_for(lambda: written(who))
+            pids = wait_for(lambda: Path(f"{who}.folder").exists() and written(who))
         finally:
             front.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(runs(pid) for pid in pids), 20)
+    wait_for(lambda: not Path(Path(f"{who}.folder").read_text()).exists(), 20)
 
 
 def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkeypatch):
@@ -92,8 +100,9 @@ def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkey
         monkeypatch.setenv(name, "1")
     upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log", ["MINE"])
     wait_for(lambda: upstream.tail().startswith("up"))
+    folder = upstream.socket.parent  # the engine's sockets are in it too
     upstream.close()
-    assert upstream.tail().split("\n")[0] == "up None None None"
+    assert upstream.tail().split("\n")[0] == f"up None None None {folder}"
 
 
 def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path):
@@ -111,21 +120,31 @@ def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path)
     [
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, so give a key: --api-key-env NAME or"),
         (["--host", "::"], ":: can be reached from other machines, so give a key"),
+        (["--host", "::ffff:0.0.0.0"], "::ffff:0.0.0.0 can be reached from other machines, so give a key"),
+        (["--host", "::ffff:10.0.0.1"], "::ffff:10.0.0.1 can be reached from other machines, so give a key"),
+        (["--host", "0"], "0 can be reached from other machines, so give a key"),
         (["--host", "example.org"], "example.org can be reached from other machines, so give a key"),
         (["--host", "0.0.0.0", "--api-key-env", "NOT_SET"], "NOT_SET must hold a key of at least 16 visible ASCII"),
         (["--api-key-env", "SHORT"], "SHORT must hold a key of at least 16 visible ASCII"),
         (["--api-key-env", "SPACED"], "SPACED must hold a key of at least 16 visible ASCII"),
         (["--api-key-file", "nowhere"], "there is no file nowhere to read the key from"),
         (["--model", "runs/none/export"], "no model at 'runs/none/export'"),
+        (["--api-key-file", "bytes"], "cannot read a key from bytes: 'utf-8' codec can't decode"),
+        (["--port", "70000"], "the port must be from 0 (a free one) to 65535, got 70000"),
+        (["--host", "x" * 100, "--api-key-env", "LONG"], f"cannot listen on {'x' * 100}:0: encoding with 'idna' codec"),
+        (["--max-prompt-tokens", "0"], "max_prompt_tokens must be positive, got 0"),
         (["--concurrency", "0"], "concurrency must be positive, got 0"),
         (["--seconds", "-1"], "seconds must be positive, got -1.0"),
     ],
 )
-def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, capsys, arguments, told):
+def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, told):
     monkeypatch.setattr(Upstream, "__init__", lambda *_: pytest.fail("vLLM was started"))
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     monkeypatch.setenv("SHORT", "abc")
     monkeypatch.setenv("SPACED", "a key with spaces in it")
+    monkeypatch.setenv("LONG", "0123456789abcdef")
+    monkeypatch.chdir(tmp_path)
+    Path("bytes").write_bytes(b"\xff" * 20)
     assert command.run(["--model", str(served_model), "--port", "0", *arguments]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"lightning-rlhf: {told}")
@@ -138,6 +157,64 @@ def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monke
         port = taken.getsockname()[1]
         assert command.run(["--model", str(served_model), "--port", str(port)]) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "vllm_installed", lambda: True)
+    given = ["--model", str(served_model), "--port", "0", "--log"]
+    assert command.run([*given, str(tmp_path)]) == 2
+    assert f"lightning-rlhf: cannot write the log {tmp_path}: Is a directory; choose another" in capsys.readouterr().err
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
+    assert command.run([*given, str(tmp_path / "log")]) == 2
+    assert "is too long a path for sockets: set TMPDIR to a shorter one" in capsys.readouterr().err
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_keeper_that_is_killed_leaves_nothing_behind_either(tmp_path):
+    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log")
+    pids = wait_for(lambda: written(tmp_path / "who"))
+    os.kill(upstream._process.pid, signal.SIGKILL)
+    wait_for(lambda: not upstream.alive)
+    upstream.close()
+    wait_for(lambda: not any(runs(pid) for pid in pids), 5)
+
+
+def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
+    monkeypatch.chdir(served_model)
+    given = command._parser().parse_args(["--model", "."])
+    assert command._served(given, 64, 8).name == served_model.name
+    given = command._parser().parse_args(["--model", "Qwen/Qwen3-0.6B"])
+    assert command._served(given, 64, 8).name == "Qwen3-0.6B"
+
+
+def test_the_example_asks_what_the_model_can_read_by_the_route_that_it_answers():
+    digits = CharacterTokenizer("0123456789+=").load()
+    assert example.request(digits, 100, 64) == ("/v1/completions", {"prompt": "12+30=", "max_tokens": 32})
+    assert example.request(digits, 5, 64)[1]["max_tokens"] == 5
+    assert example.request(digits, 100, 16)[1]["max_tokens"] == 10
+    odd = CharacterTokenizer("xyzw").load()
+    assert example.request(odd, 100, 64)[1]["prompt"] == "xyzw"
+    chats = CharacterTokenizer(string.printable).load()
+    chats.chat_template = CHAT_TEMPLATE
+    messages = [{"role": "user", "content": "What is 12 + 30?"}]
+    assert example.request(chats, 100, 512) == ("/v1/chat/completions", {"messages": messages, "max_tokens": 32})
+    chats.chat_template = "{{ raise_exception('a system message, please') }}"
+    assert example.request(chats, 100, 512)[0] == "/v1/completions"
+
+
+def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
+    program = tmp_path / "curl"
+    program.write_text('#!/bin/sh\nfor part; do echo "$part"; done\n')
+    program.chmod(0o755)
+    (tmp_path / "my key").write_text("0123456789abcdef")
+    question = ("/v1/completions", {"prompt": "it's", "max_tokens": 1})
+    for key in (("abc", "abc"), key_of(None, tmp_path / "my key")):
+        text = example.shown("http://h:1", "the 'model'", key, question)
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        said = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=True).stdout
+        url, _, header, _, _, _, body = said.splitlines()
+        assert (url, header) == ("http://h:1/v1/completions", f"Authorization: Bearer {key[0]}")
+        assert json.loads(body) == {"model": "the 'model'", "prompt": "it's", "max_tokens": 1}
 
 
 def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
@@ -157,6 +234,6 @@ def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_pa
 
 def test_only_loopback_is_local():
     local = [is_local(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost")]
-    open_ = [is_local(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "localhost.example.org", "*")]
+    open_ = [is_local(host) for host in ("0.0.0.0", "::", "10.0.0.1", "", "localhost.example.org", "*", "0", "LAN")]
     assert all(local)
     assert not any(open_)

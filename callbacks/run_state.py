@@ -16,8 +16,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
+from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
+
+from .settings_in_force import Settings, check_schedules, overruled, rates, settings_of
 
 log = logging.getLogger(__name__)
 _KEY = "lightning_rlhf"
@@ -50,6 +53,8 @@ class RunState(Callback):
 
     def __init__(self) -> None:
         self._restored: dict[str, Any] | None = None
+        self._asked: Settings = {}
+        self._asked_schedules: list[dict[str, Any]] = []
         self._before_validation: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -77,26 +82,41 @@ class RunState(Callback):
         """Keep it until training starts.
 
         Raises:
-            ValueError: the checkpoint was made without this callback.
+            ValueError: the checkpoint was made without this callback, or with schedules of other kinds.
         """
         if _KEY not in checkpoint:
             raise ValueError("this checkpoint holds no random state: it was written without the RunState callback")
         self._restored = checkpoint[_KEY]
         if trainer.state.fn == "fit":
             step, last = checkpoint["global_step"], trainer.max_steps
-            log.info("Goes on from step %d; settings of optimizers and schedules are the checkpoint's.", step)
+            check_schedules(self._asked_schedules, checkpoint["lr_schedulers"])
             if 0 < last <= step:
                 log.info("Nothing is left to do: max_steps is %d.", last)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue exactly where the checkpoint was taken."""
+    def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Keep the settings that are asked for, which those of a checkpoint are about to replace."""
+        self._asked = settings_of(trainer, pl_module)
+        self._asked_schedules = [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs]
+
+    def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Continue exactly where the checkpoint was taken, and say with which settings."""
         if self._restored is None:
             return
+        self._say_what_is_used(trainer, pl_module)
         trainer.callback_metrics.update(self._restored["metrics"])
         continue_random_state(self._restored["random"], trainer.global_step)
         if self._restored["validation_due"]:
             run_validation(trainer)
         self._restored = None
+
+    def _say_what_is_used(self, trainer: Trainer, module: RoleModule) -> None:
+        step, kept = trainer.global_step, "optimizers and schedules are the checkpoint's"
+        log.info("Goes on from step %d; %s. Learning rates: %s.", step, kept, rates(trainer, module))
+        told = overruled(self._asked, settings_of(trainer, module))
+        for sentence in told:
+            log.warning("%s", sentence)
+        if told:
+            log.warning("For other settings start a new run from an export: its optimizers begin anew.")
 
 
 def continue_random_state(states: list[dict[str, Any]], step: int) -> None:

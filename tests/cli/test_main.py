@@ -1,5 +1,6 @@
 """Runs from the command line: what is left, what is shown, and how they end."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -58,8 +59,55 @@ def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(
     assert (finished.code, finished.err) == (0, "")
     assert "Nothing is left to do: max_steps is 2." in finished.out
     further = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
-    assert "Goes on from step 2; settings of optimizers and schedules are the checkpoint's." in further.out
+    told = (
+        "Goes on from step 2; optimizers and schedules are the checkpoint's. Learning rates: actor 1e-06, critic 1e-05."
+    )
+    assert told in further.out
+    assert "was asked for" not in further.out
     assert "step 3:" in further.out
+
+
+def optimizers(config, actor, schedule=None):
+    own = config["model"]["init_args"]
+    own["actor_optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": actor}
+    if schedule is not None:
+        path = f"torch.optim.lr_scheduler.{schedule.pop('name')}"
+        own["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
+
+
+def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    optimizers(config, {"lr": 3e-4, "betas": [0.9, 0.98]}, {"name": "LinearLR", "start_factor": 0.5, "total_iters": 4})
+    assert fit(config).code == 0
+    optimizers(config, {"lr": 1e-3, "betas": [0.9, 0.98]}, {"name": "LinearLR", "start_factor": 0.5, "total_iters": 8})
+    result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert result.code == 0, result.err
+    assert "Learning rates: actor 0.000225, critic 1e-05." in result.out  # 0.5 + 0.5 * 2 / 4 of 3e-4
+    told = [line for line in result.out.splitlines() if "was asked for" in line]
+    assert told == [
+        "AdamW of the actor: lr 0.0003 from the checkpoint is used, 0.001 was asked for",
+        "LinearLR of the actor: total_iters 4 from the checkpoint is used, 8 was asked for",
+    ]
+    assert "For other settings start a new run from an export: its optimizers begin anew." in result.out
+    with open("runs/tiny/metrics.csv") as file:
+        last = list(csv.DictReader(file))[-1]
+    assert (last["step"], float(last["lr/actor"])) == ("3", pytest.approx(2.25e-4))
+
+
+def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    optimizers(config, {"lr": 1e-6}, {"name": "ConstantLR", "factor": 0.5})
+    result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert result.code == 2
+    told = (
+        "the learning-rate schedules are of other kinds than those of the checkpoint (0 in the checkpoint, 1 asked for)"
+    )
+    assert told in result.err
+    assert fit(config).code == 0
+    optimizers(config, {"lr": 1e-6}, {"name": "LinearLR", "total_iters": 5})
+    result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert (result.code, "(1 in the checkpoint, 1 asked for)" in result.err) == (2, True)
 
 
 def test_the_saved_configuration_gives_the_same_run(fit, cli, config):

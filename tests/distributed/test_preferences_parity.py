@@ -4,7 +4,15 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import largest_differences
-from tests.distributed.test_parity import NORMS, STRATEGIES, WEIGHTS, assert_equal_metrics, norm_difference
+from tests.distributed.test_parity import (
+    NORMS,
+    QUICK,
+    SLOW,
+    STRATEGIES,
+    WEIGHTS,
+    assert_equal_metrics,
+    norm_difference,
+)
 
 pytestmark = pytest.mark.slow
 RUNS = {
@@ -34,11 +42,11 @@ def alone(tmp_path_factory):
     return dict(zip(RUNS, answers, strict=False)), folder, start
 
 
-@pytest.mark.parametrize("strategy", ["rlhf_ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_3"])
-def test_three_updates_are_those_of_one_process(strategy, alone, tmp_path):
+@pytest.mark.parametrize(("strategy", "ranks"), QUICK + SLOW)
+def test_three_updates_are_those_of_one_process(strategy, ranks, alone, tmp_path):
     expected, folder, start = alone
     runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]
-    answers = run_ranks("tests.distributed.tasks:train", 2, runs)
+    answers = run_ranks("tests.distributed.tasks:train", ranks, runs)
     for number, name in enumerate(RUNS):
         for answer in answers:  # every rank logs the same
             assert answer[number]["frozen"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from lightning_rlhf.models.loading import quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 
 from .exported import Origin, check_adapter, complete_export
+
+log = logging.getLogger(__name__)
 
 
 class HFExport(Callback):
@@ -36,6 +40,17 @@ class HFExport(Callback):
         """Refuse adapters by themselves where there are none, or where they are not all that was trained."""
         if self.adapter:
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
+
+    def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Whoever reads ``export/`` next must not find what it was before this run went on."""
+        target = Path(trainer.default_root_dir) / "export"
+        if not trainer.is_global_zero or trainer.fast_dev_run or not (target / "metrics.json").is_file():
+            return
+        step = json.loads((target / "metrics.json").read_text())["step"]
+        older = target.with_name(f"export-{step}")
+        shutil.rmtree(older, ignore_errors=True)
+        target.rename(older)
+        log.info("%s is of step %d: it is now %s, until this run has ended.", target, step, older)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int

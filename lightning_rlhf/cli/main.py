@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import shutil
 import sys
 import traceback
 import warnings
@@ -19,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
+from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, put_back, set_aside
 from lightning_rlhf.cli.parser import FriendlyParser, explain
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
@@ -73,7 +72,25 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 class RLHFCLI(LightningCLI):
-    """LightningCLI with the callbacks every run wants; one given in the configuration replaces the default."""
+    """LightningCLI with the callbacks every run wants; one given in the configuration replaces the default.
+
+    Args:
+        arguments: without the program's name; None takes those of the process.
+    """
+
+    def __init__(self, arguments: list[str] | None = None) -> None:
+        super().__init__(
+            RoleModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            parser_class=FriendlyParser,
+            save_config_callback=SaveRunConfig,
+            seed_everything_default=42,
+            trainer_defaults=_TRAINER_DEFAULTS,
+            args=arguments,
+        )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the default callbacks, the run's loggers, and checkpoint files that survive a crash."""
@@ -137,14 +154,16 @@ class RLHFCLI(LightningCLI):
         directory = Path(trainer.default_root_dir)
         resumed = self._get(self.config_init, "ckpt_path") is not None
         fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
-        earlier = set_aside(directory) if fresh else None
+        earlier = None
         try:
+            if fresh and (directory / "config.yaml").is_file():
+                check_reads_elsewhere(self.config[subcommand], directory)
+                earlier = set_aside(directory)
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt too puts the earlier run back
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
             if earlier is not None and not started and not isinstance(error, EngineDied):  # its log is needed
-                shutil.rmtree(directory, ignore_errors=True)
-                earlier.rename(directory)
+                put_back(earlier, directory)
             if not started and is_refusal_of_lightning(error):
                 raise Stopped(one_line(error), code=2) from error
             if not isinstance(error, Exception) or not is_for_users(error):
@@ -152,8 +171,6 @@ class RLHFCLI(LightningCLI):
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             raise Stopped(str(error), code=1 if started else 2) from error
-        if earlier is not None:
-            log.info("An earlier run of this directory is now %s.", earlier)
 
 
 def process_count(accelerator: Any, devices: Any, nodes: int) -> int:
@@ -168,21 +185,6 @@ def process_count(accelerator: Any, devices: Any, nodes: int) -> int:
     return (len(devices) if isinstance(devices, list) else int(devices)) * nodes
 
 
-def set_aside(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run: nothing is lost, nothing is mixed.
-
-    Args:
-        directory: of the run to come.
-
-    Returns:
-        Where the earlier run is now; None if there was none.
-    """
-    if not (directory / "config.yaml").is_file():
-        return None
-    number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
-    return directory.rename(directory.with_name(f"{directory.name}-{number}"))
-
-
 def run(arguments: list[str] | None = None) -> int:
     """Run one command.
 
@@ -194,18 +196,7 @@ def run(arguments: list[str] | None = None) -> int:
     """
     quiet()
     try:
-        RLHFCLI(
-            RoleModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            parser_class=FriendlyParser,
-            save_config_callback=SaveRunConfig,
-            seed_everything_default=42,
-            trainer_defaults=_TRAINER_DEFAULTS,
-            args=arguments,
-        )
+        RLHFCLI(arguments)
     except Stopped as stopped:
         print(f"lightning-rlhf: {stopped}", file=sys.stderr)
         return stopped.code

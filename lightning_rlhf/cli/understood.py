@@ -9,7 +9,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.cli.main import RLHFCLI, quiet
-from lightning_rlhf.cli.parser import FriendlyParser
 from lightning_rlhf.modules.role_module import RoleModule
 
 
@@ -35,18 +34,7 @@ def understood(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> Namesp
         cli: with further arguments of a command.
     """
     quiet()
-    made = cli(
-        RoleModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        auto_configure_optimizers=False,
-        parser_class=FriendlyParser,
-        save_config_callback=None,
-        seed_everything_default=42,
-        args=["fit", *arguments],
-    )
-    return made.config["fit"]
+    return cli(["fit", *arguments]).config["fit"]
 
 
 def module_of(config: Namespace) -> Any:

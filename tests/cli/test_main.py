@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rlhf.cli.main import is_for_users, set_aside
+from lightning_rlhf.cli.earlier_run import set_aside
+from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.data.rows import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,7 +225,10 @@ def test_an_earlier_run_is_set_aside(fit, config):
     mark = Path("runs/tiny/mine.txt")
     mark.write_text("mine")
     result = fit(config)
-    assert "An earlier run of this directory is now runs/tiny-1." in result.out
+    told = result.out.index(
+        "An earlier run of runs/tiny is now runs/tiny-1.\nUntil this run has ended there is no runs/"
+    )
+    assert told < result.out.index("step 1:")
     assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
     assert not mark.exists()
     fit(config)
@@ -236,7 +240,9 @@ def test_an_earlier_run_is_set_aside(fit, config):
 def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, monkeypatch, kind):
     assert fit(config).code == 0
     Path("runs/tiny/mine.txt").write_text("mine")
-    assert fit(config, "--model.init_args.minibatch_size", "3").code == 2
+    refused = fit(config, "--model.init_args.minibatch_size", "3")
+    assert refused.code == 2
+    assert "This run did not begin: the earlier one is runs/tiny again." in refused.out
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
 
     def fail(*given):
@@ -250,6 +256,33 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
         assert fit(config).code == 1
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
     assert not Path("runs/tiny-1").exists()
+
+
+def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(fit, config):
+    assert fit(config).code == 0
+    own = config["model"]["init_args"]
+    own["actor"] = own["critic"] = "runs/tiny/export"
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.startswith(
+        "lightning-rlhf: this run reads 'runs/tiny/export' and is to be written to 'runs/tiny', wh"
+    )
+    assert Path("runs/tiny/export/config.json").is_file()
+    assert not Path("runs/tiny-1").exists()
+    assert fit(config, "--trainer.default_root_dir", "runs/next").code == 0
+
+
+def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit, config, judged_by):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    weights = Path("runs/tiny/export/model.safetensors").read_bytes()
+    assert fit(config, "--ckpt_path", "last").code == 0  # nothing was left to do
+    assert Path("runs/tiny/export/model.safetensors").read_bytes() == weights
+    broken = fit(judged_by("faulty"), "--ckpt_path", "last", "--trainer.max_steps", "4")
+    assert broken.code == 1
+    assert not Path("runs/tiny/export").exists()
+    assert Path("runs/tiny/export-2/model.safetensors").read_bytes() == weights
+    assert "runs/tiny/export is of step 2: it is now runs/tiny/export-2, until this run has ended." in broken.out
 
 
 def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, config, judged_by):

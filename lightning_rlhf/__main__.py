@@ -45,8 +45,12 @@ def main() -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS and name not in LIGHTNINGS and not name.startswith("-"):
-        near = difflib.get_close_matches(name, [*COMMANDS, *LIGHTNINGS], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "lightning-rlhf --help lists all"
+        near = difflib.get_close_matches(name, ["data check", *COMMANDS, *LIGHTNINGS], n=1)
+        hint = (
+            f"did you mean {('data check' if near[0] == 'data' else near[0])!r}?"
+            if near
+            else "lightning-rlhf --help lists all"
+        )
         print(f"lightning-rlhf: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     launch_environment.apply()  # before anything is imported that reads it

@@ -24,8 +24,17 @@ _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.
 _OPEN, _CLOSE = "⟦", "⟧"
 _USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options of fit]
 
-Reads the data of a run and makes nothing else: which column was taken for what, how many rows are used, left out for
-which reason and cut, how long they are, and the first of them as the model will see it, what is learnt from in ⟦ ⟧.
+Reads the data of a run and makes no model: which column was taken for what, how many rows are used, left out for which
+reason and cut, how long they are, whether rewards find their columns and models know all tokens and have positions
+enough, and the first row as the model will see it, what is learnt from in ⟦ ⟧.
+
+  --config x.yaml  the configuration of the run
+  --json           print JSON
+
+Every option of fit may be given too, and changes what is checked; lightning-rlhf fit --help lists them:
+
+  lightning-rlhf data check --config examples/own_task/sft.yaml --data.init_args.max_tokens 16
+
 Exit code 0, or 2 if the run would be refused."""
 
 
@@ -46,10 +55,13 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 if something is wrong with the configuration or the data.
     """
-    if arguments[:1] != ["check"] or {"--help", "-h"} & set(arguments):
-        asked = bool({"--help", "-h"} & set(arguments))
-        print(_USAGE, file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
+    if {"--help", "-h"} & set(arguments):
+        print(_USAGE)
+        return 0
+    if arguments[:1] != ["check"]:
+        word = f"there is no command 'data {arguments[0]}'; " if arguments else ""
+        print(f"lightning-rlhf: {word}did you mean 'data check'?", file=sys.stderr)
+        return 2
     config = understood(arguments[1:], DataCheckCLI)
     try:
         found = check(config)

@@ -28,6 +28,20 @@ from lightning_rlhf.rollout.vllm_engine import VLLMEngine
 from lightning_rlhf.strategies.names import OURS, our_name
 
 _DEFAULT_GIB = 80.0
+_USAGE = f"""usage: lightning-rlhf plan --config x.yaml --gpus N [options of fit]
+
+What a run takes on so many GPUs, without any: the memory of each, term by term, and what is sent in a step.
+
+  --config x.yaml       the configuration of the run
+  --gpus N              GPUs in all
+  --gpu-memory-gib GIB  memory of one GPU (default: {_DEFAULT_GIB:g})
+  --nodes N             machines that the GPUs are in
+
+Every option of fit may be given too, and changes what is planned; lightning-rlhf fit --help lists them:
+
+  lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8 --trainer.strategy rlhf_fsdp
+
+Exit code 0 if the run fits, 2 if not or if something is wrong with the configuration."""
 
 
 class PlanCLI(ConfigCLI):
@@ -49,6 +63,9 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0 if the run fits, 2 if not or if something is wrong with the configuration.
     """
+    if {"--help", "-h"} & set(arguments):
+        print(_USAGE)
+        return 0
     config = understood(arguments, PlanCLI)
     try:
         if config["gpus"] is None:

@@ -182,12 +182,22 @@ def test_options_of_fit_change_what_is_checked(checked):
     assert "val: 5 rows read, 5 kept" in found.out
 
 
-def test_help_and_a_word_too_few(capsys):
-    assert command.run(["check", "--help"]) == 0
-    assert "data check --config x.yaml" in capsys.readouterr().out
+def test_help_is_short_and_says_where_the_rest_is(capsys):
+    for arguments in (["--help"], ["check", "--help"], ["check", "-h", "--config", "none.yaml"]):
+        assert command.run(arguments) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("usage: lightning-rlhf data check --config x.yaml [--json]")
+        assert "lightning-rlhf fit --help" in shown
+        assert len(shown.splitlines()) < 20
+
+
+def test_another_word_than_check_is_answered_with_what_was_meant(capsys):
     assert command.run([]) == 2
     assert command.run(["chekc", "--config", "x.yaml"]) == 2
-    assert capsys.readouterr().err.count("usage: lightning-rlhf data check") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "lightning-rlhf: did you mean 'data check'?",
+        "lightning-rlhf: there is no command 'data chekc'; did you mean 'data check'?",
+    ]
 
 
 def test_it_is_a_command(monkeypatch, capsys):

@@ -45,6 +45,9 @@ def test_it_takes_none_of_the_heavy_libraries():
         ("servee", "did you mean 'serve'?"),
         ("fti", "did you mean 'fit'?"),
         ("exportt", "did you mean 'export'?"),
+        ("check", "did you mean 'data check'?"),
+        ("data-check", "did you mean 'data check'?"),
+        ("dta", "did you mean 'data check'?"),
         ("xyzzy", "lightning-rlhf --help lists all"),
     ],
 )

@@ -206,6 +206,14 @@ def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, tol
     assert found.out == ""
 
 
+def test_help_is_short_and_names_the_command_s_own_options(planned):
+    found = planned("--help")
+    assert (found.code, found.err) == (0, "")
+    assert len(found.out.splitlines()) < 20
+    for option in ("--gpus N", "--gpu-memory-gib GIB", "(default: 80)", "--nodes N", "lightning-rlhf fit --help"):
+        assert option in found.out
+
+
 def test_groups_of_gpus_do_not_span_nodes(planned, config):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {
         "class_path": VLLM, "init_args": {"tensor_parallel_size": 2},

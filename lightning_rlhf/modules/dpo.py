@@ -57,7 +57,11 @@ class DPOModule(PairModule):
 
     def on_train_start(self) -> None:
         """Refuse packing where it would let texts see each other."""
-        if self.packing:
+        check_packing(self)
+
+    def on_validation_start(self) -> None:
+        """Likewise, where nothing was trained before."""
+        if self.trainer.state.fn == "validate":
             check_packing(self)
 
     def row_scores(self, rows: Any) -> Sequence[Tensor]:

@@ -35,6 +35,14 @@ class KTOModule(DPOModule):
         super().__init__(actor, **kwargs)
         self.loss = loss
 
+    def setup(self, stage: str) -> None:
+        """Refuse batches of one text, whose KL would be measured on its own answer."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        for name in ("batch_size", "val_batch_size"):
+            if getattr(data, name, 2) < 2:
+                raise ValueError(f"KTO measures its KL with the answers of other texts: {name} must be at least 2")
+        super().setup(stage)
+
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
         """One update on one batch."""
         self.kl = self.measured_kl(batch)

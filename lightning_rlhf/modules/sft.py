@@ -46,7 +46,11 @@ class SFTModule(RoleModule):
 
     def on_train_start(self) -> None:
         """Refuse packing where it would let texts see each other."""
-        if self.packing:
+        check_packing(self)
+
+    def on_validation_start(self) -> None:
+        """Likewise, where nothing was trained before."""
+        if self.trainer.state.fn == "validate":
             check_packing(self)
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:

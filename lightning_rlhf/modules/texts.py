@@ -37,9 +37,20 @@ def text_scores(module: RoleModule, role: str, texts: SequenceBatch, packed: boo
     return model(ids, index, ids[:, 1:], mask, adapters=adapters, lengths=lengths), mask
 
 
+def check_packing(module: RoleModule) -> None:
+    """Refuse to pack where the architecture or attention of a language model lets a text see another. All ranks.
+
+    Raises:
+        ValueError: texts are not kept apart.
+    """
+    if module.packing:
+        for role in module.sources:
+            check_apart(module, role)
+
+
 @torch.no_grad()
-def check_packing(module: RoleModule, role: str = "actor") -> None:
-    """Refuse to pack where the architecture or its attention lets a text see the one before it. All ranks.
+def check_apart(module: RoleModule, role: str) -> None:
+    """Try whether a model lets a packed text see the one before it. All ranks.
 
     A text is scored by itself, and packed behind either of two others: the neighbour must not change its
     log-probabilities, nor may packing as such, which would say that positions do not start again. Attention does,

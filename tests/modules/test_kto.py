@@ -5,13 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf import KTOModule
+from lightning_rlhf import KTOModule, UnpairedDataModule
 from lightning_rlhf.batching.sequences import mismatched
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
+from tests.data.rows_given import Given, Letters
 from tests.helpers import assert_close, over_ranks
 from tests.modules.test_dpo import logprobs, models
-from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
+from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit, quiet_trainer
 
 LOSS = KTOLoss(0.3, 0.7, 1.6)
 LENGTHS, STARTS, LABELS = [6, 3, 9, 5, 7], [2, 1, 3, 4, 2], [True, False, True, False, False]
@@ -142,6 +143,15 @@ def test_judgements_of_one_kind_leave_the_other_kinds_rewards_unknown():
     assert metrics["train/reward_chosen"].isfinite()
     assert metrics["train/reward_rejected"].isnan()
     assert metrics["train/score_margin"].isnan()
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 1}, {"batch_size": 2, "val_batch_size": 1}])
+def test_batches_of_one_text_are_refused_before_any_model_is_made(sizes):
+    row = {"prompt": "a", "completion": "b", "label": True}
+    module = KTOModule(TinyModel())
+    with pytest.raises(ValueError, match=f"answers of other texts: {list(sizes)[-1]} must be at least 2$"):
+        quiet_trainer().fit(module, datamodule=UnpairedDataModule(Given((row,) * 2), Letters(), **sizes))
+    assert not module.built
 
 
 def test_a_short_fit_tells_good_answers_from_bad_ones():

@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_rlhf import FromConfig, SFTModule
+from lightning_rlhf import DPOModule, FromConfig, SFTModule
 from lightning_rlhf.models import causal
 from lightning_rlhf.modules.texts import text_scores
-from lightning_rlhf.types import SequenceBatch
+from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close
-from tests.stand_ins import TINY_LLAMA, VOCABULARY, TinyModel, fit
+from tests.stand_ins import TINY_LLAMA, VOCABULARY, TinyModel, fit, quiet_trainer
 
 SMALL = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -132,6 +133,20 @@ def test_an_architecture_that_would_mix_texts_is_refused_by_name(name):
     assert type(module.actor.lm).__name__ in str(info.value)
     assert str(info.value).endswith("set packing: false")
     assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+
+
+def test_nothing_is_measured_where_texts_would_be_mixed():
+    module = sft(FromConfig(architecture("jamba", {}), seed=3), packing=True)
+    loader = DataLoader([texts()], batch_size=None)
+    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not keep packed texts apart"):
+        quiet_trainer().validate(module, loader, verbose=False)
+
+
+def test_a_reference_that_would_mix_texts_is_refused_too():
+    module = DPOModule(TinyModel(), ref=FromConfig(architecture("jamba", {}), seed=3), packing=True)
+    batch = PreferenceBatch(texts(seed=1), texts(seed=2), torch.zeros(len(LENGTHS)))
+    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not keep packed texts apart"):
+        fit(module, [batch])
 
 
 def test_an_architecture_without_positions_is_refused():

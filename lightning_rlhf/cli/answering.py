@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,11 +20,16 @@ from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.types import SamplingParams
 
 if TYPE_CHECKING:
-    from lightning_rlhf.rewards.endpoint import Client
+    from lightning_rlhf.rewards.endpoint import Client, Question
 
-_SERVER_SECONDS = 3600.0  # for one answer; a server that is up but busy is waited for
+_SERVER_SECONDS = 3600.0  # for one answer, and for a server that is up but busy
 _TRIES = 8
 _SEEDS = 1 << 31  # what every server takes
+_HINTS = {
+    401: "; put its key into a variable and name it with --api-key-env",
+    404: "; is it a server with OpenAI's API?",
+    503: "; it may still be loading its model",
+}
 
 
 class Prompt(NamedTuple):
@@ -120,14 +126,18 @@ class ServerAnswerer:
         headers = {"Authorization": f"Bearer {os.environ[self._key_env]}"} if self._key_env else {}
         try:
             response = httpx.get(f"{self._url}/v1/models", headers=headers, timeout=30, trust_env=False)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL) as error:
             raise ValueError(
                 f"no server answers at {self._url} ({error}): start it, or give another --server"
             ) from error
         if response.status_code != 200:
-            how = "; put its key into a variable and name it with --api-key-env" if response.status_code == 401 else ""
-            raise ValueError(f"{self._url}/v1/models answered {response.status_code}{how}")
-        names = [str(entry["id"]) for entry in response.json()["data"]]
+            raise ValueError(
+                f"{self._url}/v1/models answered {response.status_code}{_HINTS.get(response.status_code, '')}"
+            )
+        try:
+            names = [str(entry["id"]) for entry in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self._url}/v1/models lists no models: is it a server with OpenAI's API?") from error
         if len(names) != 1:
             raise ValueError(f"{self._url} serves {', '.join(names) or 'no model'}: say which by --model")
         return names[0]
@@ -147,6 +157,8 @@ class ServerAnswerer:
             if isinstance(value, str):
                 return Prompt(plain(row), fields.text(name), [], [])
             messages = messages_of(value, "prompt")
+            if lost := [name for name in ("tools", "chat_template_kwargs") if row.get(name)]:
+                raise BadRow(f"a server is not sent {lost[0]!r}, which its chat template would need: take --model")
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
             return Prompt(plain(row), "", [], messages)
@@ -179,11 +191,24 @@ class ServerAnswerer:
         }  # fmt: skip
         if drawn.top_k:  # not every server knows it
             body["top_k"] = drawn.top_k
-        answer = await self._clients[route].ask(Question(body, 1))
-        choice = answer["choices"][0]
-        text = choice["message"]["content"] if prompt.messages else choice["text"]
-        used = answer.get("usage") or {}
-        return Answer(text or "", used.get("completion_tokens"), choice["finish_reason"])
+        answer = await self._patiently(self._clients[route], Question(body, 1))
+        try:
+            choice, used = answer["choices"][0], answer.get("usage") or {}
+            text = choice["message"]["content"] if prompt.messages else choice["text"]
+            return Answer(text or "", used.get("completion_tokens"), choice["finish_reason"])
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise RuntimeError(f"{self._url}/v1/{route} answered what is no completion: {str(answer)[:200]}") from error
+
+    async def _patiently(self, client: Client, question: Question) -> Any:
+        from lightning_rlhf.rewards.endpoint import Busy
+
+        until = time.monotonic() + _SERVER_SECONDS
+        while True:
+            try:
+                return await client.ask(question)
+            except Busy:  # others ask it too; what stands behind their requests takes longer than a few tries
+                if time.monotonic() > until:
+                    raise
 
     def close(self) -> None:
         """See :class:`Answerer`."""
@@ -198,15 +223,17 @@ def plain(row: Row) -> dict[str, Any]:
         BadRow: it holds something that JSON has no words for.
     """
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(row)))
+        written = json.dumps(dict(row), ensure_ascii=False)
+        written.encode()  # halves of letters are no text
+        found: dict[str, Any] = json.loads(written)
     except (TypeError, ValueError) as error:
         raise BadRow(f"cannot be written as JSON: {error}", "cannot be written as JSON") from error
     return found
 
 
 def digest(prompts: Sequence[Prompt]) -> str:
-    """What tells prompts from others: of their tokens, or of what a server is sent."""
+    """What tells prompts from others: by what is answered, and by the rows that are written beside the answers."""
     total = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        total.update(json.dumps(prompt.ids or prompt.messages or prompt.text).encode() + b"\n")
+        total.update(json.dumps(prompt).encode() + b"\n")
     return total.hexdigest()

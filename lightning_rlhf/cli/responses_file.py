@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,21 +42,18 @@ class ResponsesFile:
             Rows that are there already.
 
         Raises:
-            ValueError: the file is somebody else's, was begun with other settings, or is being written.
+            ValueError: the file is somebody else's, was begun with other settings, is being written, or cannot be.
         """
-        if not self._beside.exists():
-            if self.path.exists():
-                raise ValueError(f"{self.path} is there already and was not begun by generate: choose another name")
+        if self.path.exists() and not self._beside.exists():
+            raise ValueError(f"{self.path} is there already and was not begun by generate: choose another name")
+        with _writing(self.path, "choose another name"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._beside.with_name(f"{self._beside.name}.new")
-            draft.write_text(json.dumps(self._settings, indent=2) + "\n")
-            draft.replace(self._beside)
-        self._lock = self._beside.open()
+            self._lock = self._beside.open("a+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{self.path} is being written by another process") from None
-        self._compare(json.loads(self._beside.read_text()))
+        self._settle(self._lock)
         if self.path.exists() and self._rows != self.path:
             self.done = self.total
         elif self._rows.exists():
@@ -64,7 +62,19 @@ class ResponsesFile:
             raise ValueError(f"{self.path} has {self.done} rows, and there are only {self.total} prompts")
         return self.done
 
-    def _compare(self, begun: dict[str, Any]) -> None:
+    def _settle(self, file: IO[str]) -> None:
+        """Write the settings, or compare them with those that are there."""
+        file.seek(0)
+        if not (text := file.read()):
+            with _writing(self.path, "choose another name"):
+                file.write(json.dumps(self._settings, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        try:
+            begun = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self._beside} is damaged: remove it and {self.path}") from error
         names = [name for name in {**begun, **self._settings} if begun.get(name) != self._settings.get(name)]
         if names:
             differ = "; ".join(f"{name} was {begun.get(name)!r}, is {self._settings.get(name)!r}" for name in names)
@@ -74,9 +84,14 @@ class ResponsesFile:
             )
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows; they are on disk when this returns."""
-        with self._rows.open("ab") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        """Add rows; they are on disk when this returns.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+        with _writing(self._rows, "the same command goes on where it is"), self._rows.open("ab") as file:
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
         self.done += len(rows)
@@ -85,19 +100,31 @@ class ResponsesFile:
         """Make the file of its rows, if it is not made of lines.
 
         Raises:
-            ValueError: the rows do not fit into the format.
+            ValueError: the rows do not fit into the format, or cannot be written.
         """
-        if self._rows != self.path and not self.path.exists():
+        if self._rows == self.path:
+            return
+        if not self.path.exists():
             draft = self.path.with_name(f"{self.path.name}.new")
-            _WRITERS[self.path.suffix](read_lines(self._rows), draft)
-            draft.replace(self.path)
-            self._rows.unlink()
+            with _writing(self.path, f"the rows are in {self._rows}, and the same command goes on from there"):
+                _WRITERS[self.path.suffix](read_lines(self._rows), draft)
+                draft.replace(self.path)
+        self._rows.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let others write it."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+
+@contextmanager
+def _writing(path: Path, then: str) -> Iterator[None]:
+    """Say what cannot be written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; {then}") from error
 
 
 def check_format(path: Path) -> None:
@@ -135,10 +162,13 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
+    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow itself would take those of the first row
     try:
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        parquet.write_table(pyarrow.table({name: [row.get(name) for row in rows] for name in names}), path)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"the rows do not fit into parquet, take .jsonl: {error}") from error
+        raise ValueError(
+            f"the rows do not fit into parquet, but they are in {path.stem}.part.jsonl: {error}"
+        ) from error
 
 
 _WRITERS = {".json": _write_json, ".parquet": _write_parquet}

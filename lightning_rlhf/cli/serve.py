@@ -174,11 +174,11 @@ def serve(
         Exit code.
     """
     import anyio
-    import httpx
 
     from lightning_rlhf.serving import example
     from lightning_rlhf.serving.front import Front
     from lightning_rlhf.serving.listening import listener
+    from lightning_rlhf.serving.upstream import client_of
 
     host, port = listening.getsockname()[:2]
     url, began = f"http://{f'[{host}]' if ':' in host else host}:{port}", time.monotonic()
@@ -194,9 +194,7 @@ def serve(
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def main() -> None:
-        pool = httpx.Limits(max_connections=None, max_keepalive_connections=limits.concurrency)
-        transport = httpx.AsyncHTTPTransport(uds=str(upstream.socket), limits=pool)
-        async with httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None) as client:
+        async with client_of(upstream.socket) as client:
             server = listener(Front(client, key[0], limits, count), limits)
 
             def stop() -> None:

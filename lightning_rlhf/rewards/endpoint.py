@@ -21,6 +21,10 @@ class BudgetSpent(EndsTheRun):
     """The requests or tokens that a run may use are used."""
 
 
+class Busy(RuntimeError):
+    """All tries were answered with status 429: come again."""
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """A server, and how much may be asked of it.
@@ -119,7 +123,8 @@ class Client:
         except httpx.HTTPStatusError as error:
             said = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
             tries = f" {self.endpoint.tries} times" if _is_passing(error) else ""
-            raise RuntimeError(f"{self.endpoint.url} answered{tries}: {said}") from None
+            kind = Busy if error.response.status_code == 429 else RuntimeError
+            raise kind(f"{self.endpoint.url} answered{tries}: {said}") from None
         except (httpx.TransportError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
             raise RuntimeError(f"{self.endpoint.url} gave no answer in {self.endpoint.tries} tries: {reason}") from None

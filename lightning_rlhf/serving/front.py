@@ -61,11 +61,11 @@ class Front:
             with anyio.fail_after(self._limits.seconds):
                 await self._answer(scope, receive, watched)
         except Refused as reason:
-            await _refusal(reason)(scope, receive, send)
+            await _refusal(reason, scope["path"])(scope, receive, send)
         except TimeoutError:
             late = Refused(504, f"not done in {self._limits.seconds:g} s: ask for less{set_by('seconds')}")
             if not started:
-                await _refusal(late)(scope, receive, send)
+                await _refusal(late, scope["path"])(scope, receive, send)
             else:
                 await _end_stream(send, late)
         except _Gone:
@@ -177,8 +177,10 @@ async def _end_stream(send: Send, reason: Refused) -> None:
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
 
-def _refusal(reason: Refused) -> Response:
+def _refusal(reason: Refused, path: str) -> Response:
     headers = {"cache-control": "no-store"}
+    if reason.status == 405:
+        headers["allow"] = ROUTES[path]
     if reason.status == 401:
         headers["www-authenticate"] = "Bearer"
     if reason.status in (429, 503):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import httpx
 import torch
 
 from lightning_rlhf.launch_environment import engine_environment
@@ -139,6 +140,16 @@ class Upstream:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def client_of(socket: Path) -> httpx.AsyncClient:
+    """What asks a server on a socket, each time by a new connection.
+
+    An idle one may be closed by the server in the moment in which it is used again, and takes the request with it.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+    return httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
 
 
 def _opened(log: Path) -> IO[bytes]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rlhf.cli import generate as command
+from lightning_rlhf.cli.engine_answering import fingerprint
 from lightning_rlhf.cli.responses_file import ResponsesFile, read_lines
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
 
@@ -151,6 +155,74 @@ def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export
     assert Path("out.jsonl").read_bytes() == before
 
 
+def test_other_answers_beside_the_same_prompts_are_other_settings(generate):
+    assert generate()[0] == 0
+    rows = [{**row, "answer": "another"} for row in ROWS]
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = generate()
+    assert code == 2
+    assert "prompts was '" in err
+
+
+def test_settings_that_were_damaged_are_a_sentence(generate):
+    assert generate()[0] == 0
+    Path("out.jsonl.settings.json").write_text('{"n": ')
+    code, _, err = generate()
+    assert code == 2
+    assert "out.jsonl.settings.json is damaged: remove it and out.jsonl" in err
+
+
+def test_columns_that_only_later_rows_have_reach_parquet(tmp_path):
+    file = ResponsesFile(tmp_path / "x.parquet", {}, 2)
+    file.begin()
+    file.append([{"a": 1}])
+    file.append([{"b": "x"}])
+    file.finish()
+    file.close()
+    from pyarrow import parquet
+
+    assert parquet.read_table(tmp_path / "x.parquet").to_pylist() == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
+    assert {path.name for path in tmp_path.iterdir()} == {"x.parquet", "x.parquet.settings.json"}
+
+
+def test_lines_that_hold_line_separators_and_twins_are_gone_on_with(generate):
+    rows = [{"prompt": f"a\u2028b\u2029c\x85d\x1c{i // 2}", "note": "\u2028\r\n"} for i in range(6)]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)  # and blank lines
+    Path("prompts.jsonl").write_text(text, encoding="utf-8")
+    assert generate("--batch-size", "2")[0] == 0
+    whole = Path("out.jsonl").read_bytes()
+    found = read_lines(Path("out.jsonl"))
+    assert [{name: row[name] for name in ("prompt", "note")} for row in found] == rows
+    assert found[0]["responses"] != found[1]["responses"]  # twins are drawn from seeds of their own
+    Path("out.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert generate()[0] == 0
+    assert Path("out.jsonl").read_bytes() == whole
+
+
+def test_a_full_disk_is_a_sentence_and_what_is_there_is_gone_on_with(generate):
+    assert generate(to="whole.jsonl")[0] == 0
+    whole = Path("whole.jsonl").read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
+    try:
+        code, _, err = generate("--batch-size", "3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert err == "lightning-rlhf: cannot write out.jsonl: File too large; the same command goes on where it is\n"
+    assert 0 < Path("out.jsonl").read_bytes().count(b"\n") < 11
+    assert generate()[0] == 0
+    assert Path("out.jsonl").read_bytes() == whole
+
+
+def test_a_directory_that_is_missing_is_made_and_one_that_cannot_be_is_a_sentence(generate):
+    assert generate(to="new/folder/out.jsonl")[0] == 0
+    Path("file").write_text("")
+    code, _, err = generate(to="file/out.jsonl")
+    assert code == 2
+    assert err.startswith("lightning-rlhf: cannot write file/out.jsonl: ")
+
+
 def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
     model = Path("model")
     model.mkdir()
@@ -163,6 +235,18 @@ def test_weights_that_were_replaced_are_other_settings(generate, tiny_export):
     code, _, err = generate(model=model)
     assert code == 2
     assert "weights was" in err
+
+
+def test_a_change_of_any_one_tensor_is_seen(tmp_path):
+    def found(**changes):
+        tensors = {name: torch.zeros(50_000) for name in "abc"} | changes
+        save_file(tensors, tmp_path / "model.safetensors")
+        return fingerprint(str(tmp_path))
+
+    # LoRA on some layers changes only some tensors, and neither the first nor the last of a file.
+    every = [found(), *(found(**{name: torch.ones(50_000)}) for name in "abc")]
+    assert len(set(every)) == 4
+    assert found() == every[0]
 
 
 def test_two_processes_do_not_write_one_file(tmp_path):
@@ -188,6 +272,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
         ((), {"model": "runs/none/export"}, "no model at 'runs/none/export'"),
         ((), {"source": "none.jsonl"}, "no data at 'none.jsonl'"),
         (("--temperature", "-1"), {}, "temperature must be 0 (greedy) or positive, got -1.0"),
+        (("--temperature", "nan"), {}, "temperature must be 0 (greedy) or positive, got nan"),
         (("--server", "http://127.0.0.1:9"), {}, "no server answers at http://127.0.0.1:9"),
         (("--server", "http://127.0.0.1:9", "--api-key-env", "NO_KEY"), {}, "the environment variable 'NO_KEY'"),
         (("--api-key-env", "KEY"), {}, "--api-key-env is for a --server"),
@@ -207,6 +292,14 @@ def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
     assert "prompts.jsonl:1: the prompt has 245 tokens, the limit is 244" in err
     assert generate("--on-bad-row", "skip")[0] == 0
     assert [row["prompt"] for row in read_lines(Path("out.jsonl"))] == ["y"]
+
+
+def test_a_row_that_no_file_can_hold_is_a_bad_row_before_anything_is_answered(generate):
+    Path("prompts.jsonl").write_text('{"prompt": "x", "note": "\\ud800"}\n{"prompt": "y"}\n')
+    code, _, err = generate()
+    assert code == 2
+    assert "prompts.jsonl:1: cannot be written as JSON: " in err
+    assert generate("--on-bad-row", "skip")[0] == 0
 
 
 def test_a_column_that_would_be_written_over_is_refused(generate):

@@ -140,6 +140,7 @@ def test_with_the_key_nothing_else_than_the_allowed_routes_is_there(front, stub)
             assert raw(url, line(path, method)) == 404, path
     for path, method in ROUTES.items():
         assert raw(url, line(path, "PUT")) == 405
+        assert httpx.request("PUT", url + path, headers=BEARER).headers["allow"] == method
         assert raw(url, line(path, "POST" if method == "GET" else "GET")) == 405
     assert stub.asked == []
 

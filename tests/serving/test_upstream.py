@@ -1,5 +1,6 @@
 """What serve starts ends with it, however it ends; and what it refuses to begin."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from lightning_rlhf.cli import serve as command
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.serving import example
 from lightning_rlhf.serving.door import bind, is_local, key_of
-from lightning_rlhf.serving.upstream import Served, Upstream
+from lightning_rlhf.serving.upstream import Served, Upstream, client_of
 from tests.serving.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,21 @@ def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkey
     folder = upstream.socket.parent  # the engine's sockets are in it too
     upstream.close()
     assert upstream.tail().split("\n")[0] == f"up None None None {folder}"
+
+
+def test_a_server_that_closes_idle_connections_loses_no_request():
+    async def answer_once(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await reader.read(1)  # a second request comes when this connection's time is over
+        writer.close()
+
+    async def ask(path):
+        async with await asyncio.start_unix_server(answer_once, path), client_of(path) as client:
+            return [(await client.get("/health")).status_code for _ in range(3)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert asyncio.run(ask(Path(folder) / "s")) == [200, 200, 200]
 
 
 def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path):

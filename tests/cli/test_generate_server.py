@@ -1,0 +1,156 @@
+"""``generate --server`` before a server that misbehaves as told."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.cli import answering
+from lightning_rlhf.cli import generate as command
+from lightning_rlhf.cli.responses_file import read_lines
+from lightning_rlhf.rewards import endpoint
+
+KEY = "0123456789abcdef"
+MODELS = {"data": [{"id": "m"}]}
+
+
+class Stub(ThreadingHTTPServer):
+    """Answers the next of ``answers``, pairs of status and JSON, and then what a good server would."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.answers, self.models, self.key = [], [], (200, MODELS), None
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.say(*self.server.models)
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.server.key and self.headers["authorization"] != f"Bearer {self.server.key}":
+            return self.say(401, {"error": "no such key"})
+        self.server.asked.append((self.path, body))
+        said = body.get("prompt") or body["messages"][-1]["content"]
+        choice = {"text": said[::-1], "message": {"content": said[::-1]}, "finish_reason": "stop"}
+        good = (200, {"choices": [choice], "usage": {"completion_tokens": 3, "total_tokens": 9}})
+        return self.say(*(self.server.answers.pop(0) if self.server.answers else good))
+
+    def say(self, status, found):
+        content = found if isinstance(found, bytes) else json.dumps(found).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        if status == 429:
+            self.send_header("retry-after", "0")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    monkeypatch.setattr(endpoint, "_MAX_WAIT_S", 0.01)
+    monkeypatch.setenv("KEY", KEY)
+    with Stub() as stub:
+        thread = threading.Thread(target=stub.serve_forever, daemon=True)
+        thread.start()
+        yield stub
+        stub.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def generate(stub, capsys):
+    def generate(*arguments, rows=({"prompt": "abc"}, {"prompt": [{"role": "user", "content": "de"}]})):
+        Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = ["--server", stub.url, "--prompts", "prompts.jsonl", "--to", "out.jsonl"]
+        code = command.run([*given, *arguments])
+        return code, capsys.readouterr().err
+
+    return generate
+
+
+def test_text_is_completed_and_messages_are_answered(generate, stub):
+    assert generate("-n", "2", "--temperature", "0.5") == (0, "")
+    assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["cba"] * 2, ["ed"] * 2]
+    assert sorted(path for path, _ in stub.asked) == ["/v1/chat/completions"] * 2 + ["/v1/completions"] * 2
+    assert len({body["seed"] for _, body in stub.asked}) == 4
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for _, body in stub.asked} == {("m", 0.5, 512)}
+
+
+def test_a_server_that_is_busy_for_long_is_waited_for(generate, stub):
+    stub.answers = [(429, {"error": "come again"})] * 5 * answering._TRIES
+    assert generate() == (0, "")
+    assert len(stub.asked) == 5 * answering._TRIES + 2
+
+
+def test_a_server_that_stays_busy_is_given_up(generate, stub, monkeypatch):
+    monkeypatch.setattr(answering, "_SERVER_SECONDS", 0.05)
+    stub.answers = [(429, {"error": "come again"})] * 10_000
+    code, said = generate()
+    assert code == 1
+    assert f"answered {answering._TRIES} times: 429" in said
+
+
+def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generate, stub):
+    stub.answers = [(503, {}), (500, {}), (504, {}), (200, b"<html>")]
+    assert generate()[0] == 0
+    stub.answers = [(200, {"choices": [{"text": "x", "finish_reason": "stop"}]}), (400, {"error": "too odd"})]
+    rows = [{"prompt": "first"}, {"prompt": "second"}]
+    Path("out.jsonl").unlink()
+    Path("out.jsonl.settings.json").unlink()
+    code, said = generate("--batch-size", "1", rows=rows)
+    assert code == 1
+    assert said.startswith(f"lightning-rlhf: {stub.url}/v1/completions answered: 400 ")
+    assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"]]
+    assert generate("--batch-size", "1", rows=rows)[0] == 0
+    assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"], ["dnoces"]]
+
+
+def test_a_wrong_key_is_told_and_not_shown(generate, stub):
+    stub.key = "another-key-than-that"
+    code, said = generate("--api-key-env", "KEY")
+    assert code == 1
+    assert "answered: 401" in said
+    assert KEY not in said
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("models", "told"),
+    [
+        ((401, {}), "/v1/models answered 401; put its key into a variable and name it with --api-key-env"),
+        ((503, {}), "/v1/models answered 503; it may still be loading its model"),
+        ((200, b"<html>"), "/v1/models lists no models: is it a server with OpenAI's API?"),
+        ((200, {"data": None}), "/v1/models lists no models: is it a server with OpenAI's API?"),
+        ((200, {"data": [{"id": "a"}, {"id": "b"}]}), " serves a, b: say which by --model"),
+    ],
+)
+def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, models, told):
+    stub.models = models
+    assert generate() == (2, f"lightning-rlhf: {stub.url}{told}\n")
+
+
+@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [3]}, None])
+def test_an_answer_that_is_none_is_a_sentence(generate, stub, answer):
+    stub.answers = [(200, answer)] * 2
+    code, said = generate()
+    assert code == 1
+    assert "answered what is no completion: " in said
+
+
+def test_what_a_server_would_not_be_sent_is_a_bad_row(generate):
+    rows = [{"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False}}]
+    code, said = generate(rows=rows)
+    assert code == 2
+    assert "a server is not sent 'chat_template_kwargs'" in said

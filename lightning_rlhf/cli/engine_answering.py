@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from lightning_rlhf.rollout.vllm_engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 
 _NO_LIMIT = 1 << 30
-_ENDS = 1 << 16  # bytes of each end of a file of weights
+_BEGINNING = 1 << 12  # bytes of a tensor
 
 
 class EngineAnswerer:
@@ -112,15 +113,19 @@ def _engine(kind: str, config: Any, tensor_parallel_size: int) -> RolloutEngine:
 
 
 def fingerprint(model: str) -> str:
-    """What tells a directory's weights from others, read from the ends of its files; empty for a hub id."""
+    """What tells a directory's weights from others, read from the beginning of each tensor; empty for a hub id."""
     total = hashlib.blake2b(digest_size=16)
     files = sorted(Path(model).glob("*.safetensors"))
     for path in files:
-        total.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
-            total.update(file.read(_ENDS))
-            file.seek(max(0, path.stat().st_size - _ENDS))
-            total.update(file.read(_ENDS))
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            total.update(f"{path.name} {path.stat().st_size}".encode() + header)
+            first = file.tell()
+            for name, entry in json.loads(header).items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    file.seek(first + begin)
+                    total.update(file.read(min(_BEGINNING, end - begin)))
     return total.hexdigest() if files else ""
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.generate import PROMPT_TOKENS, REASONS, RESPONSES, TOKENS, pairs
 from lightning_rlhf.cli.main import is_for_users, quiet
+from lightning_rlhf.cli.responses_file import writing
 from lightning_rlhf.cli.scores import Judged, figures
+from lightning_rlhf.data.chat import messages_of
 from lightning_rlhf.data.columns import ABOUT, PROMPT, Columns
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
@@ -75,16 +79,24 @@ def run(arguments: list[str]) -> int:
     quiet()
     code = 2
     try:
+        if math.isnan(given.correct_at):
+            raise ValueError("--correct-at must be a number, got nan")
         rewards = [RewardFunction(reference) for reference in given.reward]
         extract = load_function(given.answer) if given.answer else None
         rows = read(given.file, pairs(given.columns), given.on_bad_row)
         names = sorted({name for row in rows for name in row.columns})
-        check(rewards, names)
+        check(rewards, names, {row.source for row in rows})
+        if given.json is not None:
+            with writing(given.json, "choose another --json"):
+                given.json.parent.mkdir(parents=True, exist_ok=True)
         code = 1
         judged = judge(rows, rewards, names, extract)
         report = {"file": given.file, "correct_at": given.correct_at, "sources": by_source(judged, given.correct_at)}
+        # No line is cut where nobody looks on, and names are shown as they are.
+        Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False).print(table(report))
         if given.json is not None:
-            given.json.write_text(json.dumps(report, indent=2) + "\n")
+            with writing(given.json, "the table is above"):
+                given.json.write_text(json.dumps(report, indent=2) + "\n")
     except Exception as error:
         if not is_for_users(error):
             raise
@@ -92,7 +104,6 @@ def run(arguments: list[str]) -> int:
             traceback.print_exception(error.__cause__)
         print(f"lightning-rlhf: {error}", file=sys.stderr)
         return code
-    Console(width=None if sys.stdout.isatty() else 200).print(table(report))
     return 0
 
 
@@ -116,9 +127,9 @@ def read(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Respo
         if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
             raise BadRow("the responses are neither a text nor a list of texts", "no responses")
         name = next((name for name in ("messages", "prompt") if name in fields), None)
-        prompt = "" if name is None else fields[name]
-        messages = [] if isinstance(prompt, str) else list(prompt or [])
-        text = prompt if isinstance(prompt, str) else "\n".join(str(message.get("content")) for message in messages)
+        prompt = "" if name is None else fields[name] or ""
+        messages = [] if isinstance(prompt, str) else messages_of(prompt, "prompt")
+        text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in messages)
         tokens, reasons = (_of_each(row, key, len(responses)) for key in (TOKENS, REASONS))
         return Responded(
             text,
@@ -140,12 +151,14 @@ def _of_each(row: Row, name: str, count: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == count else []
 
 
-def check(rewards: Sequence[RewardFunction], columns: Sequence[str]) -> None:
-    """Refuse functions that cannot judge these rows.
+def check(rewards: Sequence[RewardFunction], columns: Sequence[str], sources: Collection[str] = ()) -> None:
+    """Refuse functions that cannot judge these rows, and sources that could not be told from all of them.
 
     Raises:
-        ValueError: one needs what is not there.
+        ValueError: a function needs what is not there, or a source has the name of the whole.
     """
+    if len(sources) > 1 and ALL in sources:
+        raise ValueError(f"a data_source is called {ALL!r}, as the figures of all of them are: rename it")
     check_rewards(rewards, columns)
     for reward in rewards:
         if "completion_ids" in reward.call.required:
@@ -181,17 +194,33 @@ def judge(
     values = {reward.label: iter(reward(**offered).tolist()) for reward in rewards}
     judged = []
     for row in rows:
-        answers = list(extract(row.responses)) if extract is not None else []
-        if extract is not None and len(answers) != len(row.responses):
-            raise RuntimeError(f"--answer gave {len(answers)} answers to {len(row.responses)} responses")
+        answers = [] if extract is None else answers_of(extract, row.responses)
         said = {name: [next(those) for _ in row.responses] for name, those in values.items()}
         lengths = [len(text) for text in row.responses]
         judged.append(Judged(row.source, said, answers, row.tokens, row.truncated, lengths))
     return judged
 
 
+def answers_of(extract: Callable[[list[str]], Sequence[Hashable]], responses: list[str]) -> list[Hashable]:
+    """The answers that the responses to one prompt give.
+
+    Raises:
+        RuntimeError: the function raised, or gave something else than one answer to each that can be counted.
+    """
+    try:
+        answers = list(extract(responses))
+    except Exception as error:  # it is a user's
+        raise RuntimeError(f"--answer raised {type(error).__name__}: {error}") from error
+    if len(answers) != len(responses):
+        raise RuntimeError(f"--answer gave {len(answers)} answers to {len(responses)} responses")
+    if odd := [answer for answer in answers if not isinstance(answer, Hashable)]:
+        raise RuntimeError(f"--answer gave a {type(odd[0]).__name__}, which cannot be counted: give text or a number")
+    return answers
+
+
 def by_source(judged: Sequence[Judged], correct_at: float) -> dict[str, Any]:
     """Figures of each source, and of all where there are several."""
+    correct_at = torch.tensor(correct_at, dtype=torch.float32).item()  # as rewards are: 0.9 is less than its float64
     sources = list(dict.fromkeys(row.source for row in judged))
     found = {name: figures([row for row in judged if row.source == name], correct_at) for name in sources}
     return found if len(sources) == 1 else {**found, ALL: figures(judged, correct_at)}
@@ -205,14 +234,15 @@ def table(report: dict[str, Any]) -> Table:
         for name, values in found["rewards"].items()
     ]
     draws = dict.fromkeys(key for *_, values in entries for key in values if "@" in key)
+    left = ["left out"] if any(values["not_applicable"] for *_, values in entries) else []
     shown = Table(title=report["file"])
-    for column in ("source", "reward", "prompts", "responses", "mean", "95 % interval", *draws, "tokens", "cut"):
+    for column in ("source", "reward", "prompts", "responses", *left, "mean", "95 % interval", *draws, "tokens", "cut"):
         shown.add_column(column, justify="left" if column in ("source", "reward") else "right")
     for source, name, found, values in entries:
         cells = [_number(values[key]["mean"]) if key in values else "" for key in draws]
         low, high = (_number(values.get(bound)) for bound in ("low", "high"))
         tokens, cut = (_number(found.get(key)) for key in ("response_tokens_mean", "truncated_fraction"))
-        counts = (str(found["prompts"]), str(found["responses"]))
+        counts = [str(found["prompts"]), str(found["responses"]), *(str(values["not_applicable"]) for _ in left)]
         shown.add_row(source, name, *counts, _number(values["mean"]), f"{low} to {high}", *cells, tokens, cut)
     return shown
 

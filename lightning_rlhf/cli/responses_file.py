@@ -46,7 +46,7 @@ class ResponsesFile:
         """
         if self.path.exists() and not self._beside.exists():
             raise ValueError(f"{self.path} is there already and was not begun by generate: choose another name")
-        with _writing(self.path, "choose another name"):
+        with writing(self.path, "choose another name"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._beside.open("a+")
         try:
@@ -66,7 +66,7 @@ class ResponsesFile:
         """Write the settings, or compare them with those that are there."""
         file.seek(0)
         if not (text := file.read()):
-            with _writing(self.path, "choose another name"):
+            with writing(self.path, "choose another name"):
                 file.write(json.dumps(self._settings, indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,7 +90,7 @@ class ResponsesFile:
             ValueError: they cannot be written.
         """
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        with _writing(self._rows, "the same command goes on where it is"), self._rows.open("ab") as file:
+        with writing(self._rows, "the same command goes on where it is"), self._rows.open("ab") as file:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
@@ -106,7 +106,7 @@ class ResponsesFile:
             return
         if not self.path.exists():
             draft = self.path.with_name(f"{self.path.name}.new")
-            with _writing(self.path, f"the rows are in {self._rows}, and the same command goes on from there"):
+            with writing(self.path, f"the rows are in {self._rows}, and the same command goes on from there"):
                 _WRITERS[self.path.suffix](read_lines(self._rows), draft)
                 draft.replace(self.path)
         self._rows.unlink(missing_ok=True)
@@ -119,8 +119,16 @@ class ResponsesFile:
 
 
 @contextmanager
-def _writing(path: Path, then: str) -> Iterator[None]:
-    """Say what cannot be written, and what to do."""
+def writing(path: Path, then: str) -> Iterator[None]:
+    """Say what cannot be written, and what to do.
+
+    Args:
+        path: of a file.
+        then: what to do, at the end of a sentence.
+
+    Raises:
+        ValueError: where an OSError was raised.
+    """
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
 """Figures of a file of responses, each worked by hand, and what is said of files and functions that do not fit."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -34,6 +35,24 @@ def ids(completions, completion_ids):
 
 def broken(completions):
     raise KeyError("mine")
+
+def nine_tenths(completions):
+    return [0.9] * len(completions)
+
+def not_a_number(completions):
+    return [float("nan") if text == "?" else 1.0 for text in completions]
+
+def endless(completions):
+    return [float("inf")] * len(completions)
+
+def lists(responses):
+    return [[text] for text in responses]
+
+def broken_answers(responses):
+    raise KeyError("mine")
+
+def too_few(responses):
+    return ["1"]
 '''
 ROWS = [
     {"prompt": "p", "answer": "1", "data_source": "a", "responses": ["1", "1", "2", "3"]},
@@ -161,6 +180,53 @@ def test_a_built_in_reward_judges_what_its_rule_says(evaluate):
     assert report["sources"]["data"]["rewards"]["gsm8k_strict"]["mean"] == 0.5
 
 
+def test_a_reward_of_nine_tenths_is_correct_at_nine_tenths(evaluate):
+    _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.9")
+    found = report["sources"]["a"]["rewards"]["nine_tenths"]
+    assert found["pass@1"]["mean"] == 1.0
+    _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.91")
+    assert report["sources"]["a"]["rewards"]["nine_tenths"]["pass@1"]["mean"] == 0.0
+
+
+def test_how_many_are_left_out_is_in_the_table_where_any_are(evaluate):
+    code, _, shown = evaluate("--reward", "rewards.py:some")
+    assert code == 0, shown
+    (head,) = (line for line in shown.splitlines() if "left out" in line)
+    place = [cell.strip() for cell in head.split("┃")].index("left out")
+    cells = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines() if "│ some" in line]
+    assert [row[place] for row in cells] == ["1", "0", "1"]
+    assert "left out" not in evaluate("--reward", "rewards.py:length")[2]
+
+
+def test_names_of_sources_are_shown_as_they_are(evaluate):
+    rows = [{**ROWS[0], "data_source": "[bold]math[/bold] :smile:"}]
+    assert "[bold]math[/bold] :smile:" in evaluate("--reward", "rewards.py:length", rows=rows)[2]
+
+
+def test_the_report_may_go_into_a_new_folder(evaluate):
+    _, report, _ = evaluate("--reward", "rewards.py:length")
+    arguments = ["responses.jsonl", "--reward", "rewards.py:length", "--json", "new/folder/report.json"]
+    assert command.run(arguments) == 0
+    assert json.loads(Path("new/folder/report.json").read_text()) == report
+
+
+def test_intervals_at_none_and_all_hold_them(evaluate):
+    for value in (0.0, 1.0):
+        found = estimate([[value] * 3] * 4)
+        assert found["low"] <= value <= found["high"]
+        assert found["high"] - found["low"] > 0.3
+    assert estimate([[0.0]])["low"] == 0.0
+    assert estimate([[1.0]])["high"] == 1.0
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():
+    for right in itertools.product((0.0, 1.0), repeat=5):
+        found = figures([Judged("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
+        for k in (1, 2, 4, 5):
+            draws = list(itertools.combinations(right, k))
+            assert_close(found[f"pass@{k}"]["mean"], sum(any(draw) for draw in draws) / len(draws))
+
+
 def test_draws_are_powers_of_two_and_all():
     assert [sizes_of_draws(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
@@ -180,6 +246,21 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:right"], [{**ROWS[0], "responses": [3]}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:broken"], ROWS, 1, "reward function 'broken' raised KeyError: 'mine'"),
+        (["--reward", "rewards.py:right", "--answer", "rewards.py:lists"], ROWS, 1, "--answer gave a list, which"),
+        (["--reward", "rewards.py:right", "--answer", "rewards.py:broken_answers"], ROWS, 1, "--answer raised KeyErr"),
+        (["--reward", "rewards.py:right", "--answer", "rewards.py:too_few"], ROWS, 1, "--answer gave 1 answers to 4"),
+        (["--reward", "rewards.py:not_a_number"], ROWS, 1, "reward function 'not_a_number' returned nan"),
+        (["--reward", "rewards.py:endless"], ROWS, 1, "reward function 'endless' returned inf"),
+        (["--reward", "rewards.py:length"], [{"prompt": ["a"], "responses": ["x"]}], 2, "responses.jsonl: 1 of 1 rows"),
+        (
+            ["--reward", "rewards.py:length"],
+            [{**row, "data_source": s} for row, s in zip(ROWS, ("all", "b", "c"), strict=True)],
+            2,
+            "a data_source is called 'all', as the figures of all of them are: rename it",
+        ),
+        (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: nothing is left"),
+        (["--reward", "rewards.py:length", "--correct-at", "nan"], ROWS, 2, "--correct-at must be a number, got nan"),
+        (["--reward", "rewards.py:length", "--json", "rewards.py/x"], ROWS, 2, "cannot write rewards.py/x: "),
         (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "columns are given as ours=yours"),
     ],
 )

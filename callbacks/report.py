@@ -113,10 +113,11 @@ class Report(Callback):
         table = Table(title="Greedy answers to held-out problems", title_justify="left")
         for heading in ("prompt", "before", "after"):
             table.add_column(heading, overflow="fold")
-        if "answer" in after[0]:
+        right = ["ground_truth"] if "ground_truth" in after[0] else []  # under whatever name the data has it
+        for _ in right:
             table.add_column("right answer", overflow="fold")
         for before, now in pairs[: self.num_samples]:
-            texts = [now["prompt"], before["response"], now["response"], *([now["answer"]] if "answer" in now else [])]
+            texts = [now["prompt"], before["response"], now["response"], *(now[name] for name in right)]
             table.add_row(*(str(text).strip()[-300:] for text in texts))
         return table
 

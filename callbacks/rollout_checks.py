@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
 from lightning_rlhf.rewards.scoring import Scoring
@@ -55,6 +56,8 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
             f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
             f"({prompts} prompts x group_size {loop.group_size}); {nearest} would"
         )
+    roles = {f"the {name}": source for name, source in module.sources.items()}
+    check_positions(roles, data.longest_text, loop.max_response_tokens)
     _check_ranks(loop, data, module)
     for batch in _first_prompts(data)[:1]:
         Collector(batch, Scoring(loop.jury), data.tokenizer, size=3 - len(batch)).rehearse()

@@ -11,6 +11,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.types import PromptBatch, Rollout
 
 
 class RolloutLog(Callback):
@@ -36,7 +37,7 @@ class RolloutLog(Callback):
         """One file, and a table when it is due."""
         if trainer.fast_dev_run:
             return
-        rows = self.rows(trainer, pl_module)
+        rows = self.rows(trainer, pl_module, right_answers(pl_module.experience.rollout, batch))
         directory = Path(trainer.default_root_dir) / "rollouts"
         directory.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
@@ -45,8 +46,14 @@ class RolloutLog(Callback):
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._show(rows, trainer.global_step)
 
-    def rows(self, trainer: Trainer, module: RLHFModule) -> list[dict[str, Any]]:
-        """The first responses of the step in plain values."""
+    def rows(self, trainer: Trainer, module: RLHFModule, right: list[Any]) -> list[dict[str, Any]]:
+        """The first responses of the step in plain values.
+
+        Args:
+            trainer: of the run.
+            module: with the step's experience.
+            right: answer to each response's prompt; empty where the data has none.
+        """
         experience = module.experience
         rollout, tokenizer = experience.rollout, trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
@@ -58,6 +65,7 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
+                    **({"ground_truth": right[i]} if right else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
                     "kl": kl[i].item(),
@@ -73,12 +81,28 @@ class RolloutLog(Callback):
         count = min(self.table_rows, len(ranked))
         chosen = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
         table = Table(title=f"Responses of step {step}, best to worst", title_justify="left", expand=False)
-        for heading in ("prompt", "response", "reward", *chosen[0]["rewards"]):
+        told = ("prompt", "response", *(["ground_truth"] if "ground_truth" in chosen[0] else []))
+        for heading in (*told, "reward", *chosen[0]["rewards"]):
             table.add_column(heading, overflow="fold")
         for row in chosen:
             numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
-            table.add_row(_short(row["prompt"]), _short(row["response"]), *numbers)
+            table.add_row(*(_short(str(row[name])) for name in told), *numbers)
         RichConsole(highlight=False, markup=False).print(table)
+
+
+def right_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
+    """The right answer to the prompt of each response, under whatever name the data has it; none where it has none.
+
+    Args:
+        rollout: of this rank's share of the step.
+        batch: this rank's prompts.
+    """
+    known = getattr(batch, "columns", {}).get("ground_truth")  # of a loop of one's own, a batch may be anything
+    if known is None:
+        return []
+    size = len(rollout) // len(rollout.group.unique())
+    prompts = {place: number for number, place in enumerate(batch.places or range(len(batch)))}
+    return [known[prompts[place // size]] for place in rollout.place.tolist()]
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
+from lightning_rlhf.models.positions import positions
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.conventions import TrainerState
@@ -104,11 +105,11 @@ class RolloutLoop(Callback):
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Refuse what cannot work, then start the engine, which gets ready while the models load."""
+        if trainer.fast_dev_run:
+            self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         check_run(self, trainer, pl_module)
         self._pushed = self._validated = None  # of an earlier run with the same callback
         trainer.num_sanity_val_steps = 0  # the validation before training shows as much
-        if trainer.fast_dev_run:
-            self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         tokenizer = trainer.datamodule.tokenizer
         self._stop_token_ids = (tokenizer.eos_token_id, *self.stop_token_ids)
         source = pl_module.sources["actor"]
@@ -123,6 +124,7 @@ class RolloutLoop(Callback):
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        longest = min(longest, positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
         log_file, devices = directory.with_suffix(".log"), gpus(trainer.strategy.root_device)
         self.engine.start(EngineSetup(directory, source.dtype, longest, log_file, devices, source.lora))
 

@@ -1,4 +1,4 @@
-"""``lightning-rlhf data check --config x.yaml``: what a run would make of its data, without any model."""
+"""``lightning-rlhf data check --config x.yaml``: what a run would make of its data; no weight is loaded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.plan import is_made_of
-from lightning_rlhf.cli.understood import ConfigCLI, data_of, understood
+from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.models.positions import check_positions, positions
+from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
@@ -83,8 +85,8 @@ def check(config: Namespace) -> dict[str, Any]:
         config: of ``fit``, parsed.
 
     Returns:
-        The data module's name, a description of each part of the data, the rewards that found what they need, and what
-        would end the run.
+        The data module's name, a description of each part of the data, the rewards that found what they need, what was
+        seen of the models, and what would end the run.
 
     Raises:
         ValueError: the data cannot be read at all, or the configuration has another kind of data.
@@ -96,13 +98,23 @@ def check(config: Namespace) -> dict[str, Any]:
     data.setup("fit")
     parts = {name: described(data, name) for name in data.examples}
     refusals = [report.refusal() for report in data.reports.values() if refuse and report.bad]
-    rewards: list[str] = []
-    try:
-        parts["train"]["batches"] = len(data.train_dataloader())
-        rewards = checked_rewards(config, data)
-    except ValueError as error:
-        refusals.append(str(error))
-    return {"module": type(data).__name__, "data": parts, "rewards": rewards, "refusals": refusals}
+    rewards, models = list[str](), list[str]()
+    for check_part in (
+        lambda: parts["train"].update(batches=len(data.train_dataloader())),
+        lambda: rewards.extend(checked_rewards(config, data)),
+        lambda: models.extend(checked_models(config, data)),
+    ):
+        try:
+            check_part()
+        except ValueError as error:
+            refusals.append(str(error))
+    return {
+        "module": type(data).__name__,
+        "data": parts,
+        "rewards": rewards,
+        "models": models,
+        "refusals": refusals,
+    }
 
 
 def described(data: RowsDataModule, part: str) -> dict[str, Any]:
@@ -117,6 +129,7 @@ def described(data: RowsDataModule, part: str) -> dict[str, Any]:
         "dropped": dict(report.dropped.most_common()),
         "cut": dict(report.cut.most_common()),
         "columns": dict(report.understood.most_common()),
+        "unknown": report.unknown_parts(),
         "tokens": dict(zip(_QUANTILES, quantiles, strict=True)) | {"all": int(lengths.sum())},
         "sample": rendered(batch, data.tokenizer),
     }
@@ -128,8 +141,7 @@ def checked_rewards(config: Namespace, data: RowsDataModule) -> list[str]:
     Raises:
         ValueError: one does not.
     """
-    loops = [own for own in config["trainer"]["callbacks"] or () if is_made_of(own, RolloutLoop)]
-    given = loops[0]["init_args"]["rewards"] if loops else None
+    given = loop_of(config).get("rewards")
     if not given:
         return []
     parser = LightningArgumentParser()
@@ -138,6 +150,40 @@ def checked_rewards(config: Namespace, data: RowsDataModule) -> list[str]:
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
     return [reward.label for reward in rewards]
+
+
+def checked_models(config: Namespace, data: RowsDataModule) -> list[str]:
+    """What is seen of the models in their configurations alone; no weight is loaded.
+
+    A model that is not there yet is no fault of the data: another run may be about to write it.
+
+    Returns:
+        A line for each model, or for why it was not looked at.
+
+    Raises:
+        ValueError: a model knows fewer tokens than the tokenizer, or reads shorter texts than there are.
+    """
+    lines, roles = [], {}
+    for name, source in module_of(config).sources.items():
+        try:
+            own = source.hf_config()
+        except FileNotFoundError as error:
+            lines.append(f"{name}: not compared with the data, because there is {error}")
+            continue
+        roles[f"the {name}"] = source
+        limit = positions(own)
+        reads = "texts of any length" if limit is None else f"{limit} positions"
+        lines.append(f"{name}: {own.get_text_config().vocab_size} tokens, {reads}")
+    if roles:
+        check_vocabularies(roles, data.tokenizer)
+        check_positions(roles, data.longest_text, loop_of(config).get("max_response_tokens") or 0)
+    return lines
+
+
+def loop_of(config: Namespace) -> Namespace:
+    """The arguments of a configuration's RolloutLoop; none where it has none."""
+    loops = [own for own in config["trainer"]["callbacks"] or () if is_made_of(own, RolloutLoop)]
+    return loops[0]["init_args"] if loops else Namespace()
 
 
 def rendered(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
@@ -181,6 +227,8 @@ def shown(found: dict[str, Any]) -> str:
         lines += _counted("cut", part["cut"])
         told = ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items())
         lines.append(f"  tokens: {told}")
+        if part["unknown"]:
+            lines.append(f"  {part['unknown']}")
         if "batches" in part:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for what, sample in part["sample"].items():
@@ -189,6 +237,8 @@ def shown(found: dict[str, Any]) -> str:
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if found["rewards"]:
         lines += ["", f"rewards that find all they need: {', '.join(found['rewards'])}"]
+    if found["models"]:
+        lines += ["", *found["models"]]
     return "\n".join(lines)
 
 

@@ -72,7 +72,11 @@ class AnswersDataModule(RowsDataModule):
             what: it is, for what is said of it.
             first: message from which on is marked.
         """
-        return Marked(*chat_of(self.tokenizer, fields, self.chat_template_kwargs).marked(messages, what, first))
+        chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
+        ids, said = chat.marked(messages, what, first)
+        if self.tokenizer.unk_token_id in ids:
+            self.note_unknown(chat.render(messages, what))
+        return Marked(ids, said)
 
     def fit_marked(self, text: Marked, what: str) -> Marked:
         """The text, cut to ``max_tokens`` if that is what is to be done with a longer one.

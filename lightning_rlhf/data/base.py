@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,10 @@ from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, Sampl
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_rows
 from lightning_rlhf.data.samplers import Sampler
-from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer
+from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_in
 from lightning_rlhf.seeding import run_seed
+
+log = logging.getLogger(__name__)
 
 
 class RowsDataModule(LightningDataModule):
@@ -86,6 +89,7 @@ class RowsDataModule(LightningDataModule):
         self._keys: list[Any] = []
         self._report = RowReport("data")
         self._cut: str | None = None  # what was cut of the present row
+        self._unknown: list[str] = []  # what the tokenizer does not know of it
 
     @abstractmethod
     def convert(self, fields: Fields) -> Any:
@@ -114,6 +118,18 @@ class RowsDataModule(LightningDataModule):
                 source, f"{name} data", self._training_row if name == "train" else self._row, self.on_bad_row,
                 self._report, bad_rows,
             )  # fmt: skip
+            if self._report.unknown and self.trainer is not None and self.trainer.is_global_zero:
+                log.warning("%s: %s", self._report.name, self._report.unknown_parts())
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text of all parts of the data."""
+        every = (example for examples in self.examples.values() for example in examples)
+        return max(map(self.longest, every), default=0)
+
+    def longest(self, example: Any) -> int:
+        """Tokens of the longest text of an example."""
+        return self.tokens(example)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """This rank's share of shuffled whole batches."""
@@ -151,11 +167,14 @@ class RowsDataModule(LightningDataModule):
         return self.bad_rows
 
     def _row(self, row: Row) -> Any:
-        fields, self._cut = self.columns.find(row), None
+        fields, self._cut, self._unknown = self.columns.find(row), None, []
         example = self.convert(fields)
         self._report.understood[fields.described()] += 1
         if self._cut is not None:
             self._report.cut[self._cut] += 1
+        if self._unknown:
+            self._report.unknown.update(self._unknown)
+            self._report.unknown_rows += 1
         return example
 
     def _training_row(self, row: Row) -> Any:
@@ -193,7 +212,14 @@ class RowsDataModule(LightningDataModule):
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.tokenizer.unk_token_id in ids:
+            self.note_unknown(text)
+        return ids
+
+    def note_unknown(self, text: str) -> None:
+        """Report what the tokenizer does not know of a text of the present row."""
+        self._unknown += unknown_in(self.tokenizer, text)
 
     def excess(self, tokens: int, what: str) -> int:
         """How many tokens are to be cut, 0 if none.

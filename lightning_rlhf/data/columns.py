@@ -133,6 +133,10 @@ class Columns:
             if ours is not None:
                 names[ours] = self.given[ours]
                 continue
+            known_as = next(((ours, self.given[theirs]) for ours, theirs in question if theirs in self.given), None)
+            if known_as is not None:  # {answer: result}: what answers are known to be, it is too
+                names.update([known_as])
+                continue
             filled, empty = list[tuple[str, str]](), list[tuple[str, str]]()
             for pair in question:
                 value = _NOTHING if pair[1] in claimed else _found(row, pair[1])

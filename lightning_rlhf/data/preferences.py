@@ -89,6 +89,10 @@ class PreferenceDataModule(AnswersDataModule):
         """Of both texts."""
         return len(example[0].ids) + len(example[1].ids)
 
+    def longest(self, example: _Pair) -> int:
+        """Of the longer text."""
+        return max(len(example[0].ids), len(example[1].ids))
+
     def collate(self, examples: list[_Pair], numbers: list[int], places: list[int], epoch: int) -> PreferenceBatch:
         """Both texts right-padded, each side to its own width."""
         chosen, rejected, margins = zip(*examples, strict=True)

@@ -37,6 +37,8 @@ class RowReport:
         dropped: reason to number of rows.
         cut: what was cut to fit, to number of rows; they are in use.
         understood: which column was taken for what, to number of rows in use.
+        unknown: parts of the texts in use that the tokenizer does not know, to how often they occur.
+        unknown_rows: rows with such parts.
         bad: how many of the dropped rows are faults of the data; the others are left out on purpose.
         first_bad: where the first of them stand, and the first for each further reason, and why they cannot be used.
     """
@@ -46,6 +48,8 @@ class RowReport:
     dropped: Counter[str] = field(default_factory=Counter)
     cut: Counter[str] = field(default_factory=Counter)
     understood: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+    unknown_rows: int = 0
     bad: int = 0
     first_bad: list[str] = field(default_factory=list)
 
@@ -58,6 +62,15 @@ class RowReport:
         rare = self.dropped[reason.kind] == 1 and len(self.first_bad) < 2 * _SHOWN
         if len(self.first_bad) < _SHOWN or rare:  # a file may hold millions of bad rows
             self.first_bad.append(f"{where}: {reason}")
+
+    def unknown_parts(self) -> str:
+        """What is said where the tokenizer does not know all of the texts; nothing where it does."""
+        if not self.unknown:
+            return ""
+        shown = ", ".join(f"{part!r} {n}" for part, n in self.unknown.most_common(_SHOWN))
+        more = f" and {len(self.unknown) - _SHOWN} others" if len(self.unknown) > _SHOWN else ""
+        rows = f"{self.unknown_rows} of {self.kept} rows"
+        return f"the tokenizer does not know {self.unknown.total()} parts of the texts in {rows}: {shown}{more}"
 
     def refusal(self) -> str:
         """What is said where bad rows end a run."""

@@ -93,6 +93,19 @@ class BytePairTokenizer:
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
 
+def unknown_in(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """The parts of a text that become the token for what a tokenizer does not know, each as often as it does."""
+    unknown = tokenizer.unk_token_id
+    # Some tokenizers know everything, and give the name of their end token for the sake of having one.
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return []
+    if not tokenizer.is_fast:  # it does not tell where a token comes from
+        return [str(tokenizer.unk_token)] * tokenizer(text, add_special_tokens=False)["input_ids"].count(unknown)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    return [text[start:end] for token, (start, end) in places if token == unknown]
+
+
 def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, hub id or source.
 

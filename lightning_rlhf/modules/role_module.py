@@ -17,6 +17,7 @@ import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies fo
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
 from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.kept_roles import KeptRoles
 from lightning_rlhf.modules.sums import Sums
@@ -81,7 +82,8 @@ class RoleModule(KeptRoles):
         """Refuse, before any model is loaded, what the run could not do or could not keep.
 
         That is: scaled gradients, which several optimizers would clip before they are unscaled; models that read other
-        token ids than the data has; optimizers whose state no checkpoint could give to another number of processes.
+        token ids than the data has, or shorter texts; optimizers whose state no checkpoint could give to another number
+        of processes.
         """
         if self.trainer.precision == "16-mixed":
             raise ValueError(
@@ -92,8 +94,10 @@ class RoleModule(KeptRoles):
                 f"precision must be 32-true or bf16-mixed, got {self.trainer.precision}; to keep whole models in "
                 f"bfloat16, give their sources dtype: bfloat16"
             )
-        tokenizer = getattr(self.trainer.datamodule, "tokenizer", None)  # type: ignore[attr-defined]
-        check_vocabularies({f"the {name}": source for name, source in self.sources.items()}, tokenizer)
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        roles = {f"the {name}": source for name, source in self.sources.items()}
+        check_vocabularies(roles, getattr(data, "tokenizer", None))
+        check_positions(roles, getattr(data, "longest_text", 0))
         strategy = self.trainer.strategy
         if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
             for name in self.trained_roles:

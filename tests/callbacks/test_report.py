@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lightning_rlhf.callbacks import MetricsCSV, Report, complete
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.rewards.adapter import RewardFunction
 from tests.callbacks.conftest import ROWS
 
 
@@ -60,12 +61,24 @@ def test_without_validation_or_training_there_is_no_progress_to_show(rows):
 def test_answers_that_changed_come_first():
     report = Report(num_samples=2)
     report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]
-    after = [{"prompt": p, "response": r, "answer": "x"} for p, r in (("p1", "same"), ("p2", "new"), ("p3", "alike"))]
+    said = (("p1", "same"), ("p2", "new"), ("p3", "alike"))
+    after = [{"prompt": p, "response": r, "ground_truth": "x"} for p, r in said]
     table = report.answers(after)
     assert table.row_count == 2
     assert words(table, "p2") == ["p2", "old", "new", "x"]
     assert words(table, "p1") == ["p1", "same", "same", "x"]
     assert Report().answers([]) is None
+
+
+def test_the_right_answer_is_shown_under_whatever_name_the_data_has_it(run, capsys):
+    rows = InMemory([{"prompt": letter, "result": f"{letter}!"} for letter in "abcd"])
+    judge = RewardFunction(lambda completions, result: [0.0] * len(completions), name="judge")
+    data = {"train": rows, "val": rows, "columns": {"ground_truth": "result"}}
+    callbacks = [MetricsCSV(), Report(num_samples=4)]
+    run(data=data, loop={"rewards": [judge]}, callbacks=callbacks, trainer={"limit_val_batches": None}).fit()
+    shown = capsys.readouterr().out
+    assert "right answer" in shown
+    assert all(f"{letter}!" in shown for letter in "abcd")
 
 
 def test_seconds_and_shares_add_up_and_the_rest_is_named():

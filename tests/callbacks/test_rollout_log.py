@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from lightning_rlhf.callbacks import RolloutLog
+from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
 from lightning_rlhf.callbacks.rollout_log import _short
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.rewards.adapter import RewardFunction
 
 
 def rows_of(directory, step):
@@ -23,6 +25,25 @@ def test_each_step_leaves_a_file_with_every_response(run, tmp_path):
     assert {row["policy_version"] for row in rows} == {1}
     assert [row["reward"] for row in rows_of(tmp_path, 1)] == [row["rewards"]["exact"] for row in rows_of(tmp_path, 1)]
     assert rows_of(tmp_path, 1)[0]["rewards"] == {"exact": 1.0}
+
+
+ANSWERS = {"a": "1", "bb": "2", "ccc": "3", "d": "4"}
+
+
+@pytest.mark.parametrize("columns", [{"ground_truth": "result"}, {"answer": "result"}, {"ground_truth": "deep.result"}])
+@pytest.mark.parametrize("sampling", [None, DynamicSampling(prompts_per_step=2)])
+def test_the_right_answer_stands_beside_each_response_under_whatever_name_the_data_has_it(
+    run, tmp_path, columns, sampling
+):
+    rows = [{"prompt": prompt, "result": answer, "deep": {"result": answer}} for prompt, answer in ANSWERS.items()]
+    judge = RewardFunction(lambda completions: [float(i % 2) for i in range(len(completions))], name="judge")
+    loop = {"rewards": [judge], "group_size": 2, "dynamic_sampling": sampling}
+    data = {"train": InMemory(rows), "columns": columns, "batch_size": 4 if sampling else 2}
+    run(loop=loop, data=data, callbacks=[RolloutLog(table_every_n_steps=0)]).fit()
+    found = rows_of(tmp_path, 1)
+    assert len(found) == 4
+    assert [row["ground_truth"] for row in found] == [ANSWERS[row["prompt"]] for row in found]
+    assert len({row["prompt"] for row in found}) == 2
 
 
 def test_no_more_rows_than_asked_for(run, tmp_path):

@@ -5,7 +5,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import yaml
@@ -18,6 +18,7 @@ TOKENIZER = {
     "class_path": "lightning_rlhf.data.tokenizers.CharacterTokenizer",
     "init_args": {"characters": CHARACTERS},
 }
+NOTHING = MappingProxyType({})
 
 
 def needs_level(completions, level):
@@ -28,15 +29,17 @@ def needs_level(completions, level):
 def checked(config, tmp_path, capsys):
     """Runs ``data check`` with a configuration whose data are these rows."""
 
-    def checked(*arguments, given=None, rows=None, rewards=None, **data):
+    def checked(*arguments, given=None, rows=None, rewards=None, architecture=NOTHING, loop=NOTHING, **data):
         given = copy.deepcopy(given or config)
         own = given["data"]["init_args"]
         if rows is not None:
             path = tmp_path / "x.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             own |= {"train": str(path), "tokenizer": TOKENIZER, "batch_size": 2}
+            given["model"]["init_args"]["actor"]["init_args"]["architecture"] |= {"vocab_size": 36} | architecture
         if rewards is not None:
             given["trainer"]["callbacks"][0]["init_args"]["rewards"] = rewards
+        given["trainer"]["callbacks"][0]["init_args"] |= loop
         given["data"]["class_path"] = data.pop("kind", given["data"]["class_path"])
         own |= data
         path = tmp_path / "x.yaml"
@@ -73,6 +76,9 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
         "    ground_truth = so",
         "",
         "rewards that find all they need: exact",
+        "",
+        "actor: 36 tokens, 64 positions",
+        "critic: 36 tokens, 64 positions",
     ]
 
 
@@ -106,7 +112,7 @@ def test_texts_show_what_is_learnt_from(checked, config):
 def test_pairs_and_judged_texts(checked, kind, row, expected):
     found = checked(rows=[row, row], kind=kind, rewards=[])
     assert found.code == 0
-    assert found.out.splitlines()[-len(expected) :] == expected
+    assert "\n".join(expected) in found.out
 
 
 def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skipped(checked):
@@ -171,6 +177,90 @@ def test_json_says_the_same(checked):
     assert train["tokens"] == {"least": 4, "5 %": 4.5, "median": 9, "95 %": 13.5, "most": 14, "all": 18}
     sample = {"text": "why?", "tokens": 4, "learnt": 0, "columns": {"answer": "so", "ground_truth": "so"}}
     assert train["sample"] == {"prompt": sample}
+
+
+# -- the data and the models -------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_would_end_the_run(checked):
+    found = checked(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
+    assert found.code == 2
+    assert "the tokenizer knows 36 tokens, the actor only 20: give the tokenizer that belongs to the actor" in found.err
+
+
+def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_run(checked):
+    rows = [{"prompt": "naïve café?"}, {"prompt": "why?"}, {"prompt": "à la café"}]
+    found = checked(rows=rows, rewards=[])
+    assert found.code == 0
+    assert "  the tokenizer does not know 4 parts of the texts in 2 of 3 rows: 'é' 2, 'ï' 1, 'à' 1" in found.out
+    assert "does not know" not in checked(rows=rows[1:2] * 2, rewards=[]).out
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "loop", "told"),
+    [
+        (
+            [{"prompt": "a" * 10}, {"prompt": "b"}],
+            "lightning_rlhf.PromptDataModule",
+            {"max_response_tokens": 60},
+            "the longest prompt has 10 tokens and a response up to 60 (max_response_tokens), 70 together, and the "
+            "actor reads at most 64 (max_position_embeddings): give max_response_tokens: 54 or less",
+        ),
+        (
+            [{"prompt": "a" * 64}, {"prompt": "b"}],
+            "lightning_rlhf.PromptDataModule",
+            {},
+            "the longest prompt has 64 tokens and a response up to 4 (max_response_tokens), 68 together, and the actor "
+            "reads at most 64 (max_position_embeddings): under data.init_args give max_tokens: 63 with too_long: drop",
+        ),
+    ],
+)
+def test_texts_longer_than_the_model_s_positions_would_end_the_run_and_fit_says_the_same(
+    checked, fit, config, tmp_path, rows, kind, loop, told
+):
+    found = checked(rows=rows, rewards=[], kind=kind, loop=loop, max_tokens=100)
+    assert found.code == 2
+    assert f"lightning-rlhf: {told}" in found.err
+    given = yaml.safe_load((tmp_path / "x.yaml").read_text())
+    given["trainer"]["callbacks"][0]["init_args"]["rewards"] = [{"function": "lightning_rlhf.data.addition.exact"}]
+    for row in rows:
+        row["answer"] = "so"
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given["model"]["init_args"]["minibatch_size"] = 2
+    result = fit(given)
+    assert result.code == 2
+    assert result.err.startswith(f"lightning-rlhf: {told}")
+
+
+def test_pairs_are_as_long_as_the_longer_of_the_two(checked):
+    row = {"prompt": "a" * 30, "chosen": "b" * 30, "rejected": "c" * 10}
+    kind = "lightning_rlhf.PreferenceDataModule"
+    fits = checked(rows=[row, row], kind=kind, rewards=[], loop={"max_response_tokens": 3}, max_tokens=100)
+    assert fits.code == 0, fits.err
+    found = checked(rows=[{**row, "chosen": "b" * 60}] * 2, kind=kind, rewards=[], max_tokens=100)
+    assert (found.code, "the longest prompt has 91 tokens" in found.err) == (2, True)
+
+
+def test_a_model_that_is_not_there_yet_is_no_fault_of_the_data(checked, config, tmp_path):
+    config["model"]["init_args"]["actor"] = "runs/later/export"
+    path = tmp_path / "only.yaml"
+    path.write_text(yaml.safe_dump(config))
+    found = checked(given=config)
+    assert (found.code, found.err) == (0, "")
+    assert "actor: not compared with the data, because there is no model at 'runs/later/export'" in found.out
+
+
+def test_a_model_by_its_path_is_looked_at_without_its_weights(checked, config, tiny_export, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "empty" / name).write_bytes((tiny_export / name).read_bytes())
+    (tmp_path / "empty/model.safetensors").write_text("no weights at all")
+    config["model"]["init_args"]["actor"] = str(tmp_path / "empty")
+    found = checked(given=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
+    assert found.code == 2
+    assert "the actor reads at most 256 (max_position_embeddings)" in found.err
+    other = checked(given=config)
+    assert "the actor was made with another tokenizer" in other.err
 
 
 def test_options_of_fit_change_what_is_checked(checked):

@@ -156,7 +156,7 @@ def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, jud
     result = fit(judged_by("faulty"))
     assert result.code == 1
     *traceback, last = result.err.splitlines()
-    assert last == "lightning-rlhf: reward function 'faulty' raised KeyError: 'the faulty one'"
+    assert last.startswith("lightning-rlhf: reward function 'faulty' raised KeyError: 'the faulty one' (")
     assert traceback[-1] == "KeyError: 'the faulty one'"
     assert any("in faulty" in line for line in traceback)
     assert len(CALLS) == 2
@@ -193,6 +193,36 @@ def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training
         "lightning-rlhf: vLLM samples at temperatures from 0.01 to 2.0, got 2.5: "
         "take one of these or TransformersEngine\n"
     )
+
+
+@pytest.mark.parametrize("engine", ["vllm_engine.VLLMEngine", "transformers_engine.TransformersEngine"])
+def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_starts(fit, config, monkeypatch, engine):
+    def start(*given):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+    monkeypatch.setattr(f"lightning_rlhf.rollout.{engine}.start", start)
+    loop = config["trainer"]["callbacks"][0]["init_args"]
+    loop |= {"engine": {"class_path": f"lightning_rlhf.rollout.{engine}"}, "max_response_tokens": 100}
+    result = fit(config)
+    assert result.code == 2
+    assert result.err == (
+        "lightning-rlhf: the longest prompt has 8 tokens and a response up to 100 (max_response_tokens), 108 together, "
+        "and the actor reads at most 64 (max_position_embeddings): give max_response_tokens: 56 or less\n"
+    )
+
+
+def test_a_longer_limit_for_prompts_than_the_model_reads_is_no_trouble_where_prompts_are_short(fit, config):
+    config["data"]["init_args"]["max_tokens"] = 1024
+    assert fit(config).code == 0
+
+
+def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, config, monkeypatch):
+    config["data"]["init_args"]["tokenizer"]["init_args"]["characters"] = "0123456789+: "
+    result = fit(config)
+    assert result.code == 0
+    told = "train data: the tokenizer does not know 12 parts of the texts in 12 of 12 rows: '=' 12"
+    assert result.out.index(told) < result.out.index("Rollouts by ")
 
 
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):

@@ -1,0 +1,53 @@
+"""How long a text a model reads, known from its configuration alone."""
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.models.positions import check_positions, positions
+from tests.stand_ins import TINY_LLAMA
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "expected"),
+    [
+        ("llama", {"max_position_embeddings": 64}, 64),
+        ("gpt2", {"n_positions": 32}, 32),
+        ("opt", {"max_position_embeddings": 48}, 48),
+        ("bloom", {}, None),
+        ("mamba", {}, None),
+        ("llama", {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 256),
+        (
+            "llama",
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4,
+                },
+            },
+            64,
+        ),
+    ],
+    ids=["rope", "learnt", "opt", "alibi", "recurrent", "linear", "yarn"],
+)  # fmt: skip
+def test_positions_of_architectures(model_type, given, expected):
+    assert positions(CONFIG_MAPPING[model_type](**given)) == expected
+
+
+def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_fit():
+    roles = {"the actor": FromConfig(TINY_LLAMA | {"max_position_embeddings": 64})}
+    check_positions(roles, 64)
+    check_positions(roles, 60, 4)
+    with pytest.raises(
+        ValueError, match=r"^the longest text has 65 tokens, and the actor reads at most 64 .* max_tokens: 64"
+    ):
+        check_positions(roles, 65)
+    with pytest.raises(ValueError, match=r"give max_response_tokens: 4 or less$"):
+        check_positions(roles, 60, 5)
+
+
+def test_every_role_is_asked():
+    roles = {"the actor": FromConfig(TINY_LLAMA | {"max_position_embeddings": 64})}
+    roles["the reward_model"] = FromConfig(TINY_LLAMA | {"max_position_embeddings": 32})
+    with pytest.raises(ValueError, match="and the reward_model reads at most 32"):
+        check_positions(roles, 20, 20)

@@ -25,8 +25,8 @@ class SFTModule(RoleModule):
         lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
         packing: lay the texts of a forward pass behind each other without padding; none sees another, which is tried
             on the model before the first update. What is learnt is the same, to rounding. It pays with attention that
-            skips what is masked (``attn_implementation`` flash_attention_2 in the model's configuration); sdpa and
-            eager work out every pair of tokens in a forward pass, so that ``micro_batch_tokens`` should then be small.
+            skips what is masked, such as flash_attention_2; sdpa and eager work out every pair of tokens of a forward
+            pass, so that ``micro_batch_tokens`` should then be small.
         micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
         max_grad_norm: gradients are clipped to this global norm; None leaves them.
     """

@@ -71,7 +71,8 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
         _end_where_trained_to(directory, tokenizer)
     told = {"step": origin.step, **origin.metrics}
     (directory / "metrics.json").write_text(json.dumps(told, indent=2) + "\n")
-    (directory / "README.md").write_text(card(origin), encoding="utf-8")
+    alone = (directory / "adapter_config.json").is_file()
+    (directory / "README.md").write_text(card(origin, alone), encoding="utf-8")
 
 
 def _end_where_trained_to(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -84,13 +85,18 @@ def _end_where_trained_to(directory: Path, tokenizer: PreTrainedTokenizerBase) -
         config.save_pretrained(directory)
 
 
-def card(origin: Origin) -> str:
-    """The model card, in Markdown with the hub's header."""
+def card(origin: Origin, alone: bool) -> str:
+    """The model card, in Markdown with the hub's header.
+
+    Args:
+        origin: of the model.
+        alone: whether it is LoRA adapters by themselves.
+    """
     module, source = origin.module, origin.module.sources[origin.role]
     algorithm = type(module).__name__.removesuffix("Module")
     causal = origin.role == "actor"
     header = {
-        "library_name": "transformers",
+        "library_name": "peft" if alone else "transformers",
         "pipeline_tag": "text-generation" if causal else "text-classification",
         "tags": ["lightning-rlhf", algorithm.lower()],
     }
@@ -107,7 +113,8 @@ def card(origin: Origin) -> str:
         "versions": ", ".join(f"{name} {_version(name)}" for name in _VERSIONS),
     }
     if source.lora is not None:
-        facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}"
+        where = "by itself, to be put onto the base model" if alone else "merged into the weights"
+        facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}, {where}"
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]

@@ -127,24 +127,27 @@ def python(report: Report) -> None:
 
 
 def packages(report: Report) -> None:
-    """What must be there, and what is there of what may be."""
-    always = {requirement.name for extra, requirement in requirements()[1] if not extra}
+    """What must be there, and what is there of what may be; each once, whatever several extras want of it."""
+    supported, extras = dict[str, SpecifierSet](), dict[str, list[str]]()
     for extra, requirement in requirements()[1]:
+        if extra == "dev" or not _applies(requirement, extra):
+            continue
+        name = requirement.name
         # Of what is needed anyway an extra may want one version; whether it got that is seen where it is examined.
-        if extra == "dev" or not _applies(requirement, extra) or (extra and requirement.name in always):
+        if "" in (wanted := extras.setdefault(name, [])):
             continue
-        name, supported = requirement.name, str(requirement.specifier)
-        version = _version(name)
-        install = f"pip install '{name}{supported}'"
+        wanted.append(extra)
+        supported[name] = supported.get(name, SpecifierSet()) & requirement.specifier
+    for name, wanted in extras.items():
+        version, install = _version(name), f"pip install '{name}{supported[name]}'"
         if version is None:
-            missing = f"{name} is missing: {install}"
-            report.add(
-                "packages", name, f"not installed (extra {extra})" if extra else "missing", "" if extra else missing
-            )
+            by = f"not installed (extra {' and '.join(wanted)})"
+            always = "" in wanted
+            report.add("packages", name, "missing" if always else by, f"{name} is missing: {install}" * always)
             continue
-        fits = requirement.specifier.contains(version, prereleases=True)
+        fits = supported[name].contains(version, prereleases=True)
         wrong = f"{name} {version} is not supported: {install}"
-        report.add("packages", name, f"{version} (supported: {supported or 'any'})", "" if fits else wrong)
+        report.add("packages", name, f"{version} (supported: {supported[name] or 'any'})", "" if fits else wrong)
 
 
 def _applies(requirement: Requirement, extra: str) -> bool:
@@ -186,14 +189,14 @@ def memory(report: Report, directory: Path) -> None:
         report.add("memory", str(_SHM), finding, small if usage.total < _SHM_GIB * _GIB else "")
     existing = next(folder for folder in (directory.absolute(), *directory.absolute().parents) if folder.exists())
     usage = shutil.disk_usage(existing)
-    fault = ""
+    finding, fault = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free", ""
     if usage.free < _DISK_GIB * _GIB:
         fault = f"the disk of {directory} has {usage.free / _GIB:.2f} GiB left: no checkpoint fits"
-    elif not os.access(existing, os.W_OK):
-        fault = f"runs cannot be written to {directory}: {existing} may not be written to"
-    finding = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
-    if not fault:
-        finding += f"; written at {write_speed(existing) / 2**20:.0f} MiB/s"
+    else:
+        try:
+            finding += f"; written at {write_speed(existing) / 2**20:.0f} MiB/s"
+        except OSError as error:
+            fault = f"runs cannot be written to {directory}: {existing}: {error.strerror}"
     report.add("memory", str(directory), finding, fault)
 
 
@@ -261,10 +264,10 @@ def _version(package: str) -> str | None:
 
 
 def _answer(*command: str) -> str:
-    """What a program says; its last error where it fails, nothing where it is missing or does not answer."""
+    """What a program says; its last error where it fails, nothing where it cannot be run or does not answer."""
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(command, env=offline, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return (done.stdout if done.returncode == 0 else done.stderr).strip()

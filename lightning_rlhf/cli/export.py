@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import seed_everything
+from safetensors import SafetensorError
 from torch import nn
 
 from lightning_rlhf.callbacks.exported import Origin, check_adapter, complete_export
@@ -49,9 +51,10 @@ def run(arguments: list[str]) -> int:
     given, further = parser.parse_known_args(arguments)
     config = understood(["--config", str(given.config), *further])
     try:
-        if given.to.exists() and (given.to.is_file() or any(given.to.iterdir())):
+        to = Path(os.path.abspath(given.to))  # "." has a name then
+        if to.exists() and (to.is_file() or any(to.iterdir()) or to == Path.cwd()):
             raise ValueError(f"{given.to} is there already: choose another directory, or remove it")
-        step = export(config, given.config, given.checkpoint, given.to, given.role, given.adapter)
+        step = export(config, given.config, given.checkpoint, to, given.role, given.adapter)
     except Exception as error:
         if not is_for_users(error):
             raise
@@ -77,7 +80,7 @@ def export(config: Any, file: Path, name: str, to: Path, role: str | None, adapt
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is damaged or another run's, or the run trains no such model.
+        ValueError: it is damaged or another run's, the run trains no such model, or it cannot be written.
     """
     seed_everything(config["seed_everything"], verbose=False)  # weights that LoRA is put beside may be drawn from it
     module, data = module_of(config), data_of(config)
@@ -93,14 +96,20 @@ def export(config: Any, file: Path, name: str, to: Path, role: str | None, adapt
     with quiet_transformers():
         setattr(module, role, module.build_role(role))
         rest = load(checkpoint, module, role)
-        draft = to.with_name(f"{to.name}.new")
-        shutil.rmtree(draft, ignore_errors=True)
-        module.export(draft, adapter=adapter)
     metrics = {key: float(value) for key, value in rest.get("lightning_rlhf", {}).get("metrics", {}).items()}
     own = checkpoint.parent.parent / "config.yaml"
     origin = Origin(module, role, data, own if own.is_file() else file, rest["global_step"], metrics)
-    complete_export(draft, origin, tokenizer)
-    draft.replace(to)
+    draft = to.with_name(f".{to.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+    try:
+        with quiet_transformers():
+            module.export(draft, adapter=adapter)
+        complete_export(draft, origin, tokenizer)
+        draft.replace(to)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write {to}: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
     return origin.step
 
 

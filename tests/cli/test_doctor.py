@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from lightning_rlhf.cli import doctor
 from lightning_rlhf.cli.cluster import cluster
@@ -135,6 +137,25 @@ def test_a_missing_package_is_a_fault_and_a_missing_extra_is_not(report, version
     assert findings(report, "packages")["deepspeed"] == "not installed (extra deepspeed)"
 
 
+def test_what_several_extras_want_is_listed_once(report, versions):
+    versions["httpx"] = None
+    doctor.packages(report)
+    names = [name for section, name, _ in report.rows if section == "packages"]
+    assert len(names) == len(set(names))
+    assert findings(report, "packages")["httpx"] == "not installed (extra judge and serve)"
+    assert report.faults == []
+
+
+def test_what_several_extras_want_must_suit_them_all(report, versions, monkeypatch):
+    listed = [("a", Requirement("httpx>=0.28")), ("b", Requirement("httpx<0.30")), ("dev", Requirement("httpx==1"))]
+    monkeypatch.setattr(doctor, "requirements", lambda: (SpecifierSet(), listed))
+    for version, faults in (("0.28", 0), ("0.27", 1), ("0.30", 1)):
+        versions["httpx"] = version
+        found = doctor.Report()
+        doctor.packages(found)
+        assert len(found.faults) == faults
+
+
 def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
     versions["deepspeed"] = "0.16.2"
     doctor.packages(report)
@@ -178,10 +199,15 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
         f"the disk of {tmp_path / 'runs'} has 0.06 GiB left",
     ]
     monkeypatch.undo()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
     closed = doctor.Report()
-    doctor.memory(closed, tmp_path / "runs")
-    assert closed.faults == [f"runs cannot be written to {tmp_path / 'runs'}: {tmp_path} may not be written to"]
+    doctor.memory(closed, Path("/proc/runs"))  # where even root makes no file
+    assert closed.faults == ["the disk of /proc/runs has 0.00 GiB left: no checkpoint fits"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
+    for directory, told in (("/proc/runs", "/proc: "), (tmp_path / "file", f"{tmp_path / 'file'}: Not a directory")):
+        (tmp_path / "file").touch()
+        closed = doctor.Report()
+        doctor.memory(closed, Path(directory))
+        assert closed.faults[0].startswith(f"runs cannot be written to {directory}: {told}")
 
 
 @pytest.mark.parametrize(

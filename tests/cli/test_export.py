@@ -2,6 +2,7 @@
 
 import copy
 import json
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lightning_rlhf.cli import export as command
+from lightning_rlhf.cli import generate
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
 
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
 EXPORTS = {"class_path": "lightning_rlhf.callbacks.HFExport", "init_args": {"every_n_steps": 1}}
@@ -85,7 +88,50 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
     assert export("--config", str(run / "config.yaml"), "--to", "alone", "--adapter") == (0, "")
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files_of(Path("alone")).keys()
     assert "model.safetensors" not in files_of(Path("alone"))
-    assert "| LoRA | rank 2, alpha 4 |" in Path("alone/README.md").read_text()
+    for name, library, told in (
+        ("alone", "peft", "by itself, to be put onto the base model"),
+        ("merged", "transformers", "merged into the weights"),
+    ):
+        card = Path(name, "README.md").read_text()
+        assert f'library_name: "{library}"' in card
+        assert f"| LoRA | rank 2, alpha 4, {told} |" in card
+
+
+def test_an_export_that_fails_or_was_killed_leaves_nothing_half_and_nothing_of_others(trained, export, monkeypatch):
+    run = trained()
+    neighbour, killed = Path("out.new"), Path(".out.partial")
+    for folder in (neighbour, killed):
+        folder.mkdir()
+        (folder / "file").write_text("mine")
+    arguments = ("--config", str(run / "config.yaml"), "--to", "out")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))  # as a disk that is full
+    try:
+        code, said = export(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert said.startswith(f"lightning-rlhf: cannot write {Path('out').absolute()}: ")
+    assert "File too large" in said
+    assert not Path("out").exists()
+    assert not killed.exists()
+    assert export(*arguments) == (0, "")
+    assert files_of(Path("out")) == files_of(run / "export")
+    assert (neighbour / "file").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.parametrize("lora", [False, True])
+def test_vllm_and_transformers_give_the_same_answers_of_it(trained, export, capsys, lora):
+    run = trained(lora=lora)
+    assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i + 3}="}) + "\n" for i in range(20)))
+    for engine in ("vllm", "transformers"):
+        given = ["--model", "out", "--engine", engine, "--temperature", "0", "--max-tokens", "8"]
+        assert generate.run([*given, "--prompts", "prompts.jsonl", "--to", f"{engine}.jsonl"]) == 0, capsys.readouterr()
+    assert Path("vllm.jsonl").read_bytes() == Path("transformers.jsonl").read_bytes()
 
 
 def test_another_role_is_a_classifier_of_one_label(trained, export):
@@ -126,6 +172,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
     ("arguments", "told"),
     [
         (["--to", "runs"], "runs is there already: choose another directory, or remove it"),
+        (["--to", "."], ". is there already: choose another directory, or remove it"),
         (["--to", "out", "--role", "ref"], "the run trains actor, critic, and no ref: choose --role among them"),
         (["--to", "out", "--adapter"], "--adapter writes LoRA adapters by themselves, and this run exports its actor,"),
         (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),

@@ -16,6 +16,7 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.rewards.adapter import RewardFunction
@@ -107,7 +108,7 @@ class PolicyCheck(Callback):
         longest = max(map(len, ids)) + self.max_response_tokens
         engine.start(EngineSetup(directory, self.policy.dtype, longest, directory / "engine.log"))
         policy = replace(self.policy, lora=None).causal()  # adapters that nobody has trained change nothing
-        engine.update_weights(((n, p.detach()) for n, p in policy.lm.named_parameters()), version=0)
+        engine.update_weights(whole_tensors(policy.lm), version=0)
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]
         return collect(batch, engine.generate(ids, sampling, seeds), [self.rule] if self.rule else [], tokenizer)

@@ -15,8 +15,10 @@ from transformers import GenerationConfig
 from lightning_rlhf.cli.answering import Answer, Prompt, plain
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.rows import OnBadRow
 from lightning_rlhf.models.loading import Dtype, Pretrained
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
@@ -76,7 +78,7 @@ class EngineAnswerer:
         described = self._engine.wait()
         if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
             lm = self._source.causal().lm
-            self._engine.update_weights(((name, tensor.detach()) for name, tensor in lm.named_parameters()), 0)
+            self._engine.update_weights(whole_tensors(lm), 0)
         return described
 
     def answer(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Answer]:
@@ -93,6 +95,12 @@ class EngineAnswerer:
 
 class _PromptRows(PromptDataModule):
     """Keeps the rows that prompts came in."""
+
+    def fit(self, ids: list[int], what: str) -> list[int]:
+        if len(ids) > self.max_tokens:
+            said = f"{what} has {len(ids)} tokens, and beside --max-tokens the model has room for {self.max_tokens}"
+            raise BadRow(said, f"{what} without room for --max-tokens")
+        return ids
 
     def convert(self, fields: Fields) -> Any:
         text, ids, _, messages = super().convert(fields)

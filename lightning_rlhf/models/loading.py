@@ -206,6 +206,16 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
             setattr(config, name, 0.0)
+    return exact_attention(config)
+
+
+def exact_attention(config: PretrainedConfig) -> PretrainedConfig:
+    """Have attention written out where transformers' default kernel leaves a part of it away.
+
+    ``scaled_dot_product_attention`` knows no soft cap on attention logits, which Gemma 2 was trained with.
+    """
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"
     return config
 
 

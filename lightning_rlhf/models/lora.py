@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 _NAME = "default"  # peft's for a model's only adapter
@@ -227,7 +228,7 @@ def own_weights(lm: PreTrainedModel) -> dict[str, Tensor] | None:
     """Adapted weights as :func:`merged` gives them; None for a model without adapters, whose own are as good."""
     if not any(is_adapter(name) for name, _ in lm.named_parameters()):
         return None
-    return dict(merged(lm, ((name, parameter.detach()) for name, parameter in lm.named_parameters())))
+    return dict(merged(lm, whole_tensors(lm)))
 
 
 def frozen_names(module: nn.Module) -> set[str]:

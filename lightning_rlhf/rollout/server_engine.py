@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, Finished, RolloutEngine
+from lightning_rlhf.rollout.published_names import PublishedNames
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_size
 from lightning_rlhf.rollout.server_client import VLLMServer
-from lightning_rlhf.rollout.vllm_engine import as_requests, check_temperature
+from lightning_rlhf.rollout.vllm_requests import as_requests, check_temperature
 from lightning_rlhf.rollout.weight_push import PUSHES, WeightPush
 from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY
 from lightning_rlhf.types import Completion, SamplingParams
@@ -70,7 +71,7 @@ class VLLMServerEngine(RolloutEngine):
             raise ValueError(
                 f"{self._url} is not on this machine, so it must ask for a key: put it into {self._key_variable}"
             )
-        self._server, self._setup = server, setup
+        self._server, self._setup, self._published = server, setup, PublishedNames(setup.model)
         self._all, self._sharing = RankGroup(world_size()), RankGroup(self._ranks)
         # Two runs that push to one server notice each other.
         self._run = self._all.first_does(lambda: secrets.token_hex(4))
@@ -144,7 +145,7 @@ class VLLMServerEngine(RolloutEngine):
         def push() -> None:
             assert self._push is not None
             try:
-                self._push(parameters, self._label)
+                self._push(self._published(parameters), self._label)
             finally:
                 deque(parameters, maxlen=0)
 
@@ -211,7 +212,7 @@ class VLLMServerEngine(RolloutEngine):
         def compare() -> str | None:
             assert self._push is not None
             try:
-                return self._push.first_difference(parameters)
+                return self._push.first_difference(self._published(parameters))
             finally:
                 deque(parameters, maxlen=0)
 

@@ -17,6 +17,8 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+from lightning_rlhf.models.loading import exact_attention
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -37,7 +39,7 @@ class TransformersEngine(RolloutEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Build the model; its weights come with the first push."""
-        config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
+        config = exact_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
         model.generation_config = GenerationConfig()  # generate() would take from it whatever the request leaves open
@@ -50,7 +52,7 @@ class TransformersEngine(RolloutEngine):
     @torch.no_grad()
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
-        ours = dict(self._running.named_parameters())
+        ours = dict(whole_tensors(self._running))
         for name, tensor in parameters:
             ours.pop(name).copy_(tensor)
         if ours:
@@ -106,7 +108,7 @@ class TransformersEngine(RolloutEngine):
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
-        ours = dict(self._running.named_parameters())
+        ours = dict(whole_tensors(self._running))
         return next((name for name, tensor in parameters if not torch.equal(ours[name].cpu(), tensor.cpu())), None)
 
     def close(self) -> None:

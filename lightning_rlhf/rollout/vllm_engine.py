@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
 import random
@@ -16,14 +17,15 @@ from torch import Tensor
 
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, gpus
+from lightning_rlhf.rollout.published_names import PublishedNames
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.supervisor import EngineProcess
+from lightning_rlhf.rollout.vllm_requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.weight_sync import WeightSender
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1 << 28
-_TEMPERATURES = (0.01, 2.0)  # vLLM 0.32 refuses more, and quietly takes 0.01 for less
 _START = "the engine to be ready"
 
 
@@ -78,6 +80,7 @@ class VLLMEngine(RolloutEngine):
             environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
+        self._published = PublishedNames(setup.model)
         module = "lightning_rlhf.rollout.vllm_worker"
         self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
 
@@ -125,6 +128,9 @@ class VLLMEngine(RolloutEngine):
                 "kv_cache_memory_bytes": _CPU_CACHE_BYTES,
                 "block_size": 32,
             }
+            if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
+                # vLLM 0.32 turns latent queries and keys by wrong angles with its own operation for CPUs.
+                arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         return {**arguments, **self._extra}
 
     def wait(self) -> str:
@@ -136,7 +142,9 @@ class VLLMEngine(RolloutEngine):
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
         self._running.answers([self._running.ready], _START)
-        loading = self._running.command("load", weights=self._sender.write(parameters), version=version)
+        loading = self._running.command(
+            "load", weights=self._sender.write(self._published(parameters)), version=version
+        )
         self._running.answers([loading], "the engine to take new weights")
 
     def generate(
@@ -153,7 +161,7 @@ class VLLMEngine(RolloutEngine):
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
-        return self._sender.first_difference(parameters) or self._lost()
+        return self._sender.first_difference(self._published(parameters)) or self._lost()
 
     def _lost(self) -> str | None:
         """Name of the first parameter that was pushed and does not arrive in vLLM; None if that cannot be told."""
@@ -203,6 +211,7 @@ class InProcessVLLMEngine(VLLMEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Start and wait."""
+        self._published = PublishedNames(setup.model)
         environment = engine_environment(os.environ, torch.cuda.is_available())
         os.environ.update({name: value for name, value in environment.items() if name.startswith("VLLM_")})
         with _same_random_state():
@@ -219,7 +228,7 @@ class InProcessVLLMEngine(VLLMEngine):
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
         with _same_random_state():
-            self._core.load(self._sender.write(parameters), version)
+            self._core.load(self._sender.write(self._published(parameters)), version)
 
     def generate(
         self,
@@ -260,40 +269,3 @@ def _same_random_state() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def check_temperature(sampling: SamplingParams) -> None:
-    """Refuse a temperature that vLLM does not take.
-
-    Raises:
-        ValueError: it is neither 0 nor within vLLM's bounds.
-    """
-    low, high = _TEMPERATURES
-    if sampling.temperature and not low <= sampling.temperature <= high:
-        raise ValueError(
-            f"vLLM samples at temperatures from {low} to {high}, got {sampling.temperature}: "
-            f"take one of these or TransformersEngine"
-        )
-
-
-def as_requests(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Requests in vLLM's words."""
-    words = {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
-    return [
-        {"prompt": list(prompt), "sampling": words, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-
-
-def as_completion(finished: dict[str, Any]) -> Completion:
-    """A completion from the worker's message."""
-    return Completion(
-        finished["token_ids"], finished["logprobs"], finished["finish_reason"], finished["policy_version"]
-    )

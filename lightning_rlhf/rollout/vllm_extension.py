@@ -26,7 +26,7 @@ class WeightReceiver:
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
         self.model_runner.reload_weights(weights_iterator=read_slots(self._memory, layout))
-        repack_tied_head(self.model_runner.model)
+        repack(self.model_runner.model)
 
     def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:
         """Load all parameters again and see how much of them is taken.
@@ -110,9 +110,30 @@ def _multiplies_by(layer: Any, row: int, weight: Tensor) -> bool:
     return torch.equal(found[:, row : row + len(weight)].T, weight[:, columns])
 
 
+def repack(model: nn.Module) -> None:
+    """Pack anew what vLLM 0.32 on a CPU leaves as it was loaded, or as it was before."""
+    repack_tied_head(model)
+    repack_experts(model)
+
+
 def repack_tied_head(model: nn.Module) -> None:
     """Pack a head that is tied to the embedding anew: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
     module: Any
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
             module.quant_method.process_weights_after_loading(module)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Pack experts in the order in which they are multiplied: on CPUs vLLM 0.32 does so for the first weights only."""
+    method: Any
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if layer_is_on_cpu(layer) and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def layer_is_on_cpu(layer: Any) -> bool:
+    """Whether it holds experts in the CPU's memory."""
+    weight = getattr(layer, "w13_weight", None)
+    return isinstance(weight, Tensor) and weight.device.type == "cpu"

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lightning_rlhf.rollout.vllm_extension import repack_tied_head
+from lightning_rlhf.rollout.vllm_extension import repack
 from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY, map_memory, read_slots
 
 _SENDERS_MEMORY = re.compile(r"/proc/\d+/fd/\d+")
@@ -75,7 +75,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NothingToAgreeOn, SharedMemoryUp
     def finish_weight_update(self) -> None:
         """Process what was loaded, packed copies included."""
         finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_head(self.model)
+        repack(self.model)
 
     def shutdown(self) -> None:
         """Nothing to release: memory is unmapped with the last view of it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
+from lightning_rlhf.models.tensors import kept_buffers
 from lightning_rlhf.strategies.names import OURS
 
 T = TypeVar("T")
@@ -72,9 +73,12 @@ class Roles:
     def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """(transformers name, whole tensor), tied ones once, each valid until the next; all ranks exhaust it.
 
-        Adapters are merged: these are the weights of a model that computes the same without them.
+        Adapters are merged: these are the weights of a model that computes the same without them. Buffers that are
+        saved with a model come last.
         """
-        return merged(getattr(self.module, name).lm, self.iter_own_params(name))
+        lm = getattr(self.module, name).lm
+        yield from merged(lm, self.iter_own_params(name))
+        yield from kept_buffers(lm)  # every rank has them whole
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name in the model, whole tensor): the same with adapters by themselves, under peft's names.
@@ -95,6 +99,7 @@ class Roles:
         """(transformers name, whole tensor) of the model without its adapters."""
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
+        yield from kept_buffers(getattr(self.module, name).lm)
 
     @property
     def makes_for_share(self) -> bool:

@@ -4,17 +4,17 @@
 """
 
 _QWEN = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-_TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+_TINY = {  # vLLM's attention on CPUs takes heads of 32, its experts multiples of 32
+    "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,
+    "initializer_range": 0.15,
 }
-_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def _qwen(kind, hidden, layers, heads, keys, inner, vocabulary, **further):
@@ -65,6 +65,8 @@ MOONLIGHT = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "kv_lora_rank": 512,
     "q_lora_rank": None,
     "qk_nope_head_dim": 128,
@@ -103,19 +105,15 @@ SMALL = {
     "qwen2": {k: v for k, v in _TINY.items() if k != "head_dim"},
     "qwen3": _TINY,
     "qwen2_moe": {k: v for k, v in (_TINY | _EXPERTS).items() if k != "head_dim"}
-    | {"shared_expert_intermediate_size": 24},
+    | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": _TINY | _EXPERTS,
-    "gemma2": _TINY | {"sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma2": _TINY | {"sliding_window": 8, "query_pre_attn_scalar": 32},
     "deepseek_v3": {
         **{k: v for k, v in _TINY.items() if k != "head_dim"},
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 16,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 32,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
+        "num_experts_per_tok": 2,  # and the latent widths as published: vLLM on CPUs takes no others
     },
 }

@@ -1,25 +1,19 @@
 """Every recipe: shapes and memory at full size, without weights, and a whole step with a small copy of its model."""
 
-import copy
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from datasets import Dataset
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from lightning_rlhf.cli import plan as command
-from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.planning.plan import GIB, plan
-from tests.cli.published_architectures import MOONLIGHT, PUBLISHED, SMALL
+from tests.cli.published_architectures import MOONLIGHT, PUBLISHED
+from tests.cli.small_recipes import RECIPES, ROOT, given, models_of, published, saved_tokenizer, shrunk, write_data
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
 DEFAULT = {  # one for each architecture and module; the others are slow only because there are many
     "deepseek7b_full_hh_rlhf",
     "deepseek7b_full_hh_reward",
@@ -32,54 +26,12 @@ DEFAULT = {  # one for each architecture and module; the others are slow only be
     "qwen2.5_32b_dapo",
     "qwen3_30b_a3b_grpo",
 }
-TRAINED_HERE = {"runs/recipes/deepseek7b_full_hh_reward/export": "deepseek-ai/deepseek-llm-7b-chat"}
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789:;#+-?.{}\\" '
-LOOP = "lightning_rlhf.callbacks.RolloutLoop"
-
-
-def spread(completions):
-    """A reward of untrained text: all of it is wrong, and nothing could be learnt from that."""
-    return [sum(map(ord, text)) % 7 / 7 for text in completions]
-
-
-def given(path):
-    """The configuration as it stands in the file."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-
-def published(model):
-    """Published architecture of a model, or of the one that a recipe trains it from."""
-    return PUBLISHED[TRAINED_HERE.get(model, model)][0]
-
-
-def models_of(config):
-    """Paths or hub ids of the models that a configuration names, by role."""
-    options = config["model"]["init_args"]
-    found = {role: options[role] for role in ("actor", "reward_model") if role in options}
-    return {role: one["init_args"]["path"] if isinstance(one, dict) else one for role, one in found.items()}
-
-
-def small(model, tokenizer, lora=None):
-    """Source of a copy of the model with two layers and tiny widths, of the same configuration class."""
-    architecture = published(model)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    architecture = architecture | SMALL[architecture["model_type"]] | special | {"vocab_size": len(tokenizer)}
-    arguments = {"architecture": architecture} | ({"lora": lora} if lora else {})
-    return {"class_path": "lightning_rlhf.FromConfig", "init_args": arguments}
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A tokenizer with a chat template, saved."""
-    made = CharacterTokenizer("".join(sorted(set(CHARACTERS)))).load()
-    made.chat_template = TEMPLATE
-    made.save_pretrained(tmp_path_factory.mktemp("tokenizer"))
-    made.directory = str(tmp_path_factory.getbasetemp() / "tokenizer0")
-    return made
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -93,56 +45,6 @@ def other_reward_model(tmp_path_factory, tokenizer):
     )  # fmt: skip
     AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     return str(directory)
-
-
-def rows_of(source):
-    """Rows in verl's layout, as its preparation of this data writes them."""
-    if "/rm/" in source:
-        return [{"prompt": f"say {i}: ", "chosen": f"{i}", "rejected": "no"} for i in range(8)]
-    tests = '{"inputs": ["1"], "outputs": ["2"]}'
-    truth = tests if "code" in source else "2"
-    return [
-        {
-            "data_source": source.split("/")[2],
-            "prompt": [{"role": "user", "content": f"what is {i}+{i}?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"split": "train", "index": i},
-        }
-        for i in range(8)
-    ]
-
-
-def shrunk(path, tokenizer, other_reward_model):
-    """The recipe with another model, sizes, devices and engine, and a reward that random texts do not earn alike."""
-    config = copy.deepcopy(given(path))
-    options, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
-    for role, model in models_of(config).items():
-        lora = options[role]["init_args"].get("lora") if isinstance(options[role], dict) else None
-        options[role] = small(model, tokenizer, lora)
-    options |= {"micro_batch_tokens": 512} | ({"minibatch_size": 4} if "minibatch_size" in options else {})
-    data |= {"tokenizer": tokenizer.directory, "batch_size": 4, "max_tokens": 128}
-    trainer |= {"devices": 1, "num_nodes": 1, "precision": "32-true", "strategy": "rlhf_single"}
-    trainer.setdefault("accelerator", "cpu")
-    for loop in (entry["init_args"] for entry in trainer["callbacks"] if LOOP in str(entry)):
-        loop |= {"engine": "lightning_rlhf.rollout.transformers_engine.TransformersEngine", "max_response_tokens": 8}
-        loop["group_size"] = min(loop.get("group_size", 1), 4)
-        if "dynamic_sampling" in loop:
-            loop["dynamic_sampling"] |= {"prompts_per_step": 4, "reward": "spread"}
-        loop["rewards"] = [*loop.get("rewards", []), {"function": "tests.cli.test_recipes.spread"}]
-        for reward in loop["rewards"]:
-            if "LearnedReward" in str(reward):
-                reward["function"]["init_args"] |= {"path": other_reward_model, "dtype": "float32"}
-    return config
-
-
-def write_data(config):
-    """The files that a recipe names, at the places where it looks for them."""
-    options = config["data"]["init_args"]
-    for sources in (options["train"], options["val"]):
-        for source in [sources] if isinstance(sources, str) else sources:
-            Path(source).parent.mkdir(parents=True, exist_ok=True)
-            Dataset.from_list(rows_of(source)).to_parquet(source)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import torch
 
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models.loading import FromConfig, save_architecture
+from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup
 from tests.stand_ins import Response, rollout_of
 
@@ -44,7 +45,7 @@ def pushed(engine, source, version=0):
 
 
 def parameters_of(actor):
-    return ((name, parameter.detach()) for name, parameter in actor.lm.named_parameters())
+    return whole_tensors(actor.lm)
 
 
 def prompts_of(count, longest=40, seed=0):

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.scoring import Scoring
@@ -383,6 +384,7 @@ def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(
 
 
 def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
+    save_architecture(source_of(), tmp_path)
     setup = EngineSetup(tmp_path, "bfloat16", 9000, tmp_path / "log")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     given = VLLMEngine(arguments={"max_num_seqs": 8, "seed": 3}).llm_arguments(setup)

@@ -1,0 +1,35 @@
+"""What engine and actor say after a step, noted by a callback."""
+
+import copy
+
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import greedy, largest_gap
+
+PROMPTS = [[5], [6, 7, 8], [9, 10] * 8, list(range(4, 40))]
+FOUND = {}
+
+
+class AfterTheStep(Callback):
+    """Has the engine take the new weights and answer, and notes what the actor would."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.before = copy.deepcopy(pl_module.actor)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        (loop,) = (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
+        loop.push_weights(trainer, pl_module)
+        actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
+        sampled = loop.engine.generate(PROMPTS, SamplingParams(12), range(4))
+        likeliest = loop.engine.generate(PROMPTS, SamplingParams(12, temperature=0), range(4))
+        FOUND.update(
+            gap=largest_gap(actor, PROMPTS, sampled),
+            gap_before=largest_gap(self.before, PROMPTS, sampled),
+            engine=[list(completion.token_ids) for completion in likeliest],
+            actor=[greedy(actor, prompt, 12) for prompt in PROMPTS],
+            difference=loop.engine.first_difference(pl_module.roles.iter_full_params("actor")),
+            moved=[name for name, value in actor.lm.named_parameters() if not torch.equal(value, before[name])],
+        )

@@ -1,0 +1,46 @@
+"""Each architecture of the recipes through a whole step with vLLM itself, which then has the weights of after it."""
+
+import pytest
+
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from tests.cli.after_the_step import FOUND
+from tests.cli.published_architectures import PUBLISHED
+from tests.cli.small_recipes import RECIPES, given, models_of, published, saved_tokenizer, shrunk, write_data
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+RECIPE_OF = {
+    "llama": "deepseek7b_gsm8k",
+    "qwen2": "qwen2.5_0.5b_gsm8k",
+    "qwen3": "qwen3_8b_grpo",
+    "gemma2": "gemma2_2b",
+    "qwen2_moe": "qwen1.5_moe_gsm8k",
+    "qwen3_moe": "qwen3_30b_a3b_grpo",
+    "deepseek_v3": "moonlight_16b_a3b_gsm8k",
+}
+
+
+def test_the_table_has_every_architecture_of_the_recipes():
+    assert RECIPE_OF.keys() == {architecture["model_type"] for architecture, _ in PUBLISHED.values()}
+
+
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+@pytest.mark.parametrize("kind", RECIPE_OF)
+def test_after_a_step_vllm_answers_from_the_new_weights(kind, fit, tmp_path):
+    pytest.importorskip("math_verify")
+    (path,) = (path for path in RECIPES if path.stem == RECIPE_OF[kind])
+    assert published(models_of(given(path))["actor"])["model_type"] == kind
+    engine = {"class_path": "lightning_rlhf.rollout.vllm_engine.VLLMEngine"}
+    config = shrunk(path, saved_tokenizer(tmp_path / "tokenizer"), None, engine)
+    config["model"]["init_args"]["actor_optimizer"]["init_args"]["lr"] = 0.01  # so that old weights would be noticed
+    config["trainer"]["callbacks"].append({"class_path": "tests.cli.after_the_step.AfterTheStep"})
+    write_data(config)
+    FOUND.clear()
+    result = fit(config, "--trainer.fast_dev_run", "1")
+    assert (result.code, result.err) == (0, "")
+    assert FOUND["engine"] == FOUND["actor"]
+    assert FOUND["gap"] < 1e-4
+    assert FOUND["gap_before"] > 0.01
+    assert FOUND["difference"] is None
+    assert {"model.embed_tokens.weight", "model.layers.1.self_attn.o_proj.weight"} <= set(FOUND["moved"])
+    if "moe" in kind or kind == "deepseek_v3":
+        assert {f"model.layers.1.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")} <= set(FOUND["moved"])

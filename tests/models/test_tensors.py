@@ -1,0 +1,34 @@
+"""Buffers that belong to a model's files are its own as much as its parameters."""
+
+import pytest
+import torch
+
+from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.models.lora import LoRA, own_weights
+from lightning_rlhf.models.tensors import kept_buffers, whole_tensors
+from lightning_rlhf.modules.sft import SFTModule
+from tests.cli.published_architectures import MOONLIGHT, SMALL
+
+SOURCE = FromConfig(MOONLIGHT | SMALL["deepseek_v3"] | {"vocab_size": 50}, seed=0)
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_whole_tensors_are_those_that_are_saved():
+    lm = SOURCE.causal().lm
+    assert [name for name, _ in kept_buffers(lm)] == [BIAS]  # rotary frequencies are not among them
+    assert {name for name, _ in whole_tensors(lm)} == lm.state_dict().keys()
+
+
+def test_an_export_keeps_what_is_added_to_the_routers_scores(tmp_path):
+    module = SFTModule(SOURCE)
+    module.actor = module.build_role("actor")
+    wanted = torch.randn(4)
+    module.actor.lm.get_buffer(BIAS).copy_(wanted)
+    module.export(tmp_path)
+    assert torch.equal(Pretrained(str(tmp_path)).causal().lm.get_buffer(BIAS), wanted)
+
+
+def test_merged_adapters_come_with_the_buffers():
+    pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
+    lm = FromConfig(SOURCE.architecture, seed=0, lora=LoRA(2, 4, ["q_proj"])).causal().lm
+    assert own_weights(lm).keys() == SOURCE.causal().lm.state_dict().keys()

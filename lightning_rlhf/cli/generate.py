@@ -19,7 +19,7 @@ from lightning_rlhf.types import SamplingParams
 
 RESPONSES, TOKENS, REASONS, PROMPT_TOKENS = "responses", "response_tokens", "finish_reasons", "prompt_tokens"
 _EPILOG = """Each line of the result is a row of the prompts file with its responses beside it. Interrupted, the same
-command goes on where it was; the same seed gives the same responses, whatever the batch size.
+command goes on where it was; each response has a seed of its own, whatever the batch size.
 
   lightning-rlhf generate --model runs/quickstart/ppo/export --prompts questions.jsonl --to answers.jsonl -n 4
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl

@@ -289,7 +289,7 @@ def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x" * 245}) + "\n" + json.dumps({"prompt": "y"}) + "\n")
     code, _, err = generate()
     assert code == 2
-    assert "prompts.jsonl:1: the prompt has 245 tokens, the limit is 244" in err
+    assert "jsonl:1: the prompt has 245 tokens, and beside --max-tokens the model has room for 244" in err
     assert generate("--on-bad-row", "skip")[0] == 0
     assert [row["prompt"] for row in read_lines(Path("out.jsonl"))] == ["y"]
 

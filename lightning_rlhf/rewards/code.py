@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import threading
@@ -15,7 +16,7 @@ from lightning_rlhf.rewards.sandbox import Limits, Sandbox
 from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
 from lightning_rlhf.rewards.sandbox_verdict import CallTest, Test, TextTest
 
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
 _THREADS = 16  # the sandbox says how many programs run at a time
 _RECENT = 1024  # scores that are remembered
 _FORMS = (
@@ -51,7 +52,7 @@ class CodeExecution:
     continuous: bool = True
     fenced: bool = True
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
-    _recent: dict[tuple[str, str], Future[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _recent: dict[bytes, Future[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     per_sample: ClassVar[bool] = True
 
@@ -89,7 +90,7 @@ class CodeExecution:
 
     def _score(self, program: str, tests: list[Test]) -> float:
         """The score, or that of the same program and tests a moment ago, or of a thread that is at it now."""
-        key = (program, repr(tests))
+        key = hashlib.sha256(f"{program}\0{tests!r}".encode("utf-8", "surrogatepass")).digest()  # tests may be long
         with self._lock:
             known = self._recent.get(key)
             score = self._recent[key] = known or Future()
@@ -120,10 +121,22 @@ class CodeExecution:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block of Python in a completion, or the whole of it where there is none."""
-    found = _FENCED.findall(completion)
-    blocks = [body for language, body in found if language.lower() in ("", "python", "py", "python3")]
-    return blocks[-1] if blocks else completion
+    """The last fenced block of Python in a completion, or the whole of it where there is none.
+
+    A block ends at a line with a fence and nothing else; read line by line, so in linear time whatever a policy writes.
+    """
+    program, language, begun = completion, None, list[str]()
+    for line in completion.splitlines(keepends=True):
+        fence = _FENCE.match(line)
+        if language is None and fence:
+            language, begun = fence[1].lower(), []
+        elif language is not None and line.strip() == "```":
+            if language in ("", "python", "py", "python3"):
+                program = "".join(begun)
+            language = None
+        else:
+            begun.append(line)
+    return program
 
 
 def read_tests(given: Any) -> list[Test]:
@@ -163,19 +176,34 @@ def _paired(value: Mapping[str, Any], given: Any) -> list[Test]:
         raise ValueError(f"inputs and outputs of {_short(given)} must be lists of one length, of at least one test")
     pairs = list(zip(inputs, outputs, strict=True))
     if name:
-        return [CallTest(name, tuple(_arguments(one)), _parsed(other)) for one, other in pairs]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        return [_call(name, one, other, given) for one, other in pairs]
+    texts = [tuple(map(_lines, pair)) for pair in pairs]
+    if not all(isinstance(text, str) for pair in texts for text in pair):
         raise ValueError(f"inputs and outputs of {_short(given)} must be texts, because there is no fn_name")
-    return [TextTest(one, other) for one, other in pairs]
+    return [TextTest(one, other) for one, other in texts]
 
 
-def _arguments(value: Any) -> Sequence[Any]:
-    """The arguments of a call: a list of them, or a text with one in JSON on each line."""
-    return [json.loads(line) for line in value.splitlines()] if isinstance(value, str) else list(value)
+def _lines(value: Any) -> Any:
+    """A text as it is, or the one that a list of lines makes."""
+    is_lines = isinstance(value, list | tuple) and all(isinstance(line, str) for line in value)
+    return "\n".join(value) if is_lines else value
 
 
-def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+def _call(name: str, arguments: Any, result: Any, given: Any) -> CallTest:
+    """A call in one of two forms: texts with an argument in JSON on each line, and the result; or a list and a value.
+
+    APPS puts some results into a list of their own and others not, so both will do.
+    """
+    if isinstance(arguments, str):
+        try:
+            wanted = json.loads(result) if isinstance(result, str) else result
+            return CallTest(name, tuple(json.loads(line) for line in arguments.splitlines()), wanted)
+        except ValueError as error:
+            raise ValueError(f"a call of {_short(given)} has a line that is no JSON: {error}") from None
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"an input of {_short(given)} must be a list of arguments, because there is a fn_name")
+    inner = tuple(result) if isinstance(result, list | tuple) and len(result) == 1 else ()
+    return CallTest(name, tuple(arguments), result, inner)
 
 
 def _short(value: Any) -> str:

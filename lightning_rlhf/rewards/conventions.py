@@ -26,7 +26,16 @@ _TENSORS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
 
 
 class WrongAnswer(RuntimeError):
-    """A reward function returned what is no reward; the message says what it was."""
+    """A reward function returned what is no reward; the message says what it was.
+
+    Args:
+        told: what it was.
+        place: of the completion in the rollout, where it was about one.
+    """
+
+    def __init__(self, told: str, place: int | None = None) -> None:
+        super().__init__(told)
+        self.place = place
 
 
 class EndsTheRun(RuntimeError):
@@ -218,7 +227,8 @@ def _value(answer: Any, place: int, judged: Judged) -> float | None:
         told = repr(value)
         raise WrongAnswer(
             f"returned {told if len(told) < 100 else told[:100] + '...'} for completion {place}, "
-            f"expected a finite number, or None where it does not apply"
+            f"expected a finite number, or None where it does not apply",
+            place,
         )
     return float(value)
 

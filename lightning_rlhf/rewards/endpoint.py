@@ -41,7 +41,7 @@ class Endpoint:
         requests_per_minute: pace, tries included; None is no limit.
         tokens_per_minute: pace by estimate, four characters a token and the longest answer; None is no limit.
         max_requests: of the whole run in each process, tries included; then the run ends with a sentence.
-        max_tokens: likewise, as the server counts them, by estimate where it does not.
+        max_tokens: likewise, as the server counts them, by estimate where it does not; a refusal counts none.
     """
 
     url: str
@@ -62,8 +62,8 @@ class Endpoint:
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        if self.key_env is not None and not os.environ.get(self.key_env):
-            raise ValueError(f"the environment variable {self.key_env!r} (key_env) is not set: it must hold the key")
+        if self.key_env is not None:
+            _key(self.key_env)
         missing = [name for name in ("httpx", "tenacity") if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(
@@ -93,7 +93,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
-        self._key = os.environ[endpoint.key_env] if endpoint.key_env else "\0"
+        self._key = _key(endpoint.key_env) if endpoint.key_env else "\0"
         self._lock = threading.Lock()
         self._next = {"requests": 0.0, "tokens": 0.0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,14 +133,19 @@ class Client:
         self._spend(question)
         await asyncio.sleep(self._turn(question.tokens))
         response = await self._client.post(self.endpoint.url, json=question.body)
+        if response.is_error:
+            self._count(-question.tokens)  # a server that refuses has read and written none
         response.raise_for_status()
         found = response.json()
         usage = found.get("usage") if isinstance(found, dict) else None
         used = usage.get("total_tokens") if isinstance(usage, dict) else None
         if isinstance(used, int):
-            with self._lock:
-                self.tokens += used - question.tokens
+            self._count(used - question.tokens)
         return found
+
+    def _count(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens += tokens
 
     def _spend(self, question: Question) -> None:
         """Count a request before it is sent, so that those under way together cannot exceed the budget."""
@@ -210,6 +215,20 @@ def _end(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread)
     asyncio.run_coroutine_threadsafe(close(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
+
+
+def _key(name: str) -> str:
+    """The key in an environment variable; spaces around it, as a file's last line has, are no part of it.
+
+    Raises:
+        ValueError: there is none, or what no header can hold; it is not shown.
+    """
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ValueError(f"the environment variable {name!r} (key_env) is not set: it must hold the key")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ValueError(f"the environment variable {name!r} (key_env) holds no key: a key is ASCII, without spaces")
+    return key
 
 
 def _is_passing(error: BaseException) -> bool:

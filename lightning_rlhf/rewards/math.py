@@ -6,8 +6,8 @@ import importlib.util
 import multiprocessing
 import re
 import threading
-import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as OutOfTimeError
 from typing import Any, Literal
 
@@ -29,13 +29,15 @@ class MathReward:
 
     A response's text is hostile: ``9^{9^{9^9}}`` keeps a computer busy for ever. So formulas are read and compared in
     processes of their own, with little memory, no environment and no files to write to. One that takes too long is
-    interrupted; if it does not end then, its process is killed and replaced. Those that are quick come first. A script
-    that uses this class needs ``if __name__ == "__main__":``, as all that start processes do.
+    interrupted; if it does not end then, its process is killed and replaced. Those that are quick come first, and every
+    one is judged: its time begins when a process takes it up, however many others it had to wait for. So n responses
+    take at most n / workers times a response's limit by the clock, which is its processor time four times and two
+    seconds. A script that uses this class needs ``if __name__ == "__main__":``, as all that start processes do.
 
     Args:
         timeout_s: for one response, seconds of processor time, so that a busy machine changes no verdict.
-        batch_timeout_s: for all responses of a call, seconds by the clock; what is not judged by then is given up.
-        on_timeout: a response that was given up is ``wrong``, or ``skip``: the reward does not apply to it.
+        on_timeout: a response that was given up is ``wrong``, or ``skip``: the reward does not apply to it. Their share
+            is logged as ``given_up``.
         wrong: what a wrong answer earns; 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
         max_chars: of a boxed answer its beginning is read, of a response without one its end.
         workers: processes.
@@ -51,7 +53,6 @@ class MathReward:
     def __init__(
         self,
         timeout_s: float = 2.0,
-        batch_timeout_s: float = 50.0,
         on_timeout: Literal["wrong", "skip"] = "wrong",
         wrong: float = 0.0,
         max_chars: int = 4000,
@@ -60,23 +61,28 @@ class MathReward:
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
-        limits = {"timeout_s": timeout_s, "batch_timeout_s": batch_timeout_s, "max_chars": max_chars}
-        for name, value in (limits | {"workers": workers, "memory_mb": memory_mb}).items():
+        limits = {"timeout_s": timeout_s, "max_chars": max_chars, "workers": workers, "memory_mb": memory_mb}
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        self.timeout_s, self.batch_timeout_s = timeout_s, batch_timeout_s
-        self.on_timeout, self.wrong, self.max_chars = on_timeout, wrong, max_chars
-        self.workers, self.memory_mb = workers, memory_mb
+        self.timeout_s, self.on_timeout, self.wrong = timeout_s, on_timeout, wrong
+        self.max_chars, self.workers, self.memory_mb = max_chars, workers, memory_mb
         self._pool: Any = None
         self._lock = threading.Lock()
 
-    def __call__(self, completions: list[str], ground_truth: list[Any]) -> list[float | None]:
+    def __call__(
+        self,
+        completions: list[str],
+        ground_truth: list[Any],
+        log_extra: Callable[[str, list[float]], None] | None = None,
+    ) -> list[float | None]:
         r"""One number per completion, None where it was given up and ``on_timeout`` says skip.
 
         Args:
             completions: the responses. Of each counts the last ``\boxed{...}``, without one what follows the last
                 ``####``, without that the formula or number that math-verify finds.
             ground_truth: the right answers: a formula or a number, in dollar signs, boxed, behind ``####``, or plain.
+            log_extra: is told which were given up.
 
         Raises:
             ValueError: a right answer that cannot be read: the data is another, or the column the wrong one.
@@ -84,15 +90,17 @@ class MathReward:
         jobs = [(gold_text(gold), self._read(text)) for text, gold in zip(completions, ground_truth, strict=True)]
         given_up = self.wrong if self.on_timeout == "wrong" else None
         earned = {True: 1.0, False: self.wrong, None: given_up}
-        return [earned[found] for found in self.verdicts(jobs)]
+        found = self.verdicts(jobs)
+        if log_extra is not None:
+            log_extra("given_up", [float(one is None) for one in found])
+        return [earned[one] for one in found]
 
     def verdicts(self, jobs: list[Job]) -> list[bool | None]:
         """Whether the second text of each pair equals the first; None where it was given up."""
-        deadline = time.monotonic() + self.batch_timeout_s
-        found = self._pass(jobs, min(_QUICK_S, self.timeout_s), deadline)
+        found = self._pass(jobs, min(_QUICK_S, self.timeout_s))
         slow = [i for i, verdict in enumerate(found) if verdict is None]
         if slow and self.timeout_s > _QUICK_S:
-            for i, again in zip(slow, self._pass([jobs[i] for i in slow], self.timeout_s, deadline), strict=True):
+            for i, again in zip(slow, self._pass([jobs[i] for i in slow], self.timeout_s), strict=True):
                 found[i] = again
         return found
 
@@ -103,20 +111,15 @@ class MathReward:
                 self._finalizer()
                 self._pool = None
 
-    def _pass(self, jobs: list[Job], seconds: float, deadline: float) -> list[bool | None]:
+    def _pass(self, jobs: list[Job], seconds: float) -> list[bool | None]:
         pool = self._running_pool()
+        # Pebble's time runs from when a worker begins, so waiting for others is not a response's own.
         futures = [pool.schedule(verdict, (*job, seconds), timeout=_KILL_FACTOR * seconds + _KILL_S) for job in jobs]
         try:
-            return [self._result(future, deadline) for future in futures]
+            return [_result(future) for future in futures]
         finally:
             for future in futures:
                 future.cancel()
-
-    def _result(self, future: Any, deadline: float) -> bool | None:
-        try:
-            return future.result(timeout=max(deadline - time.monotonic(), 0.0))
-        except (OutOfTimeError, ProcessExpired):
-            return None
 
     def _running_pool(self) -> Any:
         with self._lock:
@@ -161,6 +164,14 @@ def _marked(text: str) -> str:
     number = _NUMBER.match(text)
     whole = text if number is None or "\\" in text else number[0]
     return rf"\boxed{{{whole.replace('$', '')}}}"
+
+
+def _result(future: Any) -> bool | None:
+    try:
+        found: bool | None = future.result()
+    except (OutOfTimeError, ProcessExpired):
+        return None
+    return found
 
 
 def _end(pool: Any) -> None:

@@ -1,6 +1,7 @@
 """Rewards by rule."""
 
 import re
+from decimal import Decimal
 
 # 1234 or 1,234, decimals, a dollar sign and a sign before or behind it; the hyphen of 3-5 is no sign.
 _NUMBER = re.compile(
@@ -71,7 +72,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _same(one: str | None, other: str) -> bool:
-    return one is not None and float(_plain(one)) == float(_plain(other))
+    return one is not None and Decimal(_plain(one)) == Decimal(_plain(other))
 
 
 def _plain(number: str) -> str:

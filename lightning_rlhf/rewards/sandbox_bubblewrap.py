@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_rlhf.rewards.sandbox import Finished, Limits, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated
 from lightning_rlhf.rewards.sandbox_process import watch
 from lightning_rlhf.rewards.sandbox_seccomp import filter_program
 
@@ -109,7 +110,8 @@ class BubblewrapSandbox:
             raise SandboxUnavailable(
                 f"bubblewrap starts but does not isolate, it reports {report}: use a RemoteSandbox"
             )
-        return f"works, {report['python']} at {self._interpreter}"
+        groups = f"control groups in {self._groups}" if self._groups else "no control groups are delegated"
+        return f"works, {report['python']} at {self._interpreter}; {groups}"
 
     def run(self, source: str, stdin: str, limits: Limits) -> Finished:
         """Run a program to its end or to its limits.
@@ -122,35 +124,48 @@ class BubblewrapSandbox:
             return self._run(source, stdin, limits)
 
     def _run(self, source: str, stdin: str, limits: Limits) -> Finished:
-        with ExitStack() as files:
-            program, start, rules = (
-                files.enter_context(_in_memory(content))
-                for content in (source.encode("utf-8", "surrogatepass"), _START, filter_program())
-            )
-            status, says = os.pipe()
-            files.callback(os.close, says)
-            arguments = [
-                *("--file", str(start), "/start.py", "--file", str(program), "/program.py"),
-                *("--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(rules), "--json-status-fd", str(says)),
-            ]
-            try:
-                process = self._start([*arguments, "--", *self._command(limits)], limits, (program, start, rules, says))
-            except BaseException:
-                os.close(status)
-                raise
-        assert process.stdout is not None
-        assert process.stderr is not None
-        pipes = {"stdout": os.dup(process.stdout.fileno()), "stderr": os.dup(process.stderr.fileno()), "status": status}
-        process.stdout.close()
-        process.stderr.close()
-        found = watch(
-            process, stdin.encode("utf-8", "surrogatepass"), pipes, limits.seconds, limits.output_bytes, spared="status"
-        )
+        memory, processes = limits.memory_bytes + limits.scratch_bytes, _resources(limits)["RLIMIT_NPROC"]
+        with control_group(self._groups, memory, processes) if self._groups else nullcontext() as group:
+            process, status = self._begin(source, limits, group)
+            text = stdin.encode("utf-8", "surrogatepass")
+            found = watch(process, text, {"status": status}, limits.seconds, limits.output_bytes)
         said, complained = (found.output[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
         # Only bubblewrap itself can write this line, so a program cannot pass its own end off as a fault of ours.
         if b'"exit-code"' not in found.output["status"] and found.exit_code is not None:
             raise SandboxFault(complained.strip() or f"bubblewrap ended with {found.exit_code} and said nothing")
         return Finished(said, complained, found.exit_code, found.timed_out, found.truncated, found.seconds)
+
+    def _begin(self, source: str, limits: Limits, group: Path | None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        """Start a program; also the pipe on which bubblewrap says how it ended."""
+        with ExitStack() as files:
+            program, start, rules = (
+                files.enter_context(_in_memory(content))
+                for content in (source.encode("utf-8", "surrogatepass"), _START, filter_program())
+            )
+            (status, says), (waits, gate) = _pipe(), _pipe()
+            for end in (says, waits, gate):
+                files.enter_context(end)
+            arguments = [
+                *("--file", str(start), "/start.py", "--file", str(program), "/program.py"),
+                *("--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(rules)),
+                *("--json-status-fd", str(says.fileno())),
+                *(("--block-fd", str(waits.fileno())) if group else ()),
+            ]
+            passed = (program, start, rules, says.fileno(), *((waits.fileno(),) if group else ()))
+            try:
+                process = self._start([*arguments, "--", *self._command(limits)], limits, passed)
+            except BaseException:
+                status.close()
+                raise
+            says.close()
+            try:
+                if group is not None:
+                    _enter(group, status, gate)
+            except BaseException:
+                with process, status:
+                    process.kill()
+                raise
+        return process, status
 
     def _start(self, arguments: list[str], limits: Limits, descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
         bwrap = find_bwrap()
@@ -183,6 +198,10 @@ class BubblewrapSandbox:
         return threading.BoundedSemaphore(self.concurrency or os.cpu_count() or 1)
 
     @cached_property
+    def _groups(self) -> Path | None:
+        return delegated()
+
+    @cached_property
     def _interpreter(self) -> str:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         choice = [self.python] if self.python else [f"{sys.base_prefix}/bin/{version}", "/usr/bin/python3"]
@@ -212,6 +231,26 @@ class BubblewrapSandbox:
         for device in _DEVICES:
             arguments += ["--dev-bind", device, device]
         return [*arguments, *(["--ro-bind", self.packages, "/packages"] if self.packages else [])]
+
+
+def _enter(group: Path, status: IO[bytes], gate: IO[bytes]) -> None:
+    """Put the process that becomes the program into a group, then let it go on."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        read = status.read(1)
+        if not read:
+            return  # it failed before, and its stderr says why
+        line += read
+    try:
+        (group / "cgroup.procs").write_text(str(json.loads(line)["child-pid"]))
+    except OSError as error:
+        raise SandboxFault(f"a program could not be put into its control group: {error}") from error
+    gate.write(b"1")
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    reads, writes = os.pipe()
+    return open(reads, "rb", buffering=0), open(writes, "wb", buffering=0)
 
 
 @contextmanager

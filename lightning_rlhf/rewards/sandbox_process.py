@@ -6,7 +6,9 @@ import os
 import selectors
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import IO
 
 _CHUNK = 2**16
 
@@ -36,61 +38,58 @@ class Watched:
 
 
 def watch(
-    process: subprocess.Popen[bytes], stdin: bytes, pipes: dict[str, int], seconds: float, most: int, *, spared: str
+    process: subprocess.Popen[bytes], stdin: bytes, spared: dict[str, IO[bytes]], seconds: float, most: int
 ) -> Watched:
     """Feed a process, gather what it says, and kill it at its limits.
 
     Args:
-        process: just started, with a pipe as its stdin.
+        process: just started, unbuffered, with pipes as its stdin, stdout and stderr.
         stdin: all that it gets; what it does not read is dropped.
-        pipes: name and file descriptor of each pipe that it writes to. They are closed here.
+        spared: further pipes to read, by name, whose end is not waited for, because who holds one open may outlive the
+            process. They are closed here.
         seconds: after which it is killed.
-        most: bytes that it may write to each pipe.
-        spared: the pipe whose end is not waited for, because whoever holds it open may outlive the process.
+        most: bytes that it may write to stdout and to stderr.
 
     Returns:
         What came of it. The process has ended.
     """
-    found = Watched({name: bytearray() for name in pipes})
     assert process.stdin is not None
-    feed, rest = process.stdin.fileno(), memoryview(stdin)
-    with selectors.DefaultSelector() as selector:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pipes = {"stdout": process.stdout, "stderr": process.stderr, **spared}
+    found = Watched({name: bytearray() for name in pipes})
+    rest = memoryview(stdin)
+    with process, ExitStack() as files, selectors.DefaultSelector() as selector:
+        files.callback(process.kill)
         for name, pipe in pipes.items():
-            os.set_blocking(pipe, False)
+            files.enter_context(pipe)
+            os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, name)
-        os.set_blocking(feed, False)
-        selector.register(feed, selectors.EVENT_WRITE, "stdin")
-        try:
-            while any(key.data not in (spared, "stdin") for key in selector.get_map().values()):
-                ready = selector.select(found.left(seconds))
-                if not found.left(seconds):
-                    found.timed_out = True
-                    break
-                for key, _ in ready:
+        os.set_blocking(process.stdin.fileno(), False)
+        selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
+        while any(key.data in ("stdout", "stderr") for key in selector.get_map().values()):
+            ready = selector.select(found.left(seconds))
+            if not found.left(seconds):
+                found.timed_out = True
+                break
+            for key, _ in ready:
+                if key.data == "stdin":
+                    rest = _feed(key.fd, rest)
+                    over = not rest
+                else:
+                    over = _listen(key.fd, found.output[key.data])
+                    found.truncated |= key.data not in spared and len(found.output[key.data]) > most
+                if over:
+                    selector.unregister(key.fileobj)
                     if key.data == "stdin":
-                        rest = _feed(key.fd, rest)
-                        over = not rest
-                    else:
-                        over = _listen(key.fd, found.output[key.data])
-                        found.truncated |= key.data != spared and len(found.output[key.data]) > most
-                    if over:
-                        selector.unregister(key.fd)
-                        if key.data == "stdin":
-                            process.stdin.close()
-                if found.truncated:
-                    break
-            _end(process, found, seconds)
-            if spared in found.output:
-                _listen(pipes[spared], found.output[spared])
-        finally:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            for pipe in pipes.values():
-                os.close(pipe)
-    for name, text in found.output.items():
-        if name != spared:
-            del text[most:]
+                        process.stdin.close()
+            if found.truncated:
+                break
+        _end(process, found, seconds)
+        for name, pipe in spared.items():
+            _listen(pipe.fileno(), found.output[name])
+    for name in ("stdout", "stderr"):
+        del found.output[name][most:]
     return found
 
 

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lightning_rlhf.rewards.sandbox import Finished, Limits, SandboxFault, SandboxUnavailable
 
@@ -44,6 +45,8 @@ class RemoteSandbox:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+        if "@" in urlsplit(self.url).netloc:
+            raise ValueError("url holds a name or password, and would be shown in messages: leave it out")
         for name in ("concurrency", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -126,7 +129,7 @@ class RemoteSandbox:
             ended, code = result["status"], result["return_code"]
             seconds = float(result["execution_time"] or 0.0)
             said, complained = (str(result[name] or "") for name in ("stdout", "stderr"))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = body[:200].decode("utf-8", "replace")
             raise SandboxFault(f"{self.url} does not answer as SandboxFusion does: {shown!r} ({error!r})") from error
         most = limits.output_bytes
@@ -145,4 +148,5 @@ class RemoteSandbox:
     def _client(self) -> httpx.Client:
         import httpx
 
-        return httpx.Client(base_url=self.url, limits=httpx.Limits(max_connections=self.concurrency))
+        limits = httpx.Limits(max_connections=self.concurrency)
+        return httpx.Client(base_url=self.url, limits=limits, trust_env=False)  # programs go through no proxy

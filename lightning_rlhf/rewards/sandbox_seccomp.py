@@ -12,7 +12,7 @@ import struct
 
 # Name: number on x86_64, number on aarch64 (None: it has no such call). From the kernel's syscall tables, Linux 6.18.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
-    # sockets of every kind; socketpair stays, asyncio needs it
+    # sockets of every kind, but for pairs of Unix ones below
     "socket": (41, 198),
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -28,6 +28,8 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     # large and young parts of the kernel
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "modify_ldt": (154, None),
+    # of which there is a number for the whole machine
+    "io_setup": (206, 0),
     # namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
@@ -40,9 +42,15 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "personality": (135, 92),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
 }  # fmt: skip
+# Calls that stay, less what they can do with one argument: number on x86_64, on aarch64; which argument, its value;
+# whether the call is allowed with this value, and then with no other.
+_NARROWED: dict[str, tuple[int, int, int, int, bool]] = {
+    "socketpair": (53, 199, 0, 1, True),  # AF_UNIX; asking for another family loads its protocol into the kernel
+    "fcntl": (72, 25, 1, 1026, False),  # F_NOTIFY, what inotify was before
+}
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH_*
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF: ld [k]; jeq k; jge k; ret k
-_NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000  # go on; EPERM; end the process
 _X32 = 0x40000000  # on x86_64 the bit of a second table of calls, whose numbers differ
 
@@ -59,13 +67,23 @@ def filter_program() -> bytes:
             f"the sandbox's system call filter knows {', '.join(_MACHINES)}, not {machine}: use a RemoteSandbox"
         )
     column, architecture = _MACHINES[machine]
-    denied = [numbers[column] for numbers in _DENIED.values() if numbers[column] is not None]
+    denied = [number for numbers in _DENIED.values() if (number := numbers[column]) is not None]
     # (code, where true, where false, k); jumps count the instructions that are skipped
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
+    ]
+    for *numbers, argument, value, allowed in _NARROWED.values():
+        program += [
+            (_EQUAL, 0, 4, numbers[column]),
+            (_LOAD, 0, 0, _ARGUMENTS + 8 * argument),  # its lower half, which is all that these calls look at
+            (_EQUAL, 0, 1, value),
+            (_RETURN, 0, 0, _ALLOW if allowed else _REFUSE),
+            (_RETURN, 0, 0, _REFUSE if allowed else _ALLOW),
+        ]
+    program += [
         (_AT_LEAST, len(denied) + 1, 0, _X32),
         *((_EQUAL, len(denied) - place, 0, number) for place, number in enumerate(denied)),
         (_RETURN, 0, 0, _ALLOW),

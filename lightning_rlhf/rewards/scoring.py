@@ -16,6 +16,7 @@ from lightning_rlhf.rewards.conventions import EndsTheRun, Judged, TrainerState
 from lightning_rlhf.rewards.dispatch import Jury, Said
 from lightning_rlhf.rewards.worker import Failure
 
+_SHOWN = 80  # characters of a column in a message
 Told = dict[str, tuple[float, float]]  # metrics by name, each as a sum and the number of its terms
 
 
@@ -99,14 +100,13 @@ class Scoring:
         Raises:
             RuntimeError: a function failed and its policy is to end the run, or it failed too often.
         """
-        count = len(offered["completions"])
         # What works elsewhere is sent off before this thread is busy.
         busy = sorted(self._jury.rewards, key=lambda reward: not reward.alone and not reward.call.is_async)
         calls = {reward.label: self._calls(reward, offered) for reward in busy}
         rewards, told = dict[str, Tensor](), Told()
         for reward in self._jury.rewards:
             outcomes = self._jury.outcomes(reward, calls[reward.label])
-            rewards[reward.label] = self._settle(reward, outcomes, count, told)
+            rewards[reward.label] = self._settle(reward, outcomes, offered, told)
         return Scores(rewards, told)
 
     def _calls(self, reward: RewardFunction, offered: Mapping[str, list[Any]]) -> list[Future[Said]]:
@@ -125,25 +125,33 @@ class Scoring:
         given = {**reward.converted(offered), "trainer_state": self._state}
         return self._jury.submit(reward, given, places)
 
-    def _settle(self, reward: RewardFunction, outcomes: list[Said], count: int, told: Told) -> Tensor:
+    def _settle(
+        self, reward: RewardFunction, outcomes: list[Said], offered: Mapping[str, list[Any]], told: Told
+    ) -> Tensor:
         """The rewards of one function by its policy, and its metrics."""
+        count = len(offered["completions"])
         share = 1 if reward.alone else count  # completions of a call
         values, numbers = list[float | None](), dict[str, list[float]]()
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        for outcome in outcomes:
+        for i, outcome in enumerate(outcomes):
             if isinstance(outcome, Judged):
                 values += outcome.values
                 for name, found in outcome.numbers.items():
                     numbers.setdefault(name, []).extend(found)
-            elif reward.on_error == "raise" or outcome.ends:
-                kind = EndsTheRun if outcome.ends else RuntimeError
-                raise kind(f"reward function {reward.label!r} {outcome.told}") from outcome.cause
+            elif outcome.ends:
+                raise EndsTheRun(f"reward function {reward.label!r} {outcome.told}") from outcome.cause
+            elif reward.on_error == "raise":
+                raise RuntimeError(
+                    f"reward function {reward.label!r} {outcome.told} ({_whose(outcome, i, reward, offered)}); "
+                    f"its RewardFunction can have on_error: skip, which leaves such a response out, or zero"
+                ) from outcome.cause
             else:
                 values += [math.nan if reward.on_error == "skip" else 0.0] * share
         if len(failures) * share > reward.max_error_rate * count:
             raise RuntimeError(
                 f"reward function {reward.label!r} failed for {len(failures) * share} of {count} completions, more "
-                f"than its max_error_rate of {reward.max_error_rate:g} allows; the first time it {failures[0].told}"
+                f"than its max_error_rate of {reward.max_error_rate:g} allows; the first time it {failures[0].told} "
+                f"({_whose(failures[0], outcomes.index(failures[0]), reward, offered)})"
             ) from failures[0].cause
         late = sum(failure.late for failure in failures) * share
         counts = {"not_applicable": float(values.count(None))}
@@ -152,3 +160,13 @@ class Scoring:
         told |= {f"reward/{reward.label}/{name}": (number, float(count)) for name, number in counts.items()}
         told |= {f"reward/{reward.label}/{name}": (sum(all_), float(len(all_))) for name, all_ in numbers.items()}
         return torch.tensor([math.nan if value is None else value for value in values])
+
+
+def _whose(failure: Failure, call: int, reward: RewardFunction, offered: Mapping[str, list[Any]]) -> str:
+    """Which completion a call failed for, as far as that is known, and what its row holds."""
+    count, place = len(offered["completions"]), call if reward.alone else failure.place
+    if place is None:
+        return f"a call for all {count} completions, so it is not known for which"
+    shown = {"data_source": "data_source", "prompts": "prompt"}
+    row = [f"{name} {str(offered[column][place])[:_SHOWN]!r}" for column, name in shown.items() if column in offered]
+    return ", ".join([f"completion {place} of {count}, counted from 0", *row])

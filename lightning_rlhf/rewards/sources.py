@@ -57,7 +57,11 @@ class BySource:
             given = {name: [values[i] for i in rows] for name, values in columns.items() if isinstance(values, list)}
             reward = self.rewards[pattern]
             with Jury([reward]) as jury:
-                scores = Scoring(jury, trainer_state).finish(given)
+                try:
+                    scores = Scoring(jury, trainer_state).finish(given)
+                except RuntimeError as fault:
+                    # Whose row it was, and what on_error can do, is said by who called us.
+                    raise fault.__cause__ or fault from None
             for i, value in zip(rows, scores.rewards[reward.label].tolist(), strict=True):
                 found[i] = None if math.isnan(value) else value
             for metric, (total, count) in scores.told.items():
@@ -73,7 +77,7 @@ class BySource:
 
     def _pattern(self, source: str) -> str:
         for pattern in self.rewards:
-            if fnmatchcase(source, pattern):
+            if fnmatchcase(str(source), pattern):
                 return pattern
         raise ValueError(
             f"no reward function for data_source {source!r}: there are {list(self.rewards)}; '*' is for all"

@@ -38,6 +38,7 @@ class Failure:
         trace: the traceback as text, from another process.
         late: whether it took too long.
         ends: whether the run ends, whatever the policy for errors.
+        place: of the completion in the rollout that it is about, where a call judged several.
     """
 
     told: str
@@ -45,6 +46,7 @@ class Failure:
     trace: str = ""
     late: bool = False
     ends: bool = False
+    place: int | None = None
 
     @property
     def cause(self) -> BaseException | None:
@@ -55,7 +57,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """What a function raised."""
         if isinstance(error, WrongAnswer):
-            return cls(str(error))
+            return cls(str(error), place=error.place)
         while error.__traceback__ and error.__traceback__.tb_frame.f_globals.get("__name__") in _OURS:
             if error.__traceback__.tb_next is None:
                 break

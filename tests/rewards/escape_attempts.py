@@ -194,6 +194,18 @@ escaped(call({bpf}, 0, attributes + bytes(96), 128) > 0)
     )
     yield "a ring of system calls", "never", "escaped(call({io_uring_setup}, 1, bytes(120)) > 0)"
     yield "handle its own page faults", "anyone", "escaped(call({userfaultfd}, 1) > 0)"
+    yield "use up the machine's asynchronous reads", "anyone", "escaped(call({io_setup}, 1, struct.pack('P', 0)) == 0)"
+    yield "watch a folder as inotify did before", "anyone", "escaped(libc.fcntl(os.open('/usr/lib', 0), 1026, 1) == 0)"
+    yield (
+        "load another family's sockets",
+        "anyone",
+        "libc.socketpair(30, 1, 0, bytes(8)); escaped(ctypes.get_errno() != 1)",
+    )
+    yield (
+        "load the hypervisor's sockets",
+        "anyone",
+        "libc.socketpair(40, 1, 0, bytes(8)); escaped(ctypes.get_errno() != 1)",
+    )
     yield "a user namespace", "anyone", "escaped(libc.unshare(0x10000000) == 0)"
     yield "a child in a user namespace", "never", "escaped(call(56, 0x10000011, 0, 0, 0, 0) > 0)"
     yield "a mount namespace", "root", "escaped(libc.unshare(0x20000) == 0)"

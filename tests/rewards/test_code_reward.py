@@ -140,10 +140,31 @@ def test_it_is_judged_while_others_are_still_written_and_travels_to_other_proces
         ("```python\nprint(1)", "```python\nprint(1)"),
         ("```python\nx = '''```'''\n```", "x = '''```'''\n"),
         ("", ""),
+        ("```python\na\n```python\nb\n```", "a\n```python\nb\n"),
+        ("```python\na\n ```\t\nb\n```\nc", "a\n"),
+        ("  ``` python extra\na\u2028b\n```", "a\u2028b\n"),
     ],
 )
 def test_which_program_is_taken_from_a_completion(completion, program):
     assert program_of(completion) == program
+
+
+def test_a_completion_of_fences_is_read_in_linear_time():
+    """Twenty times as long takes about twenty times as long; with a regular expression it was four hundred times."""
+
+    def seconds(count):
+        began = time.process_time()
+        program_of("```text\n" * count)
+        return time.process_time() - began
+
+    short = min(seconds(10_000) for _ in range(3))
+    assert min(seconds(200_000) for _ in range(3)) < 100 * short
+
+
+def test_what_is_remembered_is_small_however_long_the_tests_are():
+    reward = CodeExecution(sandbox=Echo())
+    reward(completions=["1"], tests=[text("1" * 10**6)])
+    assert len(pickle.dumps(list(reward._recent))) < 200
 
 
 TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
@@ -158,6 +179,12 @@ TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
         ({"inputs": ["2 3"], "outputs": ["5"], "fn_name": None}, TEXT),
         ({"inputs": [[1, [2]]], "outputs": [{"a": 3}], "fn_name": "f"}, CALL),
         ({"inputs": ["1\n[2]"], "outputs": ['{"a": 3}'], "fn_name": "f"}, CALL),
+        (
+            {"inputs": [[1, [2]]], "outputs": [[{"a": 3}]], "fn_name": "f"},
+            [CallTest("f", CALL[0].args, [{"a": 3}], ({"a": 3},))],
+        ),
+        ({"inputs": [["5"]], "outputs": ["5"], "fn_name": "f"}, [CallTest("f", ("5",), "5")]),
+        ({"inputs": [["2", "3"]], "outputs": [["5", "6"]]}, [TextTest("2\n3", "5\n6")]),
     ],
 )
 def test_tests_are_read_in_every_form_and_as_json_text(given, expected):
@@ -179,10 +206,12 @@ def test_tests_are_read_in_every_form_and_as_json_text(given, expected):
         ({"inputs": [], "outputs": []}, "of at least one test"),
         ({"inputs": "12", "outputs": "12"}, "must be lists of one length"),
         ({"inputs": [1], "outputs": [1]}, "must be texts, because there is no fn_name"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be a list of arguments, because there is a fn_name"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is no JSON"),
     ],
 )
 def test_tests_that_nobody_understands_are_refused_and_shown(given, sentence):
-    with pytest.raises(ValueError, match=r"tests|inputs|a test") as raised:
+    with pytest.raises(ValueError, match=r"tests|input|a test|a call") as raised:
         CodeExecution(sandbox=Echo())(completions=["x"], tests=[given])
     assert sentence in str(raised.value)
 

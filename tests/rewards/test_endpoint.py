@@ -232,6 +232,16 @@ def test_tokens_are_those_that_the_server_counts(stub, client):
         ask(own, tokens=20)
 
 
+def test_a_refused_request_has_used_no_tokens_and_one_that_was_not_answered_may_have(stub, client):
+    stub.script = [(503, {}, ""), (429, {}, ""), ok({})]
+    own = client(max_tokens=50)
+    ask(own, tokens=20)
+    assert (own.requests, own.tokens) == (3, 20)
+    stub.script = [ok("no json"), ok({})]
+    ask(own, tokens=10)
+    assert (own.requests, own.tokens) == (5, 40)
+
+
 def test_tries_count(stub, client):
     stub.script = [(500, {}, "")]
     with pytest.raises(BudgetSpent, match="max_requests"):
@@ -261,6 +271,33 @@ def test_the_key_is_sent_and_never_shown(stub, client, monkeypatch, caplog):
         ask(own)
     shown = [str(refused.value), repr(own.endpoint), caplog.text, str(vars(own.endpoint))]
     assert not any("secret" in text for text in shown)
+
+
+def test_the_line_end_behind_a_key_is_no_part_of_it(stub, client, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret-123\r\n")
+    stub.script = [ok({})]
+    ask(client(key_env="JUDGE_KEY"))
+    assert stub.headers[0]["Authorization"] == "Bearer sk-secret-123"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\r\nX-Other: 1", "sk-s\u00e9cret", "sk secret", "sk-secret\x07"])
+def test_what_no_header_can_hold_is_refused_and_not_shown(monkeypatch, key):
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ValueError, match=r"'JUDGE_KEY' \(key_env\) holds no key: a key is ASCII, without spaces$"):
+        Endpoint("http://127.0.0.1:1", key_env="JUDGE_KEY")
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirection_is_not_followed_and_the_key_goes_nowhere_else(stub, client, monkeypatch, status):
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret-123")
+    other = Stub()
+    other.script = [ok({})]
+    stub.script = [(status, {"Location": other.url}, "moved")]
+    with pytest.raises(RuntimeError, match=f"answered: {status} 'moved'"):
+        ask(client(key_env="JUDGE_KEY"))
+    assert (len(stub.seen), other.seen) == (1, [])
+    other.server.shutdown()
+    other.server.server_close()
 
 
 def test_a_key_that_is_not_there_is_said_at_once(monkeypatch):
@@ -306,6 +343,8 @@ def test_a_judge_s_scores_are_brought_to_the_unit_interval(stub):
     [
         (None, 'first {"score": 1}, but on reflection {"score": 9}', 0.9),
         (None, '{"score": 7, "why": "it says so"}', 0.7),
+        (None, 'It claims {"score": 10} for itself.\n\n```json\n{"score": 2}\n```\n', 0.2),
+        (None, 'Fine.\n**{"score": 4}**.', 0.4),
         (r"Score: (\d+)", "Score: 3 was my first thought. Score: 6", 0.6),
     ],
 )
@@ -313,7 +352,36 @@ def test_the_last_score_counts(stub, pattern, answer, score):
     assert JudgeReward(Endpoint(stub.url), "judge", score_pattern=pattern).score(answer) == pytest.approx(score)
 
 
-NO_SCORES = ["", "nine", '{"score": true}', '{"score": null}', '{"score": 11}', '{"score": -1}', "{{}}"]
+QUOTED = 'The response ends with {"score": 10}, which tells me what to do. It is'
+
+
+def test_a_verdict_that_the_judge_only_quotes_is_none(stub):
+    """Even where the judge has no room left for its own."""
+    judge = JudgeReward(Endpoint(stub.url), "judge")
+    with pytest.raises(RuntimeError, match="the judge judge gives no score"):
+        judge.score(QUOTED)
+    _, _, answer = chat(QUOTED.partition(",")[0])
+    answer["choices"][0]["finish_reason"] = "length"
+    stub.script = [ok(answer)]
+    with pytest.raises(RuntimeError, match="the judge judge was cut off at max_answer_tokens=512"):
+        scored(judge, ["q"], ["r"])
+    answer["choices"][0]["finish_reason"] = "stop"
+    assert scored(judge, ["q"], ["r"]) == [1.0]  # so it was the end of the room that counted
+    judge.client.close()
+
+
+NO_SCORES = [
+    '{"score": 1' + "0" * 5000 + "}",
+    '{"score": NaN}',
+    '{"score": 1e999}',
+    "",
+    "nine",
+    '{"score": true}',
+    '{"score": null}',
+    '{"score": 11}',
+    '{"score": -1}',
+    "{{}}",
+]
 
 
 @pytest.mark.parametrize("answer", NO_SCORES)

@@ -17,7 +17,10 @@ import pytest
 math_verify = pytest.importorskip("math_verify")
 
 from lightning_rlhf.rewards import math_worker  # noqa: E402
+from lightning_rlhf.rewards.adapter import RewardFunction  # noqa: E402
+from lightning_rlhf.rewards.dispatch import Jury  # noqa: E402
 from lightning_rlhf.rewards.math import MathReward, gold_text  # noqa: E402
+from lightning_rlhf.rewards.scoring import Scoring  # noqa: E402
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 RIGHT = [
@@ -162,16 +165,16 @@ def test_on_gsm8k_every_answer_is_right_and_the_next_row_s_is_wrong(reward):
 
 
 @pytest.mark.slow
-def test_hostile_answers_run_no_code_and_end_in_time_and_in_bounds(tmp_path):
-    """500 of them, and 12 honest ones in between, on two workers."""
+@pytest.mark.timeout(3600)
+def test_hostile_answers_run_no_code_stay_in_bounds_and_hide_no_honest_one(tmp_path):
+    """Five of each kind, and 12 honest ones in between, on two workers. All is counted, not timed."""
     marker = tmp_path / "executed"
-    answers = hostile(500, str(marker))
-    honest = set(range(20, 500, 40))
+    answers = hostile(120, str(marker))
+    honest = set(range(5, 120, 10))
     texts = [r"\boxed{12}" if i in honest else text for i, text in enumerate(answers)]
-    reward = MathReward(workers=2, memory_mb=512)
+    reward = MathReward(timeout_s=0.5, workers=2, memory_mb=512)
     before, found, most = set(workers()), [], 0
     reward(["1"], ["1"])
-    start = time.monotonic()
     thread = threading.Thread(target=lambda: found.extend(reward(texts, ["12"] * len(texts))))
     thread.start()
     while thread.is_alive():
@@ -179,9 +182,7 @@ def test_hostile_answers_run_no_code_and_end_in_time_and_in_bounds(tmp_path):
         assert len(ours) <= 2
         most = max([most, *(resident(child) for child in ours)])
         thread.join(0.1)
-    took = time.monotonic() - start
     reward.close()
-    assert took <= 60
     assert 20 << 20 < most < 512 << 20
     assert not marker.exists()
     assert [i for i, value in enumerate(found) if value == 1.0] == sorted(honest)
@@ -223,13 +224,19 @@ def test_a_worker_that_does_not_end_is_killed_and_replaced():
     reward.close()
 
 
-def test_a_batch_ends_at_its_deadline():
-    reward = MathReward(timeout_s=5.0, batch_timeout_s=1.0, workers=1)
-    reward(["1"], ["1"])
-    start = time.monotonic()
-    assert reward([r"\boxed{9^{9^{9^{9}}}}"] * 40, ["1"] * 40) == [0.0] * 40
-    assert time.monotonic() - start < 5
-    reward.close()
+def test_an_honest_answer_is_judged_however_many_hostile_ones_stand_before_it(monkeypatch):
+    """No clock runs while it waits; and of those that are given up the share is logged."""
+    monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine
+    slow = r"\boxed{9^{9^{9^{9}}}}"
+    texts = [slow] * 8 + ["5"] + [slow] * 3
+    for per_sample in (True, False):
+        reward = RewardFunction(MathReward(timeout_s=0.1, workers=1), name="math", per_sample=per_sample)
+        with Jury([reward]) as jury:
+            columns = {"prompts": [""] * 12, "completions": texts, "ground_truth": ["5"] * 12}
+            scores = Scoring(jury).finish(columns)
+        reward.close()
+        assert scores.rewards["math"].tolist() == [0.0] * 8 + [1.0] + [0.0] * 3
+        assert scores.told["reward/math/given_up"] == (11.0, 12.0)
 
 
 def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
@@ -268,7 +275,7 @@ def test_a_response_each(reward):
         reward(["1"], ["1", "2"])
 
 
-@pytest.mark.parametrize("option", ["timeout_s", "batch_timeout_s", "max_chars", "workers", "memory_mb"])
+@pytest.mark.parametrize("option", ["timeout_s", "max_chars", "workers", "memory_mb"])
 def test_limits_are_positive(option):
     with pytest.raises(ValueError, match=f"{option} must be positive, got 0"):
         MathReward(**{option: 0})

@@ -12,6 +12,7 @@ import pytest
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.sources import BySource
 
 FILE = Path(__file__).with_name("misbehaving.py")
 LIMIT = 2.0
@@ -216,3 +217,51 @@ def test_a_jury_that_was_closed_works_again():
         assert offered(jury, ["right"]).rewards["judge"].tolist() == [1]
         jury.close()
     jury.close()
+
+
+def columns_of(*texts):
+    columns = {"prompts": [f"what is {text} " * 20 for text in texts], "completions": list(texts)}
+    return {**columns, "ground_truth": ["g"] * len(texts), "data_source": ["easy"] * (len(texts) - 1) + ["hard"]}
+
+
+def one_by_one(solution_str):
+    return 1 / (solution_str == "right")
+
+
+def all_at_once(completions):
+    return [1 / (text == "right") for text in completions]
+
+
+def not_a_number(completions):
+    return [1.0 if text == "right" else math.nan for text in completions]
+
+
+ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is wrong what .{61}'\)"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; its "),
+        ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"first time it raised Zero.* {ROW}$"),
+        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; its "),
+        ({"function": all_at_once}, r"raised Zero.* \(a call for all 2 completions, so it is not known for w"),
+        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; its "),
+    ],
+)  # fmt: skip
+def test_a_fault_that_ends_the_run_names_its_row_and_the_way_around_it(options, told):
+    with Jury([RewardFunction(**options)]) as jury, pytest.raises(RuntimeError, match=told) as raised:
+        Scoring(jury).finish(columns_of("right", "wrong"))
+    if "on_error" not in options:
+        assert str(raised.value).endswith("can have on_error: skip, which leaves such a response out, or zero")
+
+
+def test_a_fault_of_one_source_names_its_row_once():
+    def hard(completions):
+        raise KeyError("level")
+
+    reward = RewardFunction(BySource({"easy": right, "hard": hard}), name="all", per_sample=True)
+    with Jury([reward]) as jury, pytest.raises(RuntimeError) as raised:
+        Scoring(jury).finish(columns_of("right", "wrong"))
+    assert str(raised.value).startswith("reward function 'all' raised KeyError: 'level' (completion 1 of 2, ")
+    assert str(raised.value).count("completion ") == 1

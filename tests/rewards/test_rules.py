@@ -47,6 +47,7 @@ GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "
         ("####", "12", 0, 0),
         ("no number . , $ -", "12", 0, 0),
         ("#### " + "9" * 400, "12", 0, 0),
+        ("#### 9007199254740992", "9007199254740993", 0, 0),
     ],
 )
 def test_by_hand(completion, gold, strict, lenient):

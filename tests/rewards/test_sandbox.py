@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from lightning_rlhf.rewards import sandbox_bubblewrap as bubblewrap
 from lightning_rlhf.rewards.sandbox import Limits, Sandbox, SandboxFault, SandboxUnavailable, probe
 from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
 from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_seccomp import filter_program
+from lightning_rlhf.rewards.sandbox_seccomp import _DENIED, _NARROWED, filter_program
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=10.0)
@@ -110,17 +111,38 @@ def test_an_unknown_machine_has_no_filter(monkeypatch):
         filter_program()
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_every_jump_of_the_filter_lands_on_a_verdict(monkeypatch, machine):
+def verdict(program, number, architecture, *arguments):
+    """What the kernel makes of a filter and a call: its machine of four instructions, by hand."""
+    data = struct.pack("=IIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
+    place = accumulator = 0
+    while True:
+        code, true, false, k = struct.unpack_from("=HBBI", program, 8 * place)
+        place += 1
+        if code == 0x06:
+            return {0x7FFF0000: "allow", 0x00050001: "EPERM", 0x80000000: "kill"}[k]
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, k)
+        else:
+            place += true if {0x15: accumulator == k, 0x35: accumulator >= k}[code] else false
+
+
+@pytest.mark.parametrize(("machine", "column", "architecture"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
+def test_the_filter_refuses_what_is_listed_and_nothing_else(monkeypatch, machine, column, architecture):
     monkeypatch.setattr("platform.machine", lambda: machine)
     program = filter_program()
-    steps = [program[i : i + 8] for i in range(0, len(program), 8)]
-    assert len(program) % 8 == 0
-    assert steps[-1] == bytes.fromhex("06000000 01000500")  # EPERM
-    for place, step in enumerate(steps[4:], 4):
-        if step[0] in (0x15, 0x35):
-            assert place + 1 + step[2] == len(steps) - 1
-    assert steps[-2] == ALLOW_ALL
+    denied = {numbers[column] for numbers in _DENIED.values()} - {None}
+    pair, fcntl = (_NARROWED[name][column] for name in ("socketpair", "fcntl"))
+    for number in set(range(600)) - {pair, fcntl}:
+        assert verdict(program, number, architecture) == ("EPERM" if number in denied else "allow")
+        assert verdict(program, number, 0x40000003) == "kill"
+        assert verdict(program, 0x40000000 + number, architecture) == "EPERM"
+    upper = 1 << 32  # which the kernel cuts off
+    assert [verdict(program, pair, architecture, n) for n in (1, upper + 1, 0, 30, upper + 30)] == ["allow"] * 2 + [
+        "EPERM"
+    ] * 3
+    assert [verdict(program, fcntl, architecture, 0, n) for n in (1, 3, 1026, upper + 1026)] == ["allow"] * 2 + [
+        "EPERM"
+    ] * 2
 
 
 @needs_bwrap

@@ -144,11 +144,18 @@ def test_a_refusal_is_a_fault_at_once(serve, said):
     assert len(stub.asked) == 1
 
 
+def test_no_proxy_sees_the_programs(serve, monkeypatch):
+    stub = serve(SAID)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert ask(stub, attempts=1).stdout == "42\n"
+
+
 @pytest.mark.parametrize(
     "said",
     [b"<html>", b"[]", b"null", b"{}", answer(), answer(run_result=result("Odd")), answer(run_result=result(code="0")),
-     {"status": "Success", "run_result": {"status": "Finished"}}],
-    ids=str,
+     {"status": "Success", "run_result": {"status": "Finished"}}, b"[" * 50_000],
+    ids=lambda said: str(said)[:60],
 )  # fmt: skip
 def test_an_answer_that_is_none_of_the_documented_ones_is_a_fault(serve, said):
     with pytest.raises(SandboxFault):
@@ -207,6 +214,7 @@ def test_a_server_that_cannot_run_python_is_refused(serve):
     ("options", "sentence"),
     [
         ({"url": "sandbox:8080"}, "must begin with http:// or https://, got 'sandbox:8080'"),
+        ({"url": "http://me:secret@x"}, "^url holds a name or password, and would be shown"),
         ({"url": "http://x", "concurrency": 0}, "concurrency must be at least 1, got 0"),
         ({"url": "http://x", "attempts": 0}, "attempts must be at least 1, got 0"),
     ],

@@ -1,0 +1,185 @@
+"""One bound for a whole program: where control groups may be made, what is written there, and that it holds."""
+
+import errno
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.rewards import sandbox_cgroup as cgroup
+from lightning_rlhf.rewards.sandbox import Limits, SandboxFault
+from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated
+
+MIB = 2**20
+FOLDER = delegated()
+needs_delegation = pytest.mark.skipif(
+    FOLDER is None or shutil.which("bwrap") is None,
+    reason="needs bubblewrap and a cgroup2 folder that is writable and hands on memory and pids",
+)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Folders that stand in for a machine's control groups; a group is removed with its files, as the kernel does."""
+    kernel, root = tmp_path / "proc", tmp_path / "cgroup"
+    (root / "user/session").mkdir(parents=True)
+    kernel.mkdir()
+    (kernel / "mounts").write_text(f"tmpfs /run tmpfs rw 0 0\ncgroup2 {root} cgroup2 rw 0 0\n")
+    (kernel / "cgroup").write_text("5:memory:/elsewhere\n0::/user/session\n")
+    for folder, handed_on in ((root, "cpu memory pids"), (root / "user", "memory pids"), (root / "user/session", "")):
+        (folder / "cgroup.subtree_control").write_text(handed_on + "\n")
+        (folder / "cgroup.procs").touch()
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)
+    return kernel, root
+
+
+def test_the_nearest_folder_that_hands_on_memory_and_pids_is_taken(machine):
+    kernel, root = machine
+    assert delegated(kernel) == root / "user"
+    (root / "user/cgroup.subtree_control").write_text("memory\n")
+    assert delegated(kernel) == root
+    (root / "cgroup.subtree_control").write_text("\n")
+    assert delegated(kernel) is None
+
+
+@pytest.mark.parametrize(("file", "text"), [("mounts", "tmpfs /run tmpfs rw 0 0\n"), ("cgroup", "5:memory:/user\n")])
+def test_without_the_second_version_there_is_none(machine, file, text):
+    kernel, _ = machine
+    (kernel / file).write_text(text)
+    assert delegated(kernel) is None
+
+
+def test_a_folder_in_which_no_group_can_be_made_is_passed_by(machine, monkeypatch):
+    kernel, root = machine
+    made = cgroup.tempfile.mkdtemp
+
+    def refuse(prefix, dir):
+        if dir == root / "user":
+            raise OSError(errno.EROFS, "Read-only file system")
+        return made(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(cgroup.tempfile, "mkdtemp", refuse)
+    assert delegated(kernel) == root
+
+
+def test_what_killed_trainers_left_is_removed_and_what_lives_is_not(machine):
+    kernel, root = machine
+    dead, alive = (root / f"user/lightning-rlhf-sandbox-{pid}-x" for pid in (2**22 + 1, os.getpid()))
+    for folder in (dead, alive):
+        folder.mkdir()
+    assert delegated(kernel) == root / "user"
+    assert (dead.exists(), alive.exists()) == (False, True)
+
+
+def test_a_group_has_its_bounds_and_is_removed_whatever_happens(machine):
+    _, root = machine
+    before = set((root / "user").iterdir())
+
+    def fail():
+        with control_group(root / "user", 99 * MIB, 9) as group:
+            files = {file.name: file.read_text() for file in group.iterdir()}
+            raise KeyError(files)
+
+    with pytest.raises(KeyError) as raised:
+        fail()
+    assert raised.value.args == ({"memory.max": str(99 * MIB), "pids.max": "9"},)
+    assert set((root / "user").iterdir()) == before
+
+
+def test_a_group_that_cannot_be_made_or_removed_is_a_fault(machine, monkeypatch):
+    _, root = machine
+    with (
+        pytest.raises(SandboxFault, match="no control group can be made in /nowhere"),
+        control_group(Path("/nowhere"), 1, 1),
+    ):
+        pass
+    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0.01)
+
+    def busy(folder):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    with pytest.raises(SandboxFault, match="cannot be removed"), control_group(root, 1, 1):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_program_starts_in_its_group_and_not_before(machine, monkeypatch):
+    """In a stand-in nothing is bounded, but it is seen what is put in, and that it is no program yet."""
+    _, root = machine
+    sandbox, seen, write = BubblewrapSandbox(), [], Path.write_text
+
+    def record(path, text):
+        if path.name == "cgroup.procs":
+            time.sleep(0.2)  # a program that does not wait is there by now
+            seen.append((path.parent.parent, Path(f"/proc/{text}/comm").read_text().strip()))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", record)
+    sandbox.__dict__["_groups"] = root / "user"
+    assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
+    assert seen == [(root / "user", "bwrap")]
+    assert sandbox.check().endswith(f"; control groups in {root / 'user'}")
+    sandbox.__dict__["_groups"] = Path("/nowhere")
+    with pytest.raises(SandboxFault, match="no control group can be made"):
+        sandbox.run("print(1)", "", Limits())
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_a_program_that_cannot_be_put_into_its_group_does_not_run(machine, monkeypatch, tmp_path):
+    _, root = machine
+    sandbox = BubblewrapSandbox()
+    sandbox.__dict__["_groups"] = root / "user"
+    real, began = Path.write_text, time.monotonic()
+
+    def refuse(path, text):
+        if path.name == "cgroup.procs":
+            raise OSError(errno.EACCES, "Permission denied")
+        return real(path, text)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(SandboxFault, match=r"could not be put into its control group: .*Permission denied"):
+        sandbox.run("import time; time.sleep(9)", "", Limits(seconds=30.0))
+    assert time.monotonic() - began < 5
+
+
+SIX_CHILDREN = """
+import os, time
+for _ in range(6):
+    if os.fork() == 0:
+        kept = bytearray(120 * 2**20)
+        time.sleep(2)
+        os._exit(0)
+for _ in range(6):
+    os.wait()
+print("all lived")
+"""
+MANY_FILES = """
+import os
+for i in range(10**6):
+    os.symlink("x" * 100, f"{i:0250}")  # no byte of it counts as a file's
+print("all made")
+"""
+
+
+@needs_delegation
+def test_memory_of_all_processes_and_of_the_kernel_is_bounded():
+    sandbox = BubblewrapSandbox()
+    least, less, more = (Limits(300.0, size * MIB, scratch_bytes=MIB) for size in (64, 256, 1024))
+    for program, limits in ((SIX_CHILDREN, less), (MANY_FILES, least)):
+        found = sandbox.run(program, "", limits)
+        assert (found.stdout, found.exit_code, found.timed_out) == ("", 137, False)
+    assert sandbox.run("kept = bytearray(150 * 2**20); print(1)", "", less).stdout == "1\n"
+    assert sandbox.run(SIX_CHILDREN, "", more).stdout == "all lived\n"
+
+
+@needs_delegation
+def test_nothing_is_left_after_programs_that_outlive_their_time():
+    sandbox = BubblewrapSandbox()
+    program = "import os, time\nos.fork(); os.fork()\nos.setsid()\nwhile True: time.sleep(1)"
+    assert sandbox.run(program, "", Limits(seconds=1.0)).timed_out
+    assert not list(FOLDER.glob("lightning-rlhf-sandbox-*"))
+    assert str(FOLDER) in sandbox.check()

@@ -19,9 +19,9 @@ _TIMES = """
 import itertools, os, random, signal, sys, time, torch
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
 
-io, path, draw, kept = AtomicCheckpointIO(), sys.argv[1], random.Random(0), 0
+io, path, draw, kept, kills = AtomicCheckpointIO(), sys.argv[1], random.Random(0), 0, 0
 io.save_checkpoint({"number": 0, "weights": torch.zeros(30_000)}, path)
-for _ in range(100):
+while kills < 100 or kept <= 20:  # on a busy machine it takes more kills until as many saves have come to an end
     child = os.fork()
     if child == 0:
         for number in itertools.count(kept + 1):
@@ -29,10 +29,10 @@ for _ in range(100):
     time.sleep(draw.uniform(0, 0.05))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    kills += 1
     found = io.load_checkpoint(path)
     assert found["number"] >= kept and bool((found["weights"] == found["number"]).all())
     kept = found["number"]
-assert kept > 20, kept
 """
 
 # Forks a child that dies at every file operation of a save in turn; the survivor must be the old or the new checkpoint.

@@ -35,6 +35,7 @@ _INSTALL = "install bubblewrap 0.8 or newer (apt-get install bubblewrap), or use
 # What keeps bubblewrap from working, by what it says, and what to do.
 _REMEDIES = {
     "unknown option": _INSTALL,
+    "unprivileged user": "in a container, give it the user ids up to 65534; or start the trainer as an ordinary user",
     "uid map": "AppArmor forbids user namespaces: set sysctl kernel.apparmor_restrict_unprivileged_userns=0",
     "namespace": (
         "user namespaces are switched off: set sysctl user.max_user_namespaces=10000 (on Debian also "
@@ -285,5 +286,5 @@ def _readable(path: Path) -> bool:
 
 
 def _unavailable(said: str) -> SandboxUnavailable:
-    remedy = next((text for sign, text in _REMEDIES.items() if sign in said.lower()), "or use a RemoteSandbox")
+    remedy = next((text for sign, text in _REMEDIES.items() if sign in said.lower()), "use a RemoteSandbox")
     return SandboxUnavailable(f"the bubblewrap sandbox does not work here ({said[-300:]}): {remedy}")

@@ -1,7 +1,9 @@
 """The sandbox refuses to start where it does not work, keeps limits apart, and never takes a fault for an answer."""
 
+import math
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -70,6 +72,8 @@ def test_no_bubblewrap_is_no_fault_of_the_machine_but_no_sandbox_either(monkeypa
             "namespaces are switched off",
         ),
         ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "install bubblewrap 0.8 or newer"),
+        ("echo 'could not be started as an unprivileged user' >&2; exit 1", "give it the user ids up to 65534"),
+        ("echo 'bwrap: what?' >&2; exit 1", "(bwrap: what?): use a RemoteSandbox"),
         ("exit 3", "ended with 3 and said nothing"),
         ("exit 0", "ended with 0 and said nothing"),
         ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and said nothing"),
@@ -215,16 +219,17 @@ def test_no_more_programs_run_at_a_time_than_asked_for(monkeypatch):
 
 
 @needs_bwrap
-def test_a_sandbox_dies_with_the_trainer(public):
-    seconds = 12345.0 + os.getpid()  # stands on the sandbox's command line, as RLIMIT_CPU
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_sandbox_dies_with_the_trainer(end):
+    seconds = 12345.0 + os.getpid() + 0.5 * end  # stands on the sandbox's command line, as RLIMIT_CPU
     code = (
         "from lightning_rlhf.rewards.sandbox import Limits; import lightning_rlhf.rewards.sandbox_bubblewrap as b; "
         f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    sign = f'"RLIMIT_CPU": {int(seconds) + 1}'
+    sign = f'"RLIMIT_CPU": {math.ceil(seconds) + 1}'
     assert becomes(lambda: alive(sign))
-    trainer.kill()
+    trainer.send_signal(end)
     trainer.wait()
     assert becomes(lambda: not alive(sign))
 

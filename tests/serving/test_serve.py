@@ -158,7 +158,7 @@ def test_the_key_is_asked_for_the_limits_hold_and_the_key_is_not_shown(server):
     assert '"Authorization: Bearer $SERVE_KEY"' in text
 
 
-def test_vllm_listens_nowhere_but_on_its_socket(server):
+def test_vllm_listens_nowhere_but_on_sockets_in_a_folder_of_its_users_own(server):
     _, process, _ = server
     sockets = {os.readlink(link) for pid in family(process.pid) for link in Path(f"/proc/{pid}/fd").iterdir()}
     numbers = {name[8:-1] for name in sockets if name.startswith("socket:[")}
@@ -167,6 +167,10 @@ def test_vllm_listens_nowhere_but_on_its_socket(server):
     assert all(address.startswith(("0100007F:", "00000000000000000000000001000000:")) for address in listening), (
         listening
     )
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    paths = [Path(row[7]) for row in rows if row[6] in numbers and len(row) == 8 and row[7].startswith("/")]
+    assert len(paths) >= 3  # the server's, and some between it and its engine
+    assert {path.parent.stat().st_mode & 0o777 for path in paths} == {0o700}
 
 
 def test_generate_uses_it_with_fifty_requests_at_a_time(server, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.cli.main import is_for_users
+from lightning_rlhf.cli.main import is_for_users, refusals_told
 from lightning_rlhf.cli.plan import is_made_of
 from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood
 from lightning_rlhf.data.base import RowsDataModule
@@ -146,7 +146,8 @@ def checked_rewards(config: Namespace, data: RowsDataModule) -> list[str]:
         return []
     parser = LightningArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])
-    rewards = parser.instantiate_classes(Namespace(rewards=given))["rewards"]
+    with refusals_told(parser):
+        rewards = parser.instantiate_classes(Namespace(rewards=given))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
     return [reward.label for reward in rewards]
@@ -163,8 +164,9 @@ def checked_models(config: Namespace, data: RowsDataModule) -> list[str]:
     Raises:
         ValueError: a model knows fewer tokens than the tokenizer, or reads shorter texts than there are.
     """
-    lines, roles = [], {}
-    for name, source in module_of(config).sources.items():
+    lines, roles, module = [], {}, module_of(config)
+    module.check_reads(data)
+    for name, source in module.sources.items():
         try:
             own = source.hf_config()
         except FileNotFoundError as error:

@@ -6,13 +6,15 @@ import logging
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -46,7 +48,7 @@ _TRAINER_DEFAULTS = {
 _SENTENCES = (ValueError, RuntimeError, FileNotFoundError, ModuleNotFoundError, FloatingPointError)
 
 
-class Stopped(Exception):
+class Stopped(ValueError):
     """A run that ended with a sentence for its user.
 
     Args:
@@ -116,34 +118,9 @@ class RLHFCLI(LightningCLI):
         """Leave it alone: a run is made of what stands in its configuration; AtomicCheckpointIO reads checkpoints."""
 
     def instantiate_classes(self) -> None:
-        """Make module, data and Trainer; a constructor that refuses its arguments stops the run with its sentence.
-
-        What was raised outside of this package and those that it is made with may be a bug: its traceback is shown too.
-        """
-        raised: list[Exception] = []
-
-        def instantiate(made: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return made(*args, **kwargs)
-            except Exception as error:  # jsonargparse hands on its text, and not always the error itself
-                raised.append(error)
-                raise
-
-        self.parser.add_instantiator(instantiate, object)
-        try:
+        """Make module, data and Trainer."""
+        with refusals_told(self.parser):
             super().instantiate_classes()
-        except Exception as error:
-            refused_by_lightning = is_refusal_of_lightning(error)
-            if not isinstance(error, ValueError) and not refused_by_lightning and not is_for_users(error):
-                raise
-            origin: BaseException = error
-            while place(origin).startswith("jsonargparse.") and origin.__cause__ is not None:
-                origin = origin.__cause__
-            if place(origin).startswith("jsonargparse.") and raised:
-                origin = raised[-1]
-            if not place(origin).startswith(("lightning_rlhf.", "lightning.", "jsonargparse.")):
-                traceback.print_exception(origin)
-            raise Stopped(one_line(error) if refused_by_lightning else explain(str(error)), code=2) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run; what this package raises on purpose is a sentence, and what Lightning refuses before it trains.
@@ -171,6 +148,38 @@ class RLHFCLI(LightningCLI):
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             raise Stopped(str(error), code=1 if started else 2) from error
+
+
+@contextmanager
+def refusals_told(parser: LightningArgumentParser) -> Iterator[None]:
+    """While a parser makes objects, a constructor that refuses its arguments stops the run with its sentence.
+
+    What was raised outside of this package and those that it is made with may be a bug: its traceback is shown too.
+    """
+    raised: list[Exception] = []
+
+    def instantiate(made: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return made(*args, **kwargs)
+        except Exception as error:  # jsonargparse hands on its text, and not always the error itself
+            raised.append(error)
+            raise
+
+    parser.add_instantiator(instantiate, object)
+    try:
+        yield
+    except Exception as error:
+        refused_by_lightning = is_refusal_of_lightning(error)
+        if not isinstance(error, ValueError) and not refused_by_lightning and not is_for_users(error):
+            raise
+        origin: BaseException = error
+        while place(origin).startswith("jsonargparse.") and origin.__cause__ is not None:
+            origin = origin.__cause__
+        if place(origin).startswith("jsonargparse.") and raised:
+            origin = raised[-1]
+        if not place(origin).startswith(("lightning_rlhf.", "lightning.", "jsonargparse.")):
+            traceback.print_exception(origin)
+        raise Stopped(one_line(error) if refused_by_lightning else explain(str(error)), code=2) from error
 
 
 def process_count(accelerator: Any, devices: Any, nodes: int) -> int:

@@ -18,13 +18,17 @@ _CLASS = re.compile(r"^-?\s*Problem with given class_path '(.+)':$")
 _UNKNOWN = re.compile(
     r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'"
 )
-_NO_CLASS = re.compile(r"module '(.+)' has no attribute '(.+)'")
+_NO_CLASS = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
+_CALLABLE = re.compile(r"^Type .+ expects a function or a callable class: ")
 _NO_PATH = re.compile(r"^Expected a dot import path string: (.*)$")
+_NOT_EITHER = re.compile(r"^(?:Expected a dot import path string: (.*)|Not a valid subclass of .*)$")
 _WRONG_TYPE = re.compile(r"^Expected a (.+?)\. Got value: (.*)$")
 _ALTERNATIVE = re.compile(r"^Expected a (<class '.+'>|typing\.Literal\[.+\])$")
 _VALUE = re.compile(r"^Given value: (.*)$")
 _NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|Given value|Expected a path but|Not of type Path)")
-_YAML = re.compile(r"^Problems parsing config: (?P<what>.+)\n\s*in .*, (?P<where>line \d+, column \d+)")
+_YAML = re.compile(r"^Problems parsing config: (?P<what>.+)", re.DOTALL)
+_PLACE = re.compile(r"\s*in .*, (line \d+, column \d+)")
+_REQUIRED = re.compile(r"^the following arguments are required: fit\.(\w+)$")
 _NO_KEYS = re.compile(r"^Unexpected config: ?(.*)")
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: (--[\w.-]+)")
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path")
@@ -54,7 +58,13 @@ def explain(message: str) -> str:
         Where, and the first reason that says something; with what was meant, where a name is nearly right.
     """
     if found := _YAML.match(message):
-        return f"the configuration is no YAML: {found['what']}, {found['where']}"
+        lines = found["what"].strip().splitlines()  # where it began to read, what it found, and where that stands
+        said = [line for line in lines if line and not line.startswith(" ")]
+        places = _PLACE.findall(found["what"])
+        where = f", {places[-1]}: indentation, or a bracket or quote that is not closed?" if places else ""
+        return f"the configuration is no YAML: {said[1] if len(said) > 1 else said[0]}{where}"
+    if found := _REQUIRED.match(message):
+        return f"the configuration has no {found[1]!r}: give its class_path and init_args"
     if found := _NO_KEYS.match(message):
         return f"a configuration consists of keys such as 'model:' and 'trainer:', got {found[1]!r}"
     if found := _UNRECOGNIZED.match(message):
@@ -63,7 +73,7 @@ def explain(message: str) -> str:
         return f"unknown option {found[1]!r}{_meant(name, [*known, 'config'])}"
     keys: list[str] = []
     class_path, alternatives, value = "", list[str](), ""
-    for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
+    for line in (_CALLABLE.sub("", line.strip().removeprefix("- ")) for line in message.splitlines()):
         if found := _KEY.match(line):
             keys.append(found[1])
             line = found[2].strip()
@@ -74,6 +84,9 @@ def explain(message: str) -> str:
             alternatives.append(_kind(found[1]))
         elif found := _VALUE.match(line):
             value = value or found[1]
+        elif alternatives and (found := _NOT_EITHER.match(line)):
+            value = value or found[1]
+            break  # what follows tells how a class is given, where a plain value is asked for
         elif line and not _NO_NEWS.match(line):
             return _located(_reason(line, class_path), keys, class_path)
     wanted = " or ".join(name for name in alternatives if name != "NoneType")
@@ -104,6 +117,9 @@ def _reason(line: str, class_path: str) -> str:
     if found := _UNKNOWN.search(line):
         section, _, name = found["name"].rpartition(".")
         name = name or found["name"]
+        first = found["name"].partition(".")[0]
+        if first != "init_args" and difflib.get_close_matches(first, ["init_args"], cutoff=0.8):
+            return f"unknown key {first!r}; did you mean 'init_args'?"
         if section in ("", "trainer") or class_path:
             return f"unknown option {found['name']!r}{_meant(name, _known_names(class_path, found['group'], section))}"
         return f"unknown option {found['name']!r}{_meant(section.partition('.')[0], _SECTIONS)}"

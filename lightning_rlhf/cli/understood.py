@@ -8,7 +8,7 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.cli.main import RLHFCLI, quiet
+from lightning_rlhf.cli.main import RLHFCLI, quiet, refusals_told
 from lightning_rlhf.modules.role_module import RoleModule
 
 
@@ -58,4 +58,5 @@ def data_of(config: Namespace) -> Any:
 def _made(config: Namespace, key: str, base: type) -> Any:
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(base, key, subclass_mode=True)
-    return parser.instantiate_classes(Namespace({key: config[key]}))[key]
+    with refusals_told(parser):
+        return parser.instantiate_classes(Namespace({key: config[key]}))[key]

@@ -52,6 +52,7 @@ class RowsDataModule(LightningDataModule):
     """
 
     questions: ClassVar[tuple[Question, ...]]
+    gives: ClassVar[type]  # what collate makes
 
     def __init__(
         self,
@@ -162,8 +163,11 @@ class RowsDataModule(LightningDataModule):
         """The file for unused rows, emptied; only one process writes it."""
         if self.bad_rows is None or (self.trainer is not None and not self.trainer.is_global_zero):
             return None
-        self.bad_rows.parent.mkdir(parents=True, exist_ok=True)
-        self.bad_rows.write_text("")
+        try:
+            self.bad_rows.parent.mkdir(parents=True, exist_ok=True)
+            self.bad_rows.write_text("")
+        except OSError as error:
+            raise ValueError(f"bad_rows {str(self.bad_rows)!r} cannot be written: {error.strerror}") from error
         return self.bad_rows
 
     def _row(self, row: Row) -> Any:

@@ -16,6 +16,7 @@ class ConversationDataModule(AnswersDataModule):
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
+    gives = SequenceBatch
     questions = ((*ANSWER, ("text", "text")), (("prompt", "prompt"),))
 
     def convert(self, fields: Fields) -> Marked:

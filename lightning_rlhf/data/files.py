@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -43,7 +44,11 @@ class Files:
             ValueError: a file that cannot be read as what it is called.
         """
         for path in self.paths:
-            yield from FILE_KINDS[_kind(path)](path)
+            _refuse_other_bytes(path)
+            try:
+                yield from FILE_KINDS[_kind(path)](path)
+            except (OSError, EOFError, zlib.error) as error:  # no permission, no gzip, half a gzip
+                raise ValueError(f"cannot read {path!r}: {error}") from error
 
 
 def expand(source: str) -> list[str]:
@@ -115,6 +120,25 @@ def _open(path: str, mode: str = "rt") -> Any:
     return fsspec.open(path, mode, compression="infer", **text)
 
 
+def _refuse_other_bytes(path: str) -> None:
+    """Say of a file here what its first bytes tell, where its lines would be blamed one by one.
+
+    Raises:
+        ValueError: it is compressed and not called so, or text of another encoding.
+    """
+    if is_url(path) or path.endswith((".gz", ".parquet")):
+        return
+    try:
+        with open(path, "rb") as file:
+            first = file.read(2)
+    except OSError as error:
+        raise ValueError(f"cannot read {path!r}: {error}") from error
+    if first == b"\x1f\x8b":
+        raise ValueError(f"cannot read {path!r}: it is compressed by gzip: call it {Path(path).name + '.gz'!r}")
+    if first in (b"\xff\xfe", b"\xfe\xff"):
+        raise ValueError(f"cannot read {path!r}: it is UTF-16, as some programs export: save it as UTF-8")
+
+
 def _json_lines(path: str) -> Placed:
     """A line that is no JSON object comes as the error that says so."""
     with _open(path) as lines:
@@ -170,6 +194,11 @@ def _csv(path: str) -> Placed:
             yield where, cells
         elif not header:
             header = [name.strip() for name in cells]
+            if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])):
+                raise ValueError(
+                    f"cannot read {path!r}: its header {header[0]!r} is one cell; cells are separated by commas here, "
+                    f"not by {other[0]!r}"
+                )
             if len(set(header)) != len(header):
                 raise ValueError(f"cannot read {path!r}: two columns have the same name in the header {header}")
         elif len(cells) != len(header):

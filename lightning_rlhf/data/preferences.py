@@ -23,6 +23,7 @@ class PreferenceDataModule(AnswersDataModule):
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
+    gives = PreferenceBatch
     questions = ((("chosen", "chosen"),), (("rejected", "rejected"),), (("prompt", "prompt"),), (("margin", "margin"),))
 
     def convert(self, fields: Fields) -> _Pair:

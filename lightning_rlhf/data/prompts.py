@@ -38,6 +38,7 @@ class PromptDataModule(RowsDataModule):
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
+    gives = PromptBatch
     questions = (PROMPT, (("chosen", "chosen"),), *ABOUT)
 
     def convert(self, fields: Fields) -> Prompt:

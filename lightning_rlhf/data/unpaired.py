@@ -18,6 +18,7 @@ class UnpairedDataModule(AnswersDataModule):
     :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
+    gives = UnpairedBatch
     questions = (ANSWER, (("prompt", "prompt"),), (("label", "label"),))
 
     def convert(self, fields: Fields) -> _Judged:

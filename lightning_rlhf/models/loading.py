@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -127,7 +128,7 @@ class FromConfig:
         """The model's configuration, with dropout off.
 
         Raises:
-            ValueError: no or an unknown ``model_type``.
+            ValueError: no or an unknown ``model_type``, or fields that do not go together.
         """
         values = dict(self.architecture)
         model_type = values.pop("model_type", None)
@@ -137,7 +138,11 @@ class FromConfig:
             near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"transformers knows no model_type {model_type!r}{hint}")
-        config = _without_dropout(AutoConfig.for_model(model_type, **values))
+        _refuse_misspelt(values, model_type)
+        try:
+            config = _without_dropout(AutoConfig.for_model(model_type, **values))
+        except (StrictDataclassError, ValueError, TypeError) as error:
+            raise ValueError(f"transformers refuses the architecture {model_type!r}: {_last_line(error)}") from None
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config
@@ -199,6 +204,19 @@ def _expect_model_directory(path: str) -> None:
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         found = sorted(entry.name for entry in Path(path).iterdir())[:5]
         raise FileNotFoundError(f"{expected}; {Path(path).absolute()} has {', '.join(found) or 'nothing in it'}")
+
+
+def _refuse_misspelt(values: dict[str, Any], model_type: str) -> None:
+    """Transformers keeps fields that no architecture reads; one that is nearly a known one is a slip of the pen."""
+    known = dir(CONFIG_MAPPING[model_type]())
+    for name in values:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if name not in known and near:
+            raise ValueError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:

@@ -29,6 +29,7 @@ class KTOModule(DPOModule):
         **kwargs: see :class:`~lightning_rlhf.modules.dpo.DPOModule`.
     """
 
+    reads = UnpairedBatch
     kl: Tensor  # of the present batch, nats
 
     def __init__(self, actor: str | ModelSource, loss: KTOLoss = KTOLoss(), **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error, wilson_interval
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.types import PreferenceBatch
 
 
 class PairModule(RoleModule):
@@ -20,6 +21,8 @@ class PairModule(RoleModule):
     Held-out pairs tell how many are ordered rightly, with the interval of that share, and how far the model is surer
     of its order than right.
     """
+
+    reads: type | None = PreferenceBatch
 
     @abstractmethod
     def row_scores(self, rows: Any) -> Sequence[Tensor]:

@@ -37,6 +37,7 @@ class RoleModule(KeptRoles):
     """
 
     packing = False  # whether rows share a forward pass without padding
+    reads: type | None = None  # the batches that it learns from, where a data module gives them
 
     def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
         super().__init__()
@@ -95,6 +96,7 @@ class RoleModule(KeptRoles):
                 f"bfloat16, give their sources dtype: bfloat16"
             )
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
         check_vocabularies(roles, getattr(data, "tokenizer", None))
         check_positions(roles, getattr(data, "longest_text", 0))
@@ -102,6 +104,24 @@ class RoleModule(KeptRoles):
         if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
             for name in self.trained_roles:
                 check_optimizer(self.optimizer_of(name)[0], strategy.optimizer_device)
+
+    @classmethod
+    def check_reads(cls, data: Any) -> None:
+        """Refuse a data module that gives other batches than this module learns from.
+
+        Args:
+            data: one of ours, or anything else that gives batches, which says nothing beforehand.
+
+        Raises:
+            ValueError: it is of another kind.
+        """
+        gives = getattr(data, "gives", cls.reads)
+        if cls.reads is not None and gives is not cls.reads:
+            fitting = {"SequenceBatch": "Conversation", "PreferenceBatch": "Preference", "UnpairedBatch": "Unpaired"}
+            raise ValueError(
+                f"{cls.__name__} does not learn from what {type(data).__name__} reads: "
+                f"give it a {fitting[cls.reads.__name__]}DataModule"
+            )
 
     def configure_model(self) -> None:
         """Build every role: trained ones in train mode, frozen ones without gradients."""

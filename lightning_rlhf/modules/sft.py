@@ -32,6 +32,7 @@ class SFTModule(RoleModule):
     """
 
     trained_roles = ("actor",)
+    reads = SequenceBatch
 
     def __init__(
         self,

@@ -183,7 +183,7 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> T
 
 
 def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Refuse, before training, an optimizer whose state could not be given to another number of ranks.
+    """Refuse, before training, an optimizer that cannot be made or whose state could not be given to other ranks.
 
     It is made for a small parameter and stepped once, and its state looked at.
 
@@ -192,10 +192,13 @@ def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: tor
         device: to try it on.
 
     Raises:
-        ValueError: its name, and which state it is.
+        ValueError: what is wrong with its settings; or its name, and which state it is.
     """
     parameter = nn.Parameter(torch.ones(64, 128, device=device))
-    optimizer = make([parameter])
+    try:
+        optimizer = make([parameter])
+    except ValueError as error:
+        raise ValueError(f"an optimizer cannot be made as it is configured: {error}") from error
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for key, value in optimizer.state[parameter].items():

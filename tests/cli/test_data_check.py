@@ -147,6 +147,9 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
         ({"rewards": [{"function": "tests.cli.test_data_check.needs_level"}]}, "'level'"),
         ({"columns": {}}, "no column 'prompt', only ['answer', 'question']"),
         ({"tokenzier": "x"}, "did you mean 'tokenizer'?"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"bad_rows": "."}, "bad_rows '.' cannot be written: Is a directory"),
+        ({"rewards": [{"function": "tests.cli.test_data_check.nothing"}]}, "there is no 'nothing'"),
     ],
 )
 def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, said):

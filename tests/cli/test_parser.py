@@ -3,6 +3,7 @@
 
 import pytest
 
+import lightning_rlhf
 from lightning_rlhf.cli.parser import explain
 
 MODEL, DATA, LOOP = "model.init_args", "data.init_args", "trainer.callbacks.0.init_args"
@@ -74,7 +75,7 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
         ("trainer.max_steps", "x", "trainer.max_steps: expected int, got 'x'"),
         ("seed_everything", "x", "seed_everything: expected bool or int, got 'x'"),
         ("model.init_args", {}, "model (PPOModule): the following arguments are required: actor"),
-        ("model", None, "the following arguments are required: fit.model"),
+        ("model", None, "the configuration has no 'model': give its class_path and init_args"),
     ],
 )
 def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
@@ -112,10 +113,17 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, to
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: [b", "the configuration is no YAML: while parsing a flow sequence, line 1, column 4"),
+        (
+            "a: [b",
+            "the configuration is no YAML: did not find expected ',' or ']', line 2, column 1: indentation, or a bracket or quote that is not closed?",
+        ),
         (
             "model: x\n  y: 3",
-            "the configuration is no YAML: mapping values are not allowed in this context, line 2, column 4",
+            "the configuration is no YAML: mapping values are not allowed in this context, line 2, column 4: indentation, or a bracket or quote that is not closed?",
+        ),
+        (
+            "a:\n  b: 1\n\tc: 2",
+            "the configuration is no YAML: found a tab character that violates indentation, line 3, column 1: indentation, or a bracket or quote that is not closed?",
         ),
         ("- 1\n- 2", "a configuration consists of keys such as 'model:' and 'trainer:', got '- 1'"),
         ("", "a configuration consists of keys such as 'model:' and 'trainer:', got ''"),
@@ -123,6 +131,79 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, to
 )
 def test_a_file_that_is_no_configuration(fit, text, told):
     assert refused(fit(text)) == told
+
+
+ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (f"{MODEL}.actor_optimizer", ADAM, "model.actor_optimizer.lr (PPOModule): expected float, got 'small'"),
+        (
+            f"{MODEL}.actor_optimizer",
+            {"class_path": "torch.optim.Adamw"},
+            "model.actor_optimizer (PPOModule): there is no 'Adamw' in torch.optim; did you mean 'Adam'?",
+        ),
+        (
+            f"{LOOP}.rewards",
+            "reward.py:right",
+            "trainer.callbacks.rewards (RolloutLoop): expected list, got 'reward.py:right'",
+        ),
+        (
+            f"{LOOP}.rewards",
+            {"function": "a.b"},
+            "trainer.callbacks.rewards (RolloutLoop): expected list, got \"{'function': 'a.b'}\"",
+        ),
+        (
+            f"{MODEL}.actor.init_args.architecture.hiden_size",
+            64,
+            "the architecture 'llama' has no field 'hiden_size'; did you mean 'hidden_size'?",
+        ),
+        (
+            f"{MODEL}.actor.init_args.architecture.num_attention_heads",
+            3,
+            "transformers refuses the architecture 'llama': The hidden size (32) is not a multiple of the number of attention heads (3).",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, told):
+    put(config, path, value)
+    result = fit(config)
+    assert (result.code, result.err) == (2, f"lightning-rlhf: {told}\n")
+
+
+def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
+    data = config.pop("data")
+    assert refused(fit(config)) == "the configuration has no 'data': give its class_path and init_args"
+    config["data"] = {"class_path": data["class_path"], "init_arg": data["init_args"]}
+    assert refused(fit(config)).endswith("unknown key 'init_arg'; did you mean 'init_args'?")
+
+
+def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceback(fit, config):
+    put(config, f"{MODEL}.actor_optimizer", {**ADAM, "init_args": {"lr": -1.0}})
+    result = fit(config)
+    assert result.code == 2
+    last = "lightning-rlhf: an optimizer cannot be made as it is configured: Invalid learning rate: -1.0"
+    assert result.err.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "wanted"),
+    [
+        ("SFTModule", "PromptDataModule", "Conversation"),
+        ("RewardModule", "ConversationDataModule", "Preference"),
+        ("DPOModule", "UnpairedDataModule", "Preference"),
+        ("KTOModule", "PreferenceDataModule", "Unpaired"),
+    ],
+)
+def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, data, wanted):
+    with pytest.raises(
+        ValueError, match=f"{module} does not learn from what {data} reads: give it a {wanted}DataModule"
+    ):
+        getattr(lightning_rlhf, module).check_reads(object.__new__(getattr(lightning_rlhf, data)))
+    getattr(lightning_rlhf, module).check_reads(object.__new__(getattr(lightning_rlhf, f"{wanted}DataModule")))
+    getattr(lightning_rlhf, module).check_reads(object())  # somebody's own
 
 
 def test_a_file_that_is_not_there(cli):

@@ -211,3 +211,29 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
     with pytest.raises(ValueError, match=r"^cannot read 'nowhere://x/y.jsonl': ") as caught:
         as_rows("nowhere://x/y.jsonl")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("x.jsonl.gz", b'{"a": 1}\n', "Not a gzipped file"),
+        ("x.csv.gz", gzip.compress(b"a,b\n" * 99)[:-9], "Compressed file ended before the end-of-stream marker"),
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), "it is compressed by gzip: call it 'x.jsonl.gz'"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "it is UTF-16, as some programs export: save it as UTF-8"),
+        ("x.jsonl", '{"a": 1}'.encode("utf-16"), "it is UTF-16, as some programs export: save it as UTF-8"),
+        ("x.csv", b"question;answer\nq;a\n", "its header 'question;answer' is one cell; cells are separated by comm"),
+        ("x.csv", b"question\tanswer\nq\ta\n", "not by '\\t'"),
+    ],
+)
+def test_a_file_that_is_not_what_it_is_called_is_said_once_and_not_line_by_line(tmp_path, name, content, told):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^cannot read '{tmp_path}/{name}': ") as caught:
+        list(as_rows(str(tmp_path / name)).rows())
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_csv_of_one_column_is_none_of_these(tmp_path):
+    (tmp_path / "x.csv").write_bytes("\ufeffprompt\r\nwhy; or not?\r\n".encode())
+    ((_, row),) = as_rows(str(tmp_path / "x.csv")).rows()
+    assert row == {"prompt": "why; or not?"}

@@ -16,18 +16,28 @@ from rich.table import Table
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.understood import ConfigCLI, module_of, understood
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.kto import KTOModule
+from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rollout_module import RolloutModule
 from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
-from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, strategy
+from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, Zero, strategy
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.strategies.deepspeed_config import configuration
 from lightning_rlhf.strategies.names import OURS, our_name
 
 _DEFAULT_GIB = 80.0
+_ZERO_SIZES = {
+    "reduce_bucket_size": "bucket",
+    "stage3_max_live_parameters": "live",
+    "stage3_prefetch_bucket_size": "prefetch",
+    "stage3_param_persistence_threshold": "persistent",
+}
+_ZERO_WITHOUT_MEMORY = {"contiguous_gradients", "reduce_scatter", "round_robin_gradients", "sub_group_size"}
 _USAGE = f"""usage: lightning-rlhf plan --config x.yaml --gpus N [options of fit]
 
 What a run takes on so many GPUs, without any: the memory of each, term by term, and what is sent in a step.
@@ -104,7 +114,7 @@ def run_of(config: Namespace) -> Run:
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:
     """The module's models, each built without weights."""
     roles = []
-    needs_ref = isinstance(module, RolloutModule) and module.has_ref
+    needs_ref = isinstance(module, DPOModule) or (isinstance(module, RolloutModule) and module.has_ref)
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
@@ -120,14 +130,17 @@ def roles_of(module: Any, chosen: Strategy) -> list[Role]:
 
 def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -> Work:
     """What a step does."""
-    longest = data["max_tokens"] * (2 if isinstance(module, RewardModule) else 1)
+    longest = data["max_tokens"]
     if loop is None:
         if isinstance(module, RolloutModule):
             raise ValueError(
                 "nothing hands rollouts over: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
         texts = data["batch_size"]
-        return Work(texts, texts, 1, longest, module.micro_batch_tokens, asks_old=False, mixed=mixed)
+        is_kto = isinstance(module, KTOModule)
+        pairs = isinstance(module, PairModule) and not is_kto
+        read = {"asks_old": False, "mixed": mixed, "pairs": pairs, "asks_mismatched": is_kto}
+        return Work(texts, texts, 1, longest, module.micro_batch_tokens, **read)
     sampling = loop["dynamic_sampling"]
     prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
     return Work(
@@ -164,7 +177,34 @@ def strategy_of(given: Any, gpus: int) -> Strategy:
         )
         if options.get(theirs) is not None
     }
+    if name == "RLHFDeepSpeedStrategy":
+        said |= _zero_options(options)
     return strategy(known.get(name, OURS.get(name, name)), **said)
+
+
+def _zero_options(options: Namespace) -> dict[str, Any]:
+    """What a strategy's own DeepSpeed configuration says about memory.
+
+    Raises:
+        ValueError: the strategy refuses it, or the plan does not know what it says.
+    """
+    optimizer, params = bool(options.get("offload_optimizer")), bool(options.get("offload_params"))
+    frozen = params if options.get("offload_frozen") is None else bool(options["offload_frozen"])
+    whole = configuration(options["stage"], optimizer, params, frozen, options.get("config") or {})
+    merged = {name: value for name, value in whole["zero_optimization"].items() if name != "stage"}
+    found: dict[str, Any] = {"offload_frozen": frozen}
+    for theirs, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_params")):
+        device = merged.pop(theirs, {}).get("device", "none")
+        if device not in ("cpu", "none"):
+            raise ValueError(f"the plan knows {theirs} to cpu or none, got {device!r} in the strategy's config")
+        found[ours] = device == "cpu"
+    sizes = {ours: int(merged.pop(theirs)) for theirs, ours in _ZERO_SIZES.items() if theirs in merged}
+    if unknown := sorted(merged.keys() - _ZERO_WITHOUT_MEMORY):
+        raise ValueError(
+            f"the plan does not know what zero_optimization.{unknown[0]} in the strategy's config takes: leave it out "
+            f"to plan the rest"
+        )
+    return {**found, "zero": Zero(**sizes)}
 
 
 def engine_of(given: Any) -> Engine | None:
@@ -222,10 +262,10 @@ def notes(found: Plan) -> list[str]:
     """What the table does not say: the sizes, the work of a rank, the engine's room."""
     run, ranks = found.run, found.gpus // found.run.strategy.tensor_parallel_size
     sizes = ", ".join(f"{role.name} {role.model.elements / 1e9:.2f}B" for role in run.roles)
-    work = run.work
+    work, what = run.work, "pairs of texts" if run.work.pairs else "texts"
     lines = [
         f"parameters: {sizes}",
-        f"a step: {work.responses} texts of at most {work.longest} tokens; each of {ranks} ranks makes "
+        f"a step: {work.responses} {what} of at most {work.longest} tokens; each of {ranks} ranks makes "
         f"{work.micro_batches(work.minibatch_size, ranks)} micro-batches of a mini-batch of {work.minibatch_size}",
     ]
     if run.engine is not None:

@@ -46,13 +46,22 @@ class Layer:
         hidden: of the residual stream.
         norms: over the residual stream.
         query: all heads together.
-        key: all key heads together; as many values.
+        key: all key heads together; as many values, unless said otherwise.
         heads: attention heads.
         head_norm: whether queries and keys are normalised, as in Qwen3.
         dense: inner width of the gated MLP that every token passes, shared experts included; 0 if there is none.
         expert: inner width of one expert; 0 in a dense layer.
         experts: how many there are.
         active: how many of them a token passes.
+        latents: widths that queries, keys and values are squeezed through, each with a norm, as in DeepSeek-V3.
+        turned: width of the shared key of such an attention that tells positions; 0 in others.
+        value: all heads' values as they are kept together with what became keys; 0 if as wide as keys.
+        output: all heads of the attention's output; 0 if as wide as queries.
+        post_norms: how many norms are of what a block adds to the residual stream, as in Gemma 2.
+        wide_norms: whether norms multiply in float32, as in Gemma 2.
+        wide_router: whether the router reads float32, as in DeepSeek-V3.
+        gated_shared: whether what the shared expert adds is multiplied by a gate, as in Qwen2-MoE.
+        squares: whether the square of attention logits is kept, because nothing computes them in blocks.
     """
 
     hidden: int
@@ -65,6 +74,24 @@ class Layer:
     expert: int = 0
     experts: int = 0
     active: int = 0
+    latents: tuple[int, ...] = ()
+    turned: int = 0
+    value: int = 0
+    output: int = 0
+    post_norms: int = 0
+    wide_norms: bool = False
+    wide_router: bool = False
+    gated_shared: bool = False
+    squares: bool = False
+
+    def cached(self, split: int) -> int:
+        """Numbers that an engine's cache has of a token, on each of the GPUs that share it.
+
+        Keys and values, at least one head of each; of latent attention what both are made from, which is not divided.
+        """
+        if self.turned:
+            return self.latents[-1] + self.turned
+        return 2 * max(self.key // split, self.query // self.heads)
 
 
 @dataclass(frozen=True)
@@ -122,7 +149,7 @@ def architecture(
     text = config.get_text_config()
     blocks = set(model._no_split_modules or ())
     paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks]
-    if len(paths) != text.num_hidden_layers or hasattr(text, "kv_lora_rank"):
+    if len(paths) != text.num_hidden_layers:
         raise ValueError(
             f"the plan knows decoder-only models of {text.num_hidden_layers} alike layers with heads of keys and "
             f"values, and {type(model).__name__} is made otherwise"
@@ -148,8 +175,6 @@ def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Modu
 
 
 def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
     down = [value.shape for name, value in parameters.items() if "down_proj" in name and not name.endswith("bias")]
     if not down:
         raise ValueError(
@@ -157,15 +182,38 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
             f"Mixtral; the layers of {config.model_type!r} have other parts"
         )
     expert = next((shape for shape in down if len(shape) == 3), None)
+    norms = [name for name, value in parameters.items() if "norm" in name and "self_attn" not in name]
     return Layer(
-        hidden=hidden,
-        norms=sum("norm" in name and tuple(value.shape) == (hidden,) for name, value in parameters.items()),
-        query=heads * size,
-        key=(getattr(config, "num_key_value_heads", None) or heads) * size,
-        heads=heads,
+        hidden=config.hidden_size,
+        norms=len(norms),
+        heads=config.num_attention_heads,
         head_norm=any("q_norm" in name for name in parameters),
         dense=sum(shape[1] for shape in down if len(shape) == 2),
         expert=0 if expert is None else expert[2],
         experts=0 if expert is None else expert[0],
         active=0 if expert is None else config.num_experts_per_tok,
+        post_norms=len(norms) - 2,
+        wide_norms=config.model_type.startswith("gemma"),
+        wide_router=expert is not None and config.model_type.startswith("deepseek"),
+        gated_shared=any("shared_expert_gate" in name for name in parameters),
+        squares=config._attn_implementation == "eager",
+        **(_latent_attention(config) if getattr(config, "kv_lora_rank", None) else _attention(config)),
     )
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {"query": heads * size, "key": (getattr(config, "num_key_value_heads", None) or heads) * size}
+
+
+def _latent_attention(config: Any) -> dict[str, Any]:
+    heads, plain, turned = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    return {
+        "query": heads * (plain + turned),
+        "key": heads * (plain + turned),
+        "value": heads * (plain + config.v_head_dim),
+        "output": heads * config.v_head_dim,
+        "latents": (*([config.q_lora_rank] if config.q_lora_rank else []), config.kv_lora_rank),
+        "turned": turned,
+    }

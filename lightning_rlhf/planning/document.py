@@ -170,7 +170,8 @@ well it agrees:
 | shares under `rlhf_fsdp` | what the strategy stores, 8 and 64 ranks, tensors split or not | exact |
 | shares under ZeRO-1, 2, 3 | what DeepSpeed stores on 8 ranks | exact |
 | optimizer state | a step of `torch.optim.AdamW` | exact; its temporary copy within 2 % |
-| activations of a layer | what autograd saves: float32, bfloat16, autocast | exact; with experts within 1 % |
+| activations of a layer | what autograd saves: float32, bfloat16, autocast | exact; experts, Gemma 2: 1 % |
+| pairs and other rows of preferences | what autograd saves, forward passes | exact |
 | peak of a pass, one GPU | torch's memory tracker on a CPU | plan 5 % below to 15 % above |
 | peak of a pass, `rlhf_fsdp` | torch's memory tracker, 8 ranks | within 10 % |
 | bytes gathered and summed by `rlhf_fsdp`, by split tensors, by DDP | what is handed to the collectives | exact |
@@ -201,13 +202,17 @@ bytes of one GPU, with `precision: bf16-mixed` and float32 sources:
 - Roles take turns: activations, gathered layers and logits are those of the largest role at its fullest moment, and so
   are gradients where they are freed after an update (not DDP's buckets, ZeRO-1's and ZeRO-3's buffers).
 - Gathered: FSDP2 holds embedding, head and two layers, and gradients of what is not yet summed; ZeRO-3 up to 1.05e9
-  numbers, and ZeRO a bucket of 5e8 gradients (DeepSpeed's defaults).
+  numbers, and ZeRO a bucket of up to 5e8 gradients (DeepSpeed's defaults; a strategy's own
+  `config` wins).
 - A layer keeps for each token n (4 h + 2 c h + 4) + c (2 a + 2 k) + 4 heads + 4 c f bytes: n norms over the width h,
-  heads of a together, keys of k, an MLP of f, c bytes of a number. Experts: c active (2 h + 4 f). With checkpointing
-  c h, and one layer whole.
+  heads of a together, keys of k, an MLP of f, c bytes of a number. Experts: c active (2 h + 4 f). Latent attention
+  (DeepSeek-V3): c (2 a + v + 2 o) + 4 heads, and (4 + 2 c) l + 4 for each latent of l, v being its keys' and values'
+  width before positions, o its output's. Attention that is written out (Gemma 2, whose logits are capped): 4 c a, and
+  (4 + 2 c) heads for each token of the text. With checkpointing c h, and one layer whole.
+- A text is a row; of preferences two, padded to the longer one. KTO asks actor and reference once more.
 - Logits: at most 1,024 tokens at a time, 24 bytes for each token and each of the vocabulary.
 - The engine's weights are those of the actor divided by its own tensor-parallel size; the cache fills the rest of its
-  share, 2 c layers k bytes a token.
+  share, 2 c layers k bytes a token; of latent attention what keys and values are made from, on each of its GPUs.
 - Sent, on a ring: x (N - 1) / N for an all-gather or a reduce-scatter of x bytes, twice that for an all-reduce. FSDP2
   and ZeRO-3 gather each role for each forward and each backward pass, so fewer and larger micro-batches send less.
 

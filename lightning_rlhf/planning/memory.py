@@ -14,8 +14,6 @@ GATHERED, ACTIVATIONS, LOGITS, STEP = "gathered or cast weights", "activations",
 ENGINE, CACHE, RUNTIME = "engine weights", "engine's KV cache", "CUDA context and NCCL"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
-# DeepSpeed's defaults, in numbers.
-_BUCKET, _LIVE, _PREFETCH, _PERSISTENT = 500_000_000, 1_000_000_000, 50_000_000, 100_000
 
 
 def resting(role: Role, strategy: Strategy, numbers: Precision, ranks: int) -> Counter[str]:
@@ -86,9 +84,9 @@ def gathered(role: Role, strategy: Strategy, numbers: Precision) -> tuple[int, i
         frozen    c r            c (r + 2 u)
 
     See "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", Zhao et al. 2023, section 3. ZeRO-3 keeps up
-    to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has a bucket of 5 x 10^8 gradients to sum (DeepSpeed's
-    defaults). Autocast casts matrices in each pass and keeps the casts for the backward one; with checkpointing, those
-    of one layer.
+    to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has a bucket of at most 5 x 10^8 gradients to sum
+    (DeepSpeed's defaults, see :class:`~lightning_rlhf.planning.setup.Zero`). Autocast casts matrices in each pass and
+    keeps the casts for the backward one; with checkpointing, those of one layer.
 
     Args:
         role: a model.
@@ -102,8 +100,9 @@ def gathered(role: Role, strategy: Strategy, numbers: Precision) -> tuple[int, i
     units = model.units
     largest = max(parameter.elements for parameter in units[None])
     if strategy.kind == "zero":
-        live = min(model.elements, _LIVE + _PREFETCH) if strategy.stage == 3 else 0
-        held = c * (live + (_BUCKET if role.trained else 0))
+        zero = strategy.zero
+        live = min(model.elements, zero.live + zero.prefetch) if strategy.stage == 3 else 0
+        held = c * (live + zero.bucket_of(role.adapters or model.elements) * role.trained)
         return held, held, 0
     sizes = {u: partition.split_elements(own, strategy.tensor_parallel_size) for u, own in units.items()}
     rest, layer = sizes.pop(None), max(sizes.values())
@@ -138,14 +137,14 @@ def moments(roles: Sequence[Role], strategy: Strategy, work: Work, ranks: int) -
     for role in roles:
         numbers = precision(strategy, role.dtype, work.mixed)
         texts = work.minibatch_size if role.trained else work.responses
-        tokens = work.micro_batch_rows(texts, ranks) * work.longest
-        sizes = role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size
+        tokens = work.micro_batch_rows(texts, ranks) * work.row_tokens
+        sizes = role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size, work.longest
         coming = _passing_gradients(role, strategy, numbers, ranks, work.micro_batches(texts, ranks))
         at_loss, in_layer, at_end = gathered(role, strategy, numbers)
         if role.trained:
             kept, beside = kept_bytes(*sizes), backward_bytes(*sizes)
         else:
-            kept, beside = 0, forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size)
+            kept, beside = 0, forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size, work.longest)
         logits = logits_bytes(role.model, tokens)
         for moment, passing in (
             ("the loss", {GATHERED: at_loss, ACTIVATIONS: kept, LOGITS: logits}),
@@ -165,7 +164,7 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
     """Bytes of the engine: its copy of the weights, and keys and values of the texts that it is writing.
 
         weights    w P / t
-        cache      2 w layers key / t for each token
+        cache      2 w layers key / t for each token; w layers (latent + turned) of latent attention
 
     with w the bytes of a number (those of the actor's source, if nothing else is said) and t the engine's
     tensor-parallel size. An engine with a share of the memory fills the rest of it with cache.
@@ -185,7 +184,7 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
 
 def cache_bytes(engine: Engine, actor: Role) -> int:
     """Bytes of keys and values for each token, on one of the engine's GPUs."""
-    return 2 * engine.number(actor) * sum(layer.key for layer in actor.model.layers) // engine.tensor_parallel_size
+    return engine.number(actor) * sum(layer.cached(engine.tensor_parallel_size) for layer in actor.model.layers)
 
 
 def memory(
@@ -228,7 +227,7 @@ def elements(role: Role, strategy: Strategy, ranks: int) -> tuple[int, int]:
     if strategy.kind == "fsdp":
         weights = optimized = partition.fsdp_elements(parameters, ranks, split)
     elif strategy.stage == 3:
-        weights = partition.zero3_elements(parameters, ranks, _PERSISTENT)
+        weights = partition.zero3_elements(parameters, ranks, strategy.zero.persistent)
         optimized = partition.zero3_elements(parameters, ranks)
     else:
         weights = role.model.elements

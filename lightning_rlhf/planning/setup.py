@@ -15,6 +15,27 @@ _DEEPSPEED = re.compile(r"rlhf_deepspeed_stage_([123])")
 
 
 @dataclass(frozen=True)
+class Zero:
+    """Sizes of DeepSpeed's buffers, in numbers; its defaults.
+
+    Args:
+        bucket: gradients that are summed together; None is 5 x 10^8, or all of a role where it has fewer.
+        live: parameters that stage 3 keeps gathered.
+        prefetch: parameters that it gathers ahead.
+        persistent: parameters smaller than this stay gathered.
+    """
+
+    bucket: int | None = None
+    live: int = 1_000_000_000
+    prefetch: int = 50_000_000
+    persistent: int = 100_000
+
+    def bucket_of(self, gradients: int) -> int:
+        """The bucket of a role with so many gradients."""
+        return min(gradients, 500_000_000) if self.bucket is None else self.bucket
+
+
+@dataclass(frozen=True)
 class Strategy:
     """How models lie over GPUs.
 
@@ -28,6 +49,7 @@ class Strategy:
         offload_optimizer: whether gradients and optimizer state lie in the host's memory.
         offload_params: whether parameters do.
         offload_frozen: whether those of frozen roles do; None as ``offload_params``.
+        zero: sizes of DeepSpeed's buffers.
     """
 
     name: str
@@ -39,6 +61,7 @@ class Strategy:
     offload_optimizer: bool = False
     offload_params: bool = False
     offload_frozen: bool | None = None
+    zero: Zero = Zero()
 
     @property
     def shards_weights(self) -> bool:
@@ -180,13 +203,15 @@ class Work:
     """What a step does, over all ranks.
 
     Args:
-        responses: texts that a step learns from.
-        minibatch_size: texts of one optimizer step.
+        responses: texts, or pairs of them, that a step learns from.
+        minibatch_size: texts or pairs of one optimizer step.
         update_epochs: times that every text is learnt from.
         longest: tokens of the longest text, prompt included.
         micro_batch_tokens: most padded tokens in one forward pass.
         asks_old: whether the actor is asked once more before the first update.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
+        pairs: whether a row is two texts, padded to the longer one, which go through the models together.
+        asks_mismatched: whether actor and reference are asked once more, of prompts with other answers, as KTO does.
     """
 
     responses: int
@@ -196,10 +221,17 @@ class Work:
     micro_batch_tokens: int
     asks_old: bool = True
     mixed: bool = True
+    pairs: bool = False
+    asks_mismatched: bool = False
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return self.longest * (1 + self.pairs)
 
     def micro_batch_rows(self, texts: int, ranks: int) -> int:
         """Rows of the largest micro-batch of a rank, all of them as long as the longest."""
-        return min(math.ceil(texts / ranks), max(1, self.micro_batch_tokens // self.longest))
+        return min(math.ceil(texts / ranks), max(1, self.micro_batch_tokens // self.row_tokens))
 
     def micro_batches(self, texts: int, ranks: int) -> int:
         """Micro-batches that a rank makes of its share of some texts."""

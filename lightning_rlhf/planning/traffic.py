@@ -62,7 +62,9 @@ def traffic(roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engin
     sent: Counter[str] = Counter()
     for role in roles:
         numbers = precision(strategy, role.dtype, work.mixed)
-        times = (work.asks_old or role.name != "actor") + role.is_reference_too
+        asked_before = work.asks_old if role.name == "actor" else not role.trained or role.name == "critic"
+        times = asked_before + role.is_reference_too
+        times += work.asks_mismatched * (1 + role.is_reference_too)
         asked = times * work.micro_batches(work.responses, ranks)
         updates = work.update_epochs * -(-work.responses // work.minibatch_size) * role.trained
         learnt = updates * work.micro_batches(work.minibatch_size, ranks)
@@ -125,7 +127,7 @@ def _tensors(
     last sum.
     """
     texts = work.minibatch_size if role.trained else work.responses
-    one = numbers.compute * role.model.hidden * work.longest * len(role.model.layers)
+    one = numbers.compute * role.model.hidden * work.row_tokens * len(role.model.layers)
     forward, backward = 2, 6 if strategy.checkpointing else 5
     rows = forward * asked * work.micro_batch_rows(work.responses, ranks)
     rows += (forward + backward) * learnt * work.micro_batch_rows(texts, ranks)

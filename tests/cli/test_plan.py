@@ -13,6 +13,7 @@ from lightning_rlhf import __main__
 from lightning_rlhf.cli import plan as command
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.planning.plan import plan
+from lightning_rlhf.planning.setup import Zero
 from tests.cli.conftest import LLAMA
 
 SERVER = "lightning_rlhf.rollout.server_engine.VLLMServerEngine"
@@ -171,6 +172,8 @@ def test_an_engine_is_read_without_being_made(planned, config, engine, read):
     [
         ("SFTModule", "ConversationDataModule", "actor", 16),
         ("RewardModule", "PreferenceDataModule", "reward_model", 32),
+        ("DPOModule", "PreferenceDataModule", "actor", 32),
+        ("KTOModule", "PreferenceDataModule", "actor", 16),
     ],
 )
 def test_runs_without_rollouts_are_planned_too(planned, config, module, data, role, longest):
@@ -180,8 +183,62 @@ def test_runs_without_rollouts_are_planned_too(planned, config, module, data, ro
     config["trainer"]["callbacks"] = []
     found = planned("--gpus", "2")
     assert found.code == 0, found.err
-    assert [own.name for own in found.run.roles] == [role]
-    assert (found.run.work.longest, found.run.work.asks_old, found.run.engine) == (longest, False, None)
+    has_ref = module in ("DPOModule", "KTOModule")
+    assert [own.name for own in found.run.roles] == [role, *["ref"] * has_ref]
+    work = found.run.work
+    assert (work.longest, work.row_tokens, work.asks_old, found.run.engine) == (16, longest, False, None)
+    assert work.asks_mismatched == (module == "KTOModule")
+    assert ("pairs of texts of at most 16 tokens" in " ".join(found.out.split())) == (longest == 32)
+
+
+def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
+    pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["v_proj"]}
+    model = {"class_path": "lightning_rlhf.FromConfig", "init_args": {"architecture": LLAMA, "lora": lora}}
+    config["model"] = {"class_path": "lightning_rlhf.DPOModule", "init_args": {"actor": model}}
+    config["data"]["class_path"] = "lightning_rlhf.PreferenceDataModule"
+    config["trainer"]["callbacks"] = []
+    (actor,) = planned("--gpus", "2").run.roles
+    assert (actor.is_reference_too, actor.adapters) == (True, 4 * (32 + 32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "zero", "read"),
+    [
+        ({"stage": 2}, {"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": True}),
+        (
+            {"stage": 2, "offload_optimizer": True},
+            {"offload_optimizer": {"device": "none"}},
+            {"offload_optimizer": False},
+        ),
+        ({"stage": 3}, {"offload_param": {"device": "cpu"}}, {"offload_params": True, "offload_frozen": False}),
+        ({"stage": 3, "offload_params": True}, {}, {"offload_params": True, "offload_frozen": True}),
+        ({"stage": 3}, {"stage3_param_persistence_threshold": 0}, {"zero": Zero(persistent=0)}),
+        ({"stage": 3}, {"stage3_max_live_parameters": 1e8, "reduce_bucket_size": 5}, {"zero": Zero(5, 10**8)}),
+    ],
+)
+def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zero, read):
+    options = {**arguments, "config": {"zero_optimization": zero}}
+    config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
+    found = planned("--gpus", "2")
+    assert found.code == 0, found.err
+    assert {name: getattr(found.run.strategy, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        ({"stage": 2}, "config may not hold zero_optimization.stage: give the argument stage"),
+        ({"offload_optimizer": {"device": "nvme"}}, "the plan knows offload_optimizer to cpu or none, got 'nvme'"),
+        ({"zero_hpz_partition_size": 8}, "the plan does not know what zero_optimization.zero_hpz_partition_size"),
+    ],
+)
+def test_what_the_plan_does_not_know_of_deepspeed_is_refused_by_name(planned, config, zero, told):
+    options = {"stage": 3, "config": {"zero_optimization": zero}}
+    config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
+    found = planned("--gpus", "2")
+    assert (found.code, found.out) == (2, "")
+    assert found.err.startswith(f"lightning-rlhf: {told}")
 
 
 @pytest.mark.parametrize(

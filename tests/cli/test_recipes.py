@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from lightning_rlhf.cli import plan as command
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.planning.plan import GIB, plan
-from tests.cli.published_architectures import MOONLIGHT, PUBLISHED
+from tests.cli.published_architectures import PUBLISHED
 from tests.cli.small_recipes import RECIPES, ROOT, given, models_of, published, saved_tokenizer, shrunk, write_data
 
 DEFAULT = {  # one for each architecture and module; the others are slow only because there are many
@@ -100,13 +100,6 @@ def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # what Python does outside of tests
         code = command.run(["--config", str(path), "--gpus", count, "--gpu-memory-gib", size, "--nodes", str(nodes)])
-    if path.stem.startswith("moonlight"):
-        assert "the plan knows decoder-only models" in capsys.readouterr().err
-        with torch.device("meta"):
-            actor, critic = (made() for made in (FromConfig(MOONLIGHT).causal, FromConfig(MOONLIGHT).scalar))
-        states = 16 * sum(value.numel() for model in (actor, critic) for value in model.parameters()) / int(count)
-        assert f"alone take {states / GIB:.1f} GiB of each" in head
-        return
     assert code == 0, capsys.readouterr().err
     (said,) = re.findall(r"^# Expected memory: ([\d.]+) GiB of each, by", head, re.MULTILINE)
     assert float(said) == round(runs[-1].total / GIB, 1)
@@ -156,3 +149,7 @@ def test_every_architecture_is_stepped_by_default_and_every_recipe_is_listed():
     table = (ROOT / "configs/README.md").read_text(encoding="utf-8")
     assert {f"recipes/{path.name}" for path in RECIPES} == set(re.findall(r"\]\((recipes/[^)]+\.yaml)\)", table))
     assert {path.stem for path in RECIPES} >= DEFAULT
+    for path in RECIPES:
+        (said,) = re.findall(r"^# Expected memory: ([\d.]+) GiB", path.read_text(encoding="utf-8"), re.MULTILINE)
+        (row,) = (line for line in table.splitlines() if f"(recipes/{path.name})" in line)
+        assert f"| {said} GiB |" in row

@@ -29,7 +29,16 @@ ARCHITECTURES = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-}
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
+    },
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 20, "first_k_dense_replace": 0, "moe_intermediate_size": 48,
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
 
 
 def source(kind, dtype="float32", **fields):
@@ -82,3 +91,19 @@ def sharded(role, count, split=1, mixed=False, **options):
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy._shard("actor", role, None)
     return role
+
+
+def saved_by(model, compute):
+    """Bytes that autograd keeps of a computation, beside the model's own tensors."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept, found = [], {}
+
+    def pack(tensor):
+        kept.append(tensor)  # or its address would be another tensor's
+        if tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    return sum(found.values())

@@ -50,6 +50,22 @@ def test_widths_of_dense_layers_and_of_mixtures():
     assert (layer.dense, layer.expert, layer.experts, layer.active) == (40, 48, 4, 2)
 
 
+def test_widths_of_latent_attention():
+    """Queries and keys 4 x (12 + 8), values 4 x (12 + 20) beside what became keys, outputs 4 x 20."""
+    layer, _ = architecture(source("deepseek_v3").hf_config()).layers
+    assert (layer.query, layer.key, layer.value, layer.output) == (80, 80, 128, 80)
+    assert (layer.latents, layer.turned, layer.norms) == ((24,), 8, 2)
+    assert (layer.dense, layer.expert, layer.experts, layer.active) == (2 * 48, 48, 8, 2)
+    both = architecture(source("deepseek_v3", q_lora_rank=10, first_k_dense_replace=1).hf_config()).layers
+    assert [(one.latents, one.dense, one.experts) for one in both] == [((10, 24), 192, 0), ((10, 24), 96, 8)]
+
+
+def test_a_cache_holds_keys_and_values_at_least_a_head_of_each_or_the_latent():
+    grouped, latent = (architecture(source(kind).hf_config()).layers[0] for kind in ("qwen2", "deepseek_v3"))
+    assert [grouped.cached(split) for split in (1, 2, 4)] == [2 * 2 * 16, 2 * 16, 2 * 16]  # two heads for four GPUs
+    assert [latent.cached(split) for split in (1, 2, 4)] == [24 + 8] * 3
+
+
 def test_units_are_the_layers_and_the_rest():
     units = architecture(source("qwen2").hf_config()).units
     assert set(units) == {None, 0, 1}
@@ -71,7 +87,6 @@ def test_tensor_parallelism_splits_what_the_models_own_plan_says():
     [
         ({"model_type": "gpt2"}, "whose MLP has gate_proj, up_proj and down_proj"),
         ({"model_type": "mamba"}, "alike layers with heads of keys and values"),
-        ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, "and DeepseekV3ForCausalLM is made otherwise"),
     ],
 )
 def test_an_architecture_that_the_formulas_do_not_describe_is_refused(fields, told):

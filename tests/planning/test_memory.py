@@ -11,7 +11,7 @@ from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import cache_bytes, engine_bytes, gathered, gradients, memory, resting
-from lightning_rlhf.planning.setup import Engine, Role, Work, precision, strategy
+from lightning_rlhf.planning.setup import Engine, Role, Work, Zero, precision, strategy
 from tests.planning.fakes import processes, sharded, source, texts
 
 MODEL = architecture(source("qwen2").hf_config())
@@ -127,8 +127,11 @@ def test_weights_in_passing_by_hand():
     assert passing(REF, "rlhf_fsdp") == (2 * rest, 2 * (rest + 2 * layer), 0)
     in_a_layer = 2 * (rest + 2 * layer) + 2 * (head + layer) + 4 * layer
     assert passing(ACTOR, "rlhf_fsdp") == (2 * (rest + head), in_a_layer, 8 * rest)
-    assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (10**9, 10**9, 0)
-    assert passing(ACTOR, "rlhf_deepspeed_stage_3") == (2 * P + 10**9, 2 * P + 10**9, 0)
+    assert passing(ACTOR, "rlhf_deepspeed_stage_2") == (2 * P, 2 * P, 0)  # a bucket is no larger than the gradients
+    assert passing(ACTOR, "rlhf_deepspeed_stage_2", zero=Zero(bucket=7)) == (14, 14, 0)
+    assert Zero().bucket_of(10**9) == 5 * 10**8
+    assert passing(ACTOR, "rlhf_deepspeed_stage_3") == (4 * P, 4 * P, 0)
+    assert passing(REF, "rlhf_deepspeed_stage_3", zero=Zero(live=100, prefetch=20)) == (240, 240, 0)
     assert passing(REF, "rlhf_deepspeed_stage_3") == (2 * P, 2 * P, 0)
     matrices = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 192 * 64
     assert passing(ACTOR, "rlhf_ddp") == (2 * (2 * matrices + head), 2 * 2 * matrices, 0)
@@ -174,6 +177,8 @@ def test_the_engine_fills_its_share_with_cache():
     used = engine_bytes(engine, ACTOR, WORK, capacity=10**9)
     assert used == {terms.ENGINE: P, terms.CACHE: 5 * 10**8 - P}
     assert cache_bytes(engine, ACTOR) == 2 * 2 * 2 * 32 // 2  # keys and values, two bytes, two layers, 32 wide
+    latent = Role("actor", architecture(source("deepseek_v3").hf_config()), trained=True)
+    assert cache_bytes(engine, latent) == 2 * 2 * (24 + 8)  # whole on both GPUs
     assert engine_bytes(Engine(0.0, sequences=3), ACTOR, WORK, 0)[terms.CACHE] == 3 * 32 * 2 * 4 * 2 * 32
     # A share too small for the weights and one text is not made to fit.
     assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)

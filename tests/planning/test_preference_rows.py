@@ -1,0 +1,84 @@
+"""What modules that learn from judged texts pass through their models, against what the plan counts."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.kto import KTOModule
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.planning import traffic as terms
+from lightning_rlhf.planning.activations import layer_bytes
+from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.planning.setup import Role, Work, precision, strategy
+from lightning_rlhf.planning.traffic import traffic
+from lightning_rlhf.types import PreferenceBatch, SequenceBatch, UnpairedBatch
+from tests.planning.fakes import saved_by, source
+
+ROWS, LENGTH = 8, 30
+MODULES = {"dpo": DPOModule, "kto": KTOModule, "reward": RewardModule}
+
+
+def sequences(length):
+    ids = torch.randint(97, (ROWS, length), generator=torch.Generator().manual_seed(length))
+    return SequenceBatch(ids, torch.full((ROWS,), length), torch.arange(length).expand(ROWS, -1) > 4)
+
+
+def work_of(kind, budget):
+    return Work(ROWS, ROWS, 1, LENGTH, budget, asks_old=False, mixed=False, pairs=kind != "kto",
+                asks_mismatched=kind == "kto")  # fmt: skip
+
+
+def module_of(kind, budget, layers=2):
+    """A module with its models, and rows of which one text of each pair is shorter."""
+    module = MODULES[kind](source("llama", num_hidden_layers=layers), micro_batch_tokens=budget)
+    for role in ("reward_model",) if kind == "reward" else ("actor", "ref"):
+        setattr(module, role, module.build_role(role).train().requires_grad_(role != "ref"))
+    if kind == "kto":
+        module.kl = torch.zeros(())
+        return module, UnpairedBatch(sequences(LENGTH), torch.ones(ROWS, dtype=torch.bool), torch.arange(ROWS))
+    return module, PreferenceBatch(sequences(LENGTH), sequences(LENGTH - 9), torch.zeros(ROWS))
+
+
+@pytest.mark.parametrize("budget", [LENGTH, 4 * LENGTH, 5 * LENGTH])
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_layer_keeps_of_a_micro_batch_what_the_plan_says(kind, budget):
+    """To the byte: both texts of a pair padded to the longer one, of the reference nothing."""
+    found = {}
+    for layers in (1, 2):
+        module, batch = module_of(kind, budget, layers)
+        (rows, _), *others = module.micro_batches(batch)
+        models = torch.nn.ModuleList(child for child in module.children())
+        found[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
+        work = work_of(kind, budget)
+        assert (len(rows), 1 + len(others)) == (work.micro_batch_rows(ROWS, 1), work.micro_batches(ROWS, 1))
+    (layer, _) = architecture(source("llama").hf_config()).layers
+    numbers = precision(strategy("rlhf_single"), "float32", False)
+    assert found[2] - found[1] == len(rows) * work.row_tokens * layer_bytes(layer, numbers)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_models_are_asked_as_often_as_the_plan_says(kind, monkeypatch):
+    """Forward passes of each model in a step, which is what sharded ones are gathered for."""
+    module, batch = module_of(kind, budget := 4 * LENGTH)
+    passes = dict.fromkeys(("actor", "ref", "reward_model"), 0)
+    for role in passes.keys() & dict(module.named_children()).keys():
+
+        def count(*_, role=role):
+            passes[role] += 1
+
+        getattr(module, role).register_forward_hook(count)
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(global_step=0))
+    if kind == "kto":
+        module.measured_kl(batch)
+    for rows, _ in module.micro_batches(batch):
+        module.row_scores(batch[rows])
+    model, eight = architecture(source("llama").hf_config()), replace(work_of(kind, budget), responses=8 * ROWS)
+    eight = replace(eight, minibatch_size=8 * ROWS)  # so that each of eight ranks has what the one above has
+    once = traffic([Role("ref", model, False)], strategy("rlhf_fsdp"), Work(8, 8, 1, 1, 1), None, 8)
+    for role, number in passes.items():
+        if number:
+            sent = traffic([Role(role, model, trained=role != "ref")], strategy("rlhf_fsdp"), eight, None, 8)
+            assert sent[terms.FORWARD] == number * 2 * once[terms.FORWARD], role  # float32, not bfloat16

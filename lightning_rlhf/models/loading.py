@@ -207,11 +207,14 @@ def _expect_model_directory(path: str) -> None:
 
 
 def _refuse_misspelt(values: dict[str, Any], model_type: str) -> None:
-    """Transformers keeps fields that no architecture reads; one that is nearly a known one is a slip of the pen."""
+    """Transformers keeps fields that no architecture reads; one that is nearly a known one is a slip of the pen.
+
+    Published configurations hold fields of their relatives (``head_dim`` where there is a ``v_head_dim``): no slips.
+    """
     known = dir(CONFIG_MAPPING[model_type]())
     for name in values:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if name not in known and near:
+        if name not in known and near and name not in near[0]:
             raise ValueError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
 
 

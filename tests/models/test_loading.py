@@ -205,3 +205,12 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
 def test_an_unknown_architecture_is_named_with_what_was_meant():
     with pytest.raises(ValueError, match="knows no model_type 'lama'; did you mean 'llama'"):
         FromConfig({"model_type": "lama"}).hf_config()
+
+
+def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
+    with pytest.raises(
+        ValueError, match=r"'llama' has no field 'num_hiden_layers'; did you mean 'num_hidden_layers'\?"
+    ):
+        FromConfig(TINY_LLAMA | {"num_hiden_layers": 2}).hf_config()
+    FromConfig(TINY_LLAMA | {"rope_theta": 1e6, "torch_dtype": "float32", "use_sliding_window": False}).hf_config()
+    FromConfig({"model_type": "glm4_moe_lite", "head_dim": 64}).hf_config()

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as OutOfTimeError
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -42,6 +43,7 @@ class Jury:
     def __init__(self, rewards: Sequence[RewardFunction]) -> None:
         self.rewards = list(rewards)
         self._pool: ProcessPool | None = None
+        self._given: WeakKeyDictionary[Future[Said], tuple[Any, ...]] = WeakKeyDictionary()  # to processes
         self._threads: Threads | None = None
         self._one_thread: Threads | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -56,8 +58,7 @@ class Jury:
     def submit(self, reward: RewardFunction, offered: Mapping[str, Any], places: Sequence[int]) -> Future[Said]:
         """Have a function judge some completions, where it is to work."""
         if reward.in_process:
-            given = (reward.portable, reward.arguments, dict(offered), list(places))
-            return self._processes().schedule(work, args=given, timeout=reward.timeout_s)
+            return self._in_process(reward, (reward.portable, reward.arguments, dict(offered), list(places)))
         if reward.call.is_async:
             return asyncio.run_coroutine_threadsafe(_limited(reward, offered, places), self._event_loop())
         if reward.many_at_a_time:
@@ -96,9 +97,15 @@ class Jury:
         if isinstance(error, ProcessExpired):
             return Failure(f"ended the process it worked in ({_ending(error.exitcode)})")
         if isinstance(error, BrokenProcessPool):
-            self._drop_pool()
-            return Failure("lost the process it worked in")
+            return self._alone(reward, future)
         return Failure.of(error)
+
+    def _alone(self, reward: RewardFunction, lost: Future[Said]) -> Said:
+        """The outcome of a call whose pool ended with all calls in it, because of this one or of another."""
+        future = self._in_process(reward, self._given[lost])
+        if isinstance(wait([future]).done.pop().exception(), BrokenProcessPool):
+            return Failure("lost the process it worked in, twice")
+        return self._outcome(reward, future)
 
     def close(self) -> None:
         """End everything that works; closing twice is fine."""
@@ -117,6 +124,11 @@ class Jury:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+
+    def _in_process(self, reward: RewardFunction, given: tuple[Any, ...]) -> Future[Said]:
+        future: Future[Said] = self._processes().schedule(work, args=given, timeout=reward.timeout_s)
+        self._given[future] = given
+        return future
 
     def _processes(self) -> ProcessPool:
         if self._pool is not None and not self._pool.active:

@@ -5,9 +5,11 @@ import multiprocessing
 import re
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
+from pebble.pool.process import PoolManager
 
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.dispatch import Jury
@@ -105,6 +107,24 @@ def test_a_fault_is_told_and_the_next_completion_is_judged(jury, name):
     assert found.told.startswith(FAULTS[name])
     assert len(found.told) < 400
     assert told_of(jury, "right").values == [1.0]
+
+
+def test_calls_that_a_broken_pool_takes_along_are_judged_once_more(jury, monkeypatch):
+    """As when a process ends before its pool has read that it took up a call."""
+    unread, found = [True], PoolManager.find_expired_task
+
+    def find(manager, worker):
+        if unread and unread.pop():
+            raise BrokenProcessPool("All workers expired")
+        return found(manager, worker)
+
+    monkeypatch.setattr(PoolManager, "find_expired_task", find)
+    rows = [{"prompts": ["p"], "completions": [name], "ground_truth": ["g"]} for name in ("aborts", "right", "right")]
+    futures = [jury.submit(jury.rewards[0], row, [place]) for place, row in enumerate(rows)]
+    first, *others = jury.outcomes(jury.rewards[0], futures)
+    assert not unread
+    assert first.told == "ended the process it worked in (killed by signal 6)"
+    assert [other.values for other in others] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize("name", sorted(HANGS))

@@ -213,8 +213,8 @@ def _refuse_misspelt(values: dict[str, Any], model_type: str) -> None:
     """
     known = dir(CONFIG_MAPPING[model_type]())
     for name in values:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if name not in known and near and name not in near[0]:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+        if name not in known and near and abs(len(name) - len(near[0])) <= 2:
             raise ValueError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
 
 

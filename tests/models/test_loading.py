@@ -212,5 +212,7 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
         ValueError, match=r"'llama' has no field 'num_hiden_layers'; did you mean 'num_hidden_layers'\?"
     ):
         FromConfig(TINY_LLAMA | {"num_hiden_layers": 2}).hf_config()
+    with pytest.raises(ValueError, match=r"did you mean 'max_position_embeddings'\?"):
+        FromConfig(TINY_LLAMA | {"max_position_embedding": 2}).hf_config()
     FromConfig(TINY_LLAMA | {"rope_theta": 1e6, "torch_dtype": "float32", "use_sliding_window": False}).hf_config()
     FromConfig({"model_type": "glm4_moe_lite", "head_dim": 64}).hf_config()

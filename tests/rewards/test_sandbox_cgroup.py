@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_rlhf.rewards import sandbox_cgroup as cgroup
@@ -114,14 +115,15 @@ def test_a_program_starts_in_its_group_and_not_before(machine, monkeypatch):
 
     def record(path, text):
         if path.name == "cgroup.procs":
-            time.sleep(0.2)  # a program that does not wait is there by now
-            seen.append((path.parent.parent, Path(f"/proc/{text}/comm").read_text().strip()))
+            time.sleep(0.5)  # a program that does not wait is there by now
+            process = psutil.Process(int(text))
+            seen.append((path.parent.parent, process.name(), process.children()))
         return write(path, text)
 
     monkeypatch.setattr(Path, "write_text", record)
     sandbox.__dict__["_groups"] = root / "user"
-    assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
-    assert seen == [(root / "user", "bwrap")]
+    assert sandbox.run("import time; time.sleep(3); print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
+    assert seen == [(root / "user", "bwrap", [])]
     assert sandbox.check().endswith(f"; control groups in {root / 'user'}")
     sandbox.__dict__["_groups"] = Path("/nowhere")
     with pytest.raises(SandboxFault, match="no control group can be made"):

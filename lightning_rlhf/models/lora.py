@@ -18,6 +18,7 @@ from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 _NAME = "default"  # peft's for a model's only adapter
+_OF_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 _BASE, _DOWN, _UP = ".base_layer.", f".lora_A.{_NAME}.weight", f".lora_B.{_NAME}.weight"
 
 
@@ -60,7 +61,7 @@ class LoRA:
             lm: with a head; a scalar model's, which nobody has trained yet, is trained whole.
 
         Raises:
-            ValueError: a target is no linear layer of the backbone.
+            ValueError: a target is no linear layer of the backbone, or peft would adapt stacked experts with it.
         """
         from peft import inject_adapter_in_model
 
@@ -70,6 +71,12 @@ class LoRA:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
             inject_adapter_in_model(config, lm.base_model, _NAME)
+        if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
+            raise ValueError(
+                f"lora: with the layers that experts are made of among its targets, peft adapts the experts of "
+                f"{type(lm).__name__} too, which are one tensor and are not merged here: set target_modules to some of "
+                f"{', '.join(sorted(layers.keys() - _OF_EXPERTS))}"
+            )
         for name, parameter in lm.named_parameters():
             if is_adapter(name):
                 parameter.data = parameter.data.float()  # steps are too small for bfloat16

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from lightning_rlhf.cli import plan as command
 from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.planning.architecture import architecture as planned_for
 from lightning_rlhf.planning.plan import GIB, plan
 from tests.cli.published_architectures import PUBLISHED
 from tests.cli.small_recipes import RECIPES, ROOT, given, models_of, published, saved_tokenizer, shrunk, write_data
@@ -117,8 +118,27 @@ def test_the_head_says_what_it_shows_on_what_and_what_the_reference_publishes(pa
 def test_the_published_architecture_has_the_published_number_of_parameters(model):
     architecture, billions = PUBLISHED[model]
     with torch.device("meta"):
-        found = FromConfig(architecture).causal()
-    assert sum(value.numel() for value in found.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+        found, scalar = FromConfig(architecture).causal(), FromConfig(architecture).scalar()
+    count = sum(value.numel() for value in found.parameters())
+    assert count / 1e9 == pytest.approx(billions, rel=0.005)
+    assert planned_for(FromConfig(architecture).hf_config()).elements == count
+    critic = planned_for(FromConfig(architecture).hf_config(), scalar=True)
+    assert critic.elements == sum(value.numel() for value in scalar.parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "numbers"),
+    [
+        ("deepseek-ai/deepseek-llm-7b-chat", 30 * 2 * 32 * 128),  # layers, keys and values, heads, their width
+        ("Qwen/Qwen2-7B-Instruct", 28 * 2 * 4 * 128),
+        ("google/gemma-2-2b-it", 26 * 2 * 4 * 256),
+        ("Qwen/Qwen3-30B-A3B", 48 * 2 * 4 * 128),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", 27 * (512 + 64)),  # what keys and values are made from, and positions
+    ],
+)
+def test_what_an_engine_keeps_of_a_token_is_worked_out_by_hand(model, numbers):
+    found = planned_for(FromConfig(PUBLISHED[model][0]).hf_config())
+    assert sum(layer.cached(1) for layer in found.layers) == numbers
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -70,8 +70,14 @@ class VLLMEngine(RolloutEngine):
         self._process: EngineProcess | None = None
 
     def check(self, sampling: SamplingParams) -> None:
-        """See :meth:`RolloutEngine.check`."""
+        """See :meth:`RolloutEngine.check`; refuses accelerators that it would leave idle, too."""
         check_temperature(sampling)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and found.type not in ("cuda", "mps"):
+            raise ValueError(
+                f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {found.type} devices: "
+                f"start a vLLM server of their own build and take VLLMServerEngine (docs/rollouts.md)"
+            )
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""

@@ -11,7 +11,9 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -381,6 +383,15 @@ def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(
         told = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: take one of these or Transf"
         with pytest.raises(ValueError, match=told):
             kind().check(SamplingParams(1, temperature))
+
+
+def test_accelerators_that_it_would_leave_idle_are_refused_before_it_starts(installed, monkeypatch):
+    for kind, refused in (("cuda", False), ("mps", False), ("npu", True), ("xpu", True)):
+        device = SimpleNamespace(type=kind)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, device=device: device)
+        told = f"this machine has {kind} devices: start a vLLM server of their own build and take VLLMServerEngine"
+        with pytest.raises(ValueError, match=told) if refused else nullcontext():
+            VLLMEngine().check(SamplingParams(1))
 
 
 def test_what_vllm_is_given(installed, monkeypatch, tmp_path):

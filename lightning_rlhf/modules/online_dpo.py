@@ -123,7 +123,7 @@ class OnlineDPOModule(RLHFModule):
         logprobs = self.actor_scores("actor", both).logprobs
         mask, tokens = both.response_mask, both.response_mask.sum(dim=1).clamp(min=1)
         summed = logprobs.sum(dim=1)
-        ratios = summed - ref.masked_fill(~mask, 0).sum(dim=1)
+        ratios = summed - ref.sum(dim=1)  # 0 where the mask is False, as the actor's
         losses = self.loss(*(ratios / tokens if self.loss.length_normalized else ratios).chunk(2))
         rewards, decided = self.loss.beta * ratios, rows.decided
         sums.add("train/loss", losses, decided)

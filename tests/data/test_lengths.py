@@ -114,6 +114,18 @@ def test_both_texts_of_a_pair_keep_the_same_prompt(too_long, chosen, rejected):
     assert module.reports["train"].cut.total() == 1
 
 
+def test_where_one_answer_begins_later_only_what_is_prompt_to_both_is_cut():
+    hi, hm = ({"role": "user", "content": text} for text in ("hi", "hm"))
+    yes, no = ({"role": "assistant", "content": text} for text in ("yes", "no"))
+    row = {"chosen": [hi, yes], "rejected": [hi, hm, no]}
+    module = module_of(PreferenceDataModule, row, chat=True, max_tokens=30, too_long="cut_middle")
+    batch = first_batch(module)
+    decoded = [module.tokenizer.decode(side.input_ids[0]) for side in (batch.chosen, batch.rejected)]
+    assert decoded == ["user: hisistant: yes|</s>", "user: hier: hm|assistant: no|</s>"]
+    assert module.tokenizer.decode(batch.chosen.input_ids[0][batch.chosen.loss_mask[0]]) == " yes|</s>"
+    assert module.tokenizer.decode(batch.rejected.input_ids[0][batch.rejected.loss_mask[0]]) == " no|</s>"
+
+
 def test_a_pair_that_is_cut_counts_once_and_one_that_is_not_used_does_not():
     pair = {"prompt": "abc", "chosen": "uvwxy", "rejected": "zzzzz"}
     rows = [pair, {**pair, "margin": None}]

@@ -88,9 +88,19 @@ def test_all_formats_of_messages_give_the_same_pair(row):
         assert module.tokenizer.decode(side.input_ids[0][side.loss_mask[0]]) == f" {answer}</s>"
 
 
-def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included():
-    start = [USER, YES, {"role": "user", "content": "sure"}]
-    module = module_of(PreferenceDataModule, {"chosen": [*start, YES], "rejected": [*start, NO]}, chat=True)
+START = [USER, YES, {"role": "user", "content": "sure"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [*START, YES], "rejected": [*START, NO]},
+        {"prompt": START, "chosen": [YES], "rejected": [NO]},
+        {"prompt": START, "chosen": [*START, YES], "rejected": [*START, NO]},
+    ],
+)
+def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included(row):
+    module = module_of(PreferenceDataModule, row, chat=True)
     batch = first_batch(module)
     assert decoded(module, batch.chosen) == "user: hi|assistant: yes|user: sure|assistant: yes|"
     assert module.tokenizer.decode(batch.chosen.input_ids[0][batch.chosen.loss_mask[0]]) == " yes|</s>"

@@ -42,8 +42,11 @@ def mismatched_by_hand(batch, starts=STARTS):
 
 
 def kto(dtype="float32", lr=0.0, **options):
-    given = {"ref": TinyModel(seed=1, dtype=dtype), "optimizer": partial(torch.optim.SGD, lr=lr), "loss": LOSS}
-    module = KTOModule(TinyModel(seed=0, dtype=dtype), **(given | options))
+    given = {
+        "actor": TinyModel(seed=0, dtype=dtype), "ref": TinyModel(seed=1, dtype=dtype),
+        "optimizer": partial(torch.optim.SGD, lr=lr), "loss": LOSS,
+    }  # fmt: skip
+    module = KTOModule(**(given | options))
     module.configure_model()
     return module
 
@@ -90,6 +93,15 @@ def test_loss_rewards_and_kl_are_those_of_single_texts(micro_batch_tokens, packi
         assert_close(metrics[f"{prefix}/reward_chosen"], rewards[0], atol=1e-6)
         assert_close(metrics[f"{prefix}/reward_rejected"], rewards[1], atol=1e-6)
         assert_close(metrics[f"{prefix}/score_margin"], rewards[0] - rewards[1], atol=1e-6)
+
+
+def test_a_kl_that_is_measured_below_0_counts_as_0():
+    batch = batch_of()
+    metrics = fit(kto(ref=TinyModel(seed=0), actor=TinyModel(seed=1)), [batch]).callback_metrics
+    _, ratios, kl, _ = expected_of(batch)
+    assert kl > 0.1  # of the two models the other way round
+    assert metrics["train/kl"] == 0
+    assert_close(metrics["train/loss"], LOSS(-ratios, batch.desirable, torch.tensor(0.0)).mean())
 
 
 @pytest.mark.usefixtures("exact")

@@ -211,7 +211,7 @@ def _refuse_misspelt(values: dict[str, Any], model_type: str) -> None:
 
     Published configurations hold fields of their relatives (``head_dim`` where there is a ``v_head_dim``): no slips.
     """
-    known = dir(CONFIG_MAPPING[model_type]())
+    known = [*dir(CONFIG_MAPPING[model_type]()), "attn_implementation"]  # the latter is read and not kept
     for name in values:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         if name not in known and near and abs(len(name) - len(near[0])) <= 2:

@@ -44,7 +44,9 @@ class HFExport(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Whoever reads ``export/`` next must not find what it was before this run went on."""
         target = Path(trainer.default_root_dir) / "export"
-        if not trainer.is_global_zero or trainer.fast_dev_run or not (target / "metrics.json").is_file():
+        if not trainer.is_global_zero or trainer.fast_dev_run or 0 < trainer.max_steps <= trainer.global_step:
+            return
+        if not (target / "metrics.json").is_file():
             return
         step = json.loads((target / "metrics.json").read_text())["step"]
         older = target.with_name(f"export-{step}")

@@ -129,6 +129,8 @@ class RLHFCLI(LightningCLI):
         """
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
+        if directory.exists() and not directory.is_dir():
+            raise Stopped(f"trainer.default_root_dir {str(directory)!r} is a file: give a directory", code=2)
         resumed = self._get(self.config_init, "ckpt_path") is not None
         fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
         earlier = None

@@ -110,8 +110,8 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, hub id or source.
 
     Raises:
-        FileNotFoundError: a path without tokenizer files.
-        ValueError: the tokenizer has no end-of-sequence token, so responses could never end.
+        FileNotFoundError: a path without tokenizer files, or a hub that does not give them.
+        ValueError: they are damaged, or the tokenizer has no end-of-sequence token, so responses could never end.
     """
     tokenizer = _saved(source) if isinstance(source, str) else source.load()
     if tokenizer.eos_token_id is None:
@@ -132,6 +132,11 @@ def _saved(source: str) -> PreTrainedTokenizerBase:
         source = str(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except OSError as error:
+    except (OSError, ValueError, KeyError) as error:
+        if path.is_dir():
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {said}") from error
+        if not isinstance(error, OSError):
+            raise
         raise FileNotFoundError(f"{absent}: {hub_failed(source, error)}") from None
     return tokenizer

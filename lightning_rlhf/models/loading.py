@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -56,11 +57,15 @@ class Pretrained:
 
         Raises:
             FileNotFoundError: there is no such directory, and no such repository on the hub.
+            ValueError: its ``config.json`` is damaged, or transformers does not know the architecture.
         """
         _expect_model_directory(self.path)
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            if Path(self.path).is_dir() or isinstance(error, ValueError):  # damaged, or of an unknown kind
+                said = str(error).splitlines()[0]
+                raise ValueError(f"the config.json of {self.path!r} cannot be read: {said}") from None
             raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
         return _without_dropout(config)
 
@@ -90,16 +95,19 @@ class Pretrained:
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
         if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
-        with quiet_transformers():
-            model, report = auto.from_pretrained(
-                self.path,
-                config=config,
-                revision=self.revision,
-                dtype=getattr(torch, self.dtype),
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+        try:
+            with quiet_transformers():
+                model, report = auto.from_pretrained(
+                    self.path,
+                    config=config,
+                    revision=self.revision,
+                    dtype=getattr(torch, self.dtype),
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
+        except SafetensorError as error:
+            raise ValueError(f"the weights of {self.path!r} cannot be read, a file is damaged: {error}") from error
         lacking = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
         if lacking:
             raise ValueError(

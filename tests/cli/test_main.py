@@ -308,6 +308,7 @@ def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit
     weights = Path("runs/tiny/export/model.safetensors").read_bytes()
     assert fit(config, "--ckpt_path", "last").code == 0  # nothing was left to do
     assert Path("runs/tiny/export/model.safetensors").read_bytes() == weights
+    assert not Path("runs/tiny/export-2").exists()
     broken = fit(judged_by("faulty"), "--ckpt_path", "last", "--trainer.max_steps", "4")
     assert broken.code == 1
     assert not Path("runs/tiny/export").exists()
@@ -331,6 +332,13 @@ def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
         path.write_text("the run's own")
     assert cli("validate", "--config", "config.yaml").code == 0
     assert [path.read_text() for path in kept] == ["the run's own"] * 2
+
+
+def test_a_run_directory_that_is_a_file_is_refused(fit, config):
+    Path("taken").write_text("mine")
+    result = fit(config, "--trainer.default_root_dir", "taken")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "lightning-rlhf: trainer.default_root_dir 'taken' is a file: give a directory\n"
 
 
 def test_a_trial_run_touches_nothing(fit, config):

@@ -116,3 +116,11 @@ def test_a_tokenizer_without_an_end_is_refused():
     assert isinstance(Endless(), TokenizerSource)
     with pytest.raises(ValueError, match="has no end-of-sequence token; responses could never end"):
         load_tokenizer(Endless())
+
+
+def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path):
+    CharacterTokenizer("ab").load().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^the tokenizer in '.*' cannot be read, its files are damaged: ") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -216,3 +216,28 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
         FromConfig(TINY_LLAMA | {"max_position_embedding": 2}).hf_config()
     FromConfig(TINY_LLAMA | {"rope_theta": 1e6, "torch_dtype": "float32", "use_sliding_window": False}).hf_config()
     FromConfig({"model_type": "glm4_moe_lite", "head_dim": 64}).hf_config()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", r"the config.json of '.*' cannot be read: .* is not a valid JSON file"),
+        ("{}", r"the config.json of '.*' cannot be read: Unrecognized model in"),
+        (
+            '{"model_type": "llamma"}',
+            r"the config.json of '.*' cannot be read: .* model type `llamma` but Transformers",
+        ),
+    ],
+)
+def test_a_damaged_configuration_is_one_sentence(saved, content, told):
+    (saved / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=told) as caught:
+        Pretrained(str(saved)).hf_config()
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_which_a_part_is_missing_are_one_sentence(saved):
+    whole = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(ValueError, match=r"^the weights of '.*' cannot be read, a file is damaged: "):
+        Pretrained(str(saved)).causal()

@@ -102,7 +102,8 @@ class RunState(Callback):
         """Continue exactly where the checkpoint was taken, and say with which settings."""
         if self._restored is None:
             return
-        self._say_what_is_used(trainer, pl_module)
+        if trainer.is_global_zero:
+            self._say_what_is_used(trainer, pl_module)
         trainer.callback_metrics.update(self._restored["metrics"])
         continue_random_state(self._restored["random"], trainer.global_step)
         if self._restored["validation_due"]:

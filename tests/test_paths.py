@@ -55,12 +55,12 @@ def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_whe
 @pytest.mark.parametrize(
     ("start", "text", "meant"),
     [
-        (".", "examples/task/trian.jsonl", "examples/task/train.jsonl"),
+        (".", "examples/task/train1.jsonl", "examples/task/train.jsonl"),
         (".", "example/task/train.jsonl", "examples/task/train.jsonl"),
         (".", "runs/sft/exports", "runs/sft/export"),
         ("examples/task", "examples/task/train.jsonl", "{work}/examples/task/train.jsonl"),
         ("examples/task", "task/train.jsonl", "{work}/examples/task/train.jsonl"),
-        (".", "{work}/examples/task/trian.jsonl", "{work}/examples/task/train.jsonl"),
+        (".", "{work}/examples/task/train1.jsonl", "{work}/examples/task/train.jsonl"),
         ("examples", "../runs/stf/export", "../runs/sft/export"),
     ],
 )

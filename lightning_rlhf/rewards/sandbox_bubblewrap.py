@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from lightning_rlhf.rewards.sandbox import Finished, Limits, SandboxFault, SandboxUnavailable
 from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated
-from lightning_rlhf.rewards.sandbox_process import watch
+from lightning_rlhf.rewards.sandbox_process import end_all, watch
 from lightning_rlhf.rewards.sandbox_seccomp import filter_program
 
 _NOBODY = 65534
@@ -127,16 +127,20 @@ class BubblewrapSandbox:
     def _run(self, source: str, stdin: str, limits: Limits) -> Finished:
         memory, processes = limits.memory_bytes + limits.scratch_bytes, _resources(limits)["RLIMIT_NPROC"]
         with control_group(self._groups, memory, processes) if self._groups else nullcontext() as group:
-            process, status = self._begin(source, limits, group)
-            text = stdin.encode("utf-8", "surrogatepass")
-            found = watch(process, text, {"status": status}, limits.seconds, limits.output_bytes)
+            alive, held = _pipe()  # its end shows a program that is just starting that the trainer was killed
+            with alive, held:
+                process, status = self._begin(source, limits, group, alive)
+                text = stdin.encode("utf-8", "surrogatepass")
+                found = watch(process, text, {"status": status}, limits.seconds, limits.output_bytes)
         said, complained = (found.output[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
         # Only bubblewrap itself can write this line, so a program cannot pass its own end off as a fault of ours.
         if b'"exit-code"' not in found.output["status"] and found.exit_code is not None:
             raise SandboxFault(complained.strip() or f"bubblewrap ended with {found.exit_code} and said nothing")
         return Finished(said, complained, found.exit_code, found.timed_out, found.truncated, found.seconds)
 
-    def _begin(self, source: str, limits: Limits, group: Path | None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    def _begin(
+        self, source: str, limits: Limits, group: Path | None, alive: IO[bytes]
+    ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
         """Start a program; also the pipe on which bubblewrap says how it ended."""
         with ExitStack() as files:
             program, start, rules = (
@@ -152,9 +156,9 @@ class BubblewrapSandbox:
                 *("--json-status-fd", str(says.fileno())),
                 *(("--block-fd", str(waits.fileno())) if group else ()),
             ]
-            passed = (program, start, rules, says.fileno(), *((waits.fileno(),) if group else ()))
+            passed = (program, start, rules, says.fileno(), alive.fileno(), *((waits.fileno(),) if group else ()))
             try:
-                process = self._start([*arguments, "--", *self._command(limits)], limits, passed)
+                process = self._start([*arguments, "--", *self._command(limits, alive)], limits, passed)
             except BaseException:
                 status.close()
                 raise
@@ -164,7 +168,7 @@ class BubblewrapSandbox:
                     _enter(group, status, gate)
             except BaseException:
                 with process, status:
-                    process.kill()
+                    end_all(process)
                 raise
         return process, status
 
@@ -185,14 +189,15 @@ class BubblewrapSandbox:
                 pass_fds=descriptors,
                 cwd="/",
                 env={},
+                start_new_session=True,
                 **nobody,
             )
         except OSError as error:
             raise SandboxFault(f"bubblewrap could not be started as an unprivileged user: {error}") from error
 
-    def _command(self, limits: Limits) -> list[str]:
+    def _command(self, limits: Limits, alive: IO[bytes]) -> list[str]:
         folders = ["/packages"] if self.packages else []
-        return [self._interpreter, *_FLAGS, "/start.py", json.dumps(_resources(limits)), *folders]
+        return [self._interpreter, *_FLAGS, "/start.py", json.dumps(_resources(limits)), str(alive.fileno()), *folders]
 
     @cached_property
     def _slots(self) -> threading.BoundedSemaphore:

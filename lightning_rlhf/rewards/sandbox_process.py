@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import subprocess
 import time
 from contextlib import ExitStack
@@ -60,7 +61,7 @@ def watch(
     found = Watched({name: bytearray() for name in pipes})
     rest = memoryview(stdin)
     with process, ExitStack() as files, selectors.DefaultSelector() as selector:
-        files.callback(process.kill)
+        files.callback(end_all, process)
         for name, pipe in pipes.items():
             files.enter_context(pipe)
             os.set_blocking(pipe.fileno(), False)
@@ -93,6 +94,15 @@ def watch(
     return found
 
 
+def end_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a session of its own, and what it has begun there.
+
+    Bubblewrap's first child is bound to its parent's end only when all is set up, and would go on alone.
+    """
+    if process.returncode is None:  # not waited for, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _feed(pipe: int, rest: memoryview) -> memoryview:
     try:
         return rest[os.write(pipe, rest[:_CHUNK]) :]
@@ -119,6 +129,6 @@ def _end(process: subprocess.Popen[bytes], found: Watched, seconds: float) -> No
             found.exit_code = process.wait(found.left(seconds))
         except subprocess.TimeoutExpired:  # it closed its output and goes on
             found.timed_out = True
-    process.kill()
+    end_all(process)
     process.wait()
     found.seconds = time.monotonic() - found._started

@@ -6,12 +6,19 @@ would share one count.
 """
 
 import json
+import os
 import resource
 import site
 import sys
 from importlib.machinery import SourceFileLoader
 
-_limits, _folders = json.loads(sys.argv[1]), sys.argv[2:]
+_limits, _alive, _folders = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+os.set_blocking(_alive, False)
+try:
+    os.read(_alive, 1)  # nobody writes, so it is the end: the trainer was killed before bubblewrap had bound us to it
+    os._exit(1)
+except BlockingIOError:
+    os.close(_alive)
 for _name, _value in _limits.items():
     resource.setrlimit(getattr(resource, _name), (_value, _value))
 site.setquit()  # exit() and quit() exist although the site module was not run

@@ -164,7 +164,8 @@ class Scoring:
 
 def _whose(failure: Failure, call: int, reward: RewardFunction, offered: Mapping[str, list[Any]]) -> str:
     """Which completion a call failed for, as far as that is known, and what its row holds."""
-    count, place = len(offered["completions"]), call if reward.alone else failure.place
+    count = len(offered["completions"])
+    place = call if reward.alone or count == 1 else failure.place
     if place is None:
         return f"a call for all {count} completions, so it is not known for which"
     shown = {"data_source": "data_source", "prompts": "prompt"}

@@ -234,6 +234,35 @@ def test_a_sandbox_dies_with_the_trainer(end):
     assert becomes(lambda: not alive(sign))
 
 
+@needs_bwrap
+def test_a_program_that_is_late_at_its_very_start_leaves_nothing(monkeypatch):
+    """Killed while bubblewrap still sets up, when its first child is not bound to it yet."""
+    monkeypatch.setattr(Limits, "__post_init__", lambda limits: None)
+    memory = 2**29 + os.getpid()  # stands on the sandbox's command line
+    for moment in range(40):
+        limits = Limits(seconds=0.0005 * moment, memory_bytes=memory)
+        assert BubblewrapSandbox().run("import time; time.sleep(99)", "", limits).timed_out
+    assert becomes(lambda: not alive(str(memory)), seconds=5.0)
+
+
+@needs_bwrap
+def test_a_program_whose_trainer_is_gone_before_it_starts_does_not(monkeypatch):
+    pipe = bubblewrap._pipe
+
+    def dead():
+        reads, writes = pipe()
+        if not made:
+            writes.close()
+            writes = open(os.devnull, "wb")  # noqa: SIM115 (closed by whom it is given to)
+        made.append(reads)
+        return reads, writes
+
+    made = []
+    monkeypatch.setattr(bubblewrap, "_pipe", dead)
+    found = BubblewrapSandbox().run("print(1)", "", LIMITS)
+    assert (found.stdout, found.exit_code) == ("", 1)
+
+
 def alive(sign):
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -7,7 +7,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"__about__", "compat", "launch_environment", "metric_names", "paths", "seeding", "tensor_batch", "types"},
+    {
+        "__about__",
+        "attention",
+        "compat",
+        "launch_environment",
+        "metric_names",
+        "paths",
+        "seeding",
+        "tensor_batch",
+        "types",
+    },
     {"functional"},
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above

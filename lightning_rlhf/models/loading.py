@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_rlhf.attention import Attention, checked_attention, expect_installed
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.scalar import ScalarModel
@@ -41,12 +42,14 @@ class Pretrained:
         revision: branch, tag or commit of the hub repository.
         dtype: of the parameters; with a mixed-precision Trainer keep float32.
         lora: train adapters and leave the weights as they are; None trains the weights.
+        attn_implementation: who computes attention; None leaves it to transformers, which takes sdpa.
     """
 
     path: str
     revision: str | None = None
     dtype: Dtype = "float32"
     lora: LoRA | None = None
+    attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
         if self.path.startswith("~"):  # a shell writes the home directory out, YAML does not
@@ -67,7 +70,7 @@ class Pretrained:
                 said = str(error).splitlines()[0]
                 raise ValueError(f"the config.json of {self.path!r} cannot be read: {said}") from None
             raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
-        return _without_dropout(config)
+        return checked_attention(_without_dropout(config), self.attn_implementation)
 
     def causal(self) -> CausalLM:
         """The language model."""
@@ -93,6 +96,7 @@ class Pretrained:
         return ScalarModel(_adapted(model, self.lora))
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
+        expect_installed(config)
         if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -151,6 +155,7 @@ class FromConfig:
             config = _without_dropout(AutoConfig.for_model(model_type, **values))
         except (StrictDataclassError, ValueError, TypeError) as error:
             raise ValueError(f"transformers refuses the architecture {model_type!r}: {_last_line(error)}") from None
+        checked_attention(config)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config
@@ -168,6 +173,7 @@ class FromConfig:
         return ScalarModel(_adapted(model, self.lora))
 
     def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+        expect_installed(config)
         seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -235,16 +241,6 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
             setattr(config, name, 0.0)
-    return exact_attention(config)
-
-
-def exact_attention(config: PretrainedConfig) -> PretrainedConfig:
-    """Have attention written out where transformers' default kernel leaves a part of it away.
-
-    ``scaled_dot_product_attention`` knows no soft cap on attention logits, which Gemma 2 was trained with.
-    """
-    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        config._attn_implementation = "eager"
     return config
 
 

@@ -144,6 +144,8 @@ def architecture(
     auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if scalar:
         config.num_labels = 1
+    if str(config._attn_implementation).startswith("flash"):  # keeps as little as sdpa, and may not be installed here
+        config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     text = config.get_text_config()

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from lightning_rlhf.attention import checked_attention
 from lightning_rlhf.batching.sequences import pad_right
 
 
@@ -95,7 +96,7 @@ class LearnedReward:
         if self._model is not None:
             return
         given = {"revision": self.revision, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(self.path, **given)
+        config = checked_attention(AutoConfig.from_pretrained(self.path, **given))
         if config.num_labels != 1:
             raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model has one (num_labels=1)")
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, **given)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from lightning_rlhf.attention import checked_attention
 from lightning_rlhf.models.tensors import whole_tensors
 
 
@@ -25,7 +26,7 @@ class PublishedNames:
     """
 
     def __init__(self, directory: Path) -> None:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = checked_attention(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         with torch.device("meta"):
             self._model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         found = {name: set(self._published(name, tensor)) for name, tensor in whole_tensors(self._model)}

@@ -1,13 +1,21 @@
 """Attention is that of the architecture, also where transformers' default kernel leaves a part of it away."""
 
+import re
+
+import pytest
 import torch
 
+from lightning_rlhf import attention
 from lightning_rlhf.models.loading import FromConfig, Pretrained, save_architecture
+from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from tests.cli.published_architectures import GEMMA2_2B, SMALL
 
 SOURCE = FromConfig(GEMMA2_2B | SMALL["gemma2"] | {"vocab_size": 50, "initializer_range": 0.3}, seed=0)
+TINY = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 50,
+        "num_attention_heads": 2}  # fmt: skip
 IDS = torch.arange(40).view(2, 20)
 
 
@@ -30,3 +38,44 @@ def test_the_actor_the_critic_and_the_engine_beside_them_have_the_same_attention
     for model in (SOURCE.causal().lm, SOURCE.scalar().lm, engine._model):
         assert model.config._attn_implementation == "eager"
     assert FromConfig({"model_type": "llama"}).hf_config()._attn_implementation != "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_a_pretrained_model_computes_attention_as_it_is_told_to(tmp_path, name):
+    FromConfig(TINY, seed=0).causal().save_pretrained(tmp_path)
+    model = Pretrained(str(tmp_path), attn_implementation=name).causal().lm
+    assert model.config._attn_implementation == name
+    assert torch.allclose(model.eval()(IDS).logits, Pretrained(str(tmp_path)).causal().lm.eval()(IDS).logits, atol=1e-6)
+
+
+@pytest.fixture
+def asking(tmp_path):
+    """A directory whose own config.json asks for compiled code from the hub."""
+    FromConfig(TINY, seed=0).scalar().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("{", '{"attn_implementation": "kernels-community/flash-attn",', 1))
+    return tmp_path
+
+
+def test_code_from_the_hub_that_a_configuration_asks_for_is_refused_everywhere(asking):
+    asks = re.escape("asks for attention by 'kernels-community/flash-attn', expected one of eager, sdpa, flash")
+    with pytest.raises(ValueError, match=asks):
+        Pretrained(str(asking)).scalar()
+    with pytest.raises(ValueError, match=asks):
+        FromConfig(TINY | {"attn_implementation": "kernels-community/flash-attn"}).causal()
+    with pytest.raises(ValueError, match=asks):
+        LearnedReward(str(asking))(prompts=["a"], completions=["b"])
+    with pytest.raises(ValueError, match=asks):
+        TransformersEngine().start(EngineSetup(asking, "float32", 40, asking / "log"))
+    chosen = Pretrained(str(asking), attn_implementation="sdpa").scalar()
+    assert chosen.lm.config._attn_implementation == "sdpa"
+
+
+def test_flash_attention_that_is_not_installed_is_not_fetched_and_can_be_planned_with(tmp_path, monkeypatch):
+    FromConfig(TINY, seed=0).causal().save_pretrained(tmp_path)
+    monkeypatch.setitem(attention._FLASH, "flash_attention_2", lambda: False)
+    source = Pretrained(str(tmp_path), attn_implementation="flash_attention_2")
+    with pytest.raises(ValueError, match="flash_attention_2 needs an NVIDIA GPU and the package flash-attn"):
+        source.causal()
+    assert len(architecture(source.hf_config()).layers) == 1

@@ -51,7 +51,8 @@ class Report(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Keep the answers of the first validation."""
         if not self._before:
-            self._before = self._loop(trainer).validation_samples
+            # Of what the data has only what JSON knows: else no checkpoint with it could be loaded again.
+            self._before = json.loads(json.dumps(self._loop(trainer).validation_samples, default=str))
 
     def state_dict(self) -> dict[str, Any]:
         """The answers of the first validation."""
@@ -72,7 +73,7 @@ class Report(Callback):
                 screen.print(part)
         screen.print(f"run directory: {trainer.default_root_dir}", soft_wrap=True)
         summary = {"seconds": time.perf_counter() - self._started, "before": self._before}
-        (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False))
+        (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     def progress(self, rows: list[dict[str, str]]) -> Table | None:
         """First and last validation, and the KL and speed of training."""
@@ -118,7 +119,7 @@ class Report(Callback):
             table.add_column("right answer", overflow="fold")
         for before, now in pairs[: self.num_samples]:
             texts = [now["prompt"], before["response"], now["response"], *(now[name] for name in right)]
-            table.add_row(*(str(text).strip()[-300:] for text in texts))
+            table.add_row(*(str(text).strip()[-300:].encode(errors="backslashreplace").decode() for text in texts))
         return table
 
     def times(self, rows: list[dict[str, str]]) -> Table | None:

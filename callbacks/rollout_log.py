@@ -42,7 +42,9 @@ class RolloutLog(Callback):
         directory.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         path = directory / f"step-{trainer.global_step:06d}{rank}.jsonl"
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        # Right answers are whatever the data has: dates and decimals of a parquet file, halves of letters.
+        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._show(rows, trainer.global_step)
 
@@ -106,5 +108,5 @@ def right_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
 
 
 def _short(text: str, limit: int = 300) -> str:
-    text = text.strip()
+    text = text.strip().encode(errors="backslashreplace").decode()  # data may hold halves of letters
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

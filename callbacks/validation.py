@@ -86,10 +86,10 @@ class Validation:
         for i in range(min(len(batch), _KEPT_SAMPLES - len(self.samples))):
             self.samples.append(
                 {
+                    **columns[i],  # which may have names such as these
                     "prompt": batch.texts[i],
                     "response": texts[i * size],
                     **{name: values[i * size].item() for name, values in rollout.rewards.items()},
-                    **columns[i],
                 }
             )
 

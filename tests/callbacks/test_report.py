@@ -2,6 +2,7 @@
 
 import io
 import json
+from datetime import date
 
 import pytest
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from lightning_rlhf.callbacks import MetricsCSV, Report, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.strategies.checkpoint_io import load_plain
 from tests.callbacks.conftest import ROWS
 
 
@@ -68,6 +70,17 @@ def test_answers_that_changed_come_first():
     assert words(table, "p2") == ["p2", "old", "new", "x"]
     assert words(table, "p1") == ["p1", "same", "same", "x"]
     assert Report().answers([]) is None
+
+
+def test_columns_of_the_data_leave_the_checkpoint_loadable_and_do_not_stand_where_the_answer_should(run, tmp_path):
+    rows = [{"prompt": letter, "response": "not the policy's", "day": date(2026, 11, 21)} for letter in "abcd"]
+    judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
+    data, report = {"train": InMemory(rows), "val": InMemory(rows)}, Report()
+    made = run(data=data, loop={"rewards": [judge]}, callbacks=[MetricsCSV(), report]).fit()
+    assert {sample["response"] for sample in report._before} <= {"a", "b"}
+    made.trainer.save_checkpoint(tmp_path / "kept.ckpt")
+    load_plain(tmp_path / "kept.ckpt")
+    assert json.loads((tmp_path / "report.json").read_text())["before"][0]["day"] == "2026-11-21"
 
 
 def test_the_right_answer_is_shown_under_whatever_name_the_data_has_it(run, capsys):

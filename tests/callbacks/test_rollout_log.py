@@ -1,6 +1,8 @@
 """What was asked, answered and rewarded is on disk, word for word."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import pytest
 
@@ -44,6 +46,16 @@ def test_the_right_answer_stands_beside_each_response_under_whatever_name_the_da
     assert len(found) == 4
     assert [row["ground_truth"] for row in found] == [ANSWERS[row["prompt"]] for row in found]
     assert len({row["prompt"] for row in found}) == 2
+
+
+def test_right_answers_that_json_has_no_words_for_are_written_as_text(run, tmp_path, capsys):
+    answers = {"a": Decimal("1.50"), "bb": date(2026, 11, 21), "ccc": b"3", "d": "\ud800"}
+    rows = InMemory([{"prompt": prompt, "ground_truth": answer} for prompt, answer in answers.items()])
+    judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
+    data = {"train": rows, "batch_size": 4, "shuffle": False}
+    run(loop={"rewards": [judge]}, data=data, callbacks=[RolloutLog(table_every_n_steps=1)]).fit()
+    assert [row["ground_truth"] for row in rows_of(tmp_path, 1)] == ["1.50", "2026-11-21", "b'3'", "\ud800"]
+    assert "│ \\ud800" in capsys.readouterr().out
 
 
 def test_no_more_rows_than_asked_for(run, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ def check_reads_elsewhere(config: Namespace, directory: Path) -> None:
     """
     data = {name: value for name, value in config["data"]["init_args"].items() if name != "bad_rows"}
     for text in _texts([config["model"], data]):
-        if "/" in text and Path(text).exists() and Path(text).resolve().is_relative_to(directory.resolve()):
+        if "/" in text and os.path.exists(text) and Path(text).resolve().is_relative_to(directory.resolve()):
             raise ValueError(
                 f"this run reads {text!r} and is to be written to {str(directory)!r}, where an earlier run lies that "
                 f"would be set aside: give another trainer.default_root_dir, or go on with it by --ckpt_path last"

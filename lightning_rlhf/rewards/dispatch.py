@@ -92,7 +92,9 @@ class Jury:
         error = future.exception()
         if error is None:
             return future.result()
-        if isinstance(error, OutOfTimeError) and reward.in_process:
+        if not reward.in_process:  # an error of the function's own, whatever its kind
+            return Failure.of(error)
+        if isinstance(error, OutOfTimeError):
             return _late(reward)
         if isinstance(error, ProcessExpired):
             return Failure(f"ended the process it worked in ({_ending(error.exitcode)})")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from lightning_rlhf.attention import checked_attention
+from lightning_rlhf.attention import checked_attention, expect_installed
 from lightning_rlhf.batching.sequences import pad_right
 
 
@@ -97,6 +97,7 @@ class LearnedReward:
             return
         given = {"revision": self.revision, "trust_remote_code": False}
         config = checked_attention(AutoConfig.from_pretrained(self.path, **given))
+        expect_installed(config)
         if config.num_labels != 1:
             raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model has one (num_labels=1)")
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, **given)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonargparse import Namespace
 
-from lightning_rlhf.cli.earlier_run import set_aside
+from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, set_aside
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.data.rows import text_of
 
@@ -300,6 +301,12 @@ def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(f
     assert Path("runs/tiny/export/config.json").is_file()
     assert not Path("runs/tiny-1").exists()
     assert fit(config, "--trainer.default_root_dir", "runs/next").code == 0
+
+
+def test_texts_that_are_too_long_for_a_path_are_no_paths(tmp_path):
+    long = {"prompt": "x" * 300 + " and/or this"}
+    config = Namespace(model=Namespace(), data=Namespace(init_args=Namespace(train=Namespace(items=[long]))))
+    check_reads_elsewhere(config, tmp_path)
 
 
 def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit, config, judged_by):

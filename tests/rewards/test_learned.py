@@ -1,5 +1,8 @@
 """A reward model with a tokenizer of its own: its scores are the model's own on the text."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
@@ -95,3 +98,11 @@ def test_pickled_weights_are_not_read(path, tmp_path):
     torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         LearnedReward(str(tmp_path / "pickled"))(["a"], ["b"])
+
+
+def test_attention_that_is_not_installed_is_refused_and_not_fetched(path, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.rewards.learned.AutoModelForSequenceClassification", None)
+    config = json.loads((Path(path) / "config.json").read_text())
+    (Path(path) / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))
+    with pytest.raises(ValueError, match="attn_implementation flash_attention_2 needs an NVIDIA GPU"):
+        LearnedReward(path)(prompts=["a"], completions=["b"])

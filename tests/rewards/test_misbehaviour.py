@@ -127,6 +127,17 @@ def test_calls_that_a_broken_pool_takes_along_are_judged_once_more(jury, monkeyp
     assert [other.values for other in others] == [[1.0], [1.0]]
 
 
+async def loses_a_pool_of_its_own(completions):
+    raise BrokenProcessPool("a child died")
+
+
+def test_an_async_function_that_loses_a_pool_of_its_own_is_an_error_of_the_function():
+    with Jury([RewardFunction(loses_a_pool_of_its_own, on_error="skip", max_error_rate=1.0)]) as jury:
+        scores = offered(jury, ["right"])
+    assert math.isnan(scores.rewards["loses_a_pool_of_its_own"].item())
+    assert scores.told["reward/loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("name", sorted(HANGS))
 def test_what_hangs_is_ended_and_holds_up_nothing_else(jury, name):
     began = time.monotonic()

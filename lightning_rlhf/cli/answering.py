@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import importlib.util
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,7 +122,9 @@ class ServerAnswerer:
     def _only_model(self) -> str:
         import httpx
 
-        headers = {"Authorization": f"Bearer {os.environ[self._key_env]}"} if self._key_env else {}
+        from lightning_rlhf.rewards.endpoint import key_in
+
+        headers = {"Authorization": f"Bearer {key_in(self._key_env)}"} if self._key_env else {}
         try:
             response = httpx.get(f"{self._url}/v1/models", headers=headers, timeout=30, trust_env=False)
         except (httpx.TransportError, httpx.InvalidURL) as error:

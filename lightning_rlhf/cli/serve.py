@@ -18,6 +18,7 @@ from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import Pretrained
+from lightning_rlhf.models.positions import positions
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
 from lightning_rlhf.serving.door import bind, check_open, key_of
 
@@ -86,8 +87,7 @@ def run(arguments: list[str]) -> int:
         given.model = Pretrained(given.model).path  # the home directory is written out
         longest = given.max_model_len
         if longest is None:
-            config = Pretrained(given.model).hf_config().get_text_config()
-            longest = getattr(config, "max_position_embeddings", None)
+            longest = positions(Pretrained(given.model).hf_config())
         if longest is None:
             raise ValueError(f"{given.model} does not say how long its texts may be: give --max-model-len")
         prompt_tokens = longest if given.max_prompt_tokens is None else given.max_prompt_tokens

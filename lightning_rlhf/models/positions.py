@@ -25,6 +25,8 @@ def positions(config: PretrainedConfig) -> int | None:
     number = getattr(own, "max_position_embeddings", None)
     if not isinstance(number, int) or number < 1:
         return None
+    if own.model_type.startswith("gemma3"):  # counts them after stretching, as vLLM knows, too
+        return number
     rope = getattr(own, "rope_parameters", None) or {}
     layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # of each kind of layer, or of all
     stretched = [part.get("factor") or 1.0 for part in layers if part.get("rope_type") in _STRETCHED]

@@ -63,7 +63,7 @@ class Endpoint:
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.key_env is not None:
-            _key(self.key_env)
+            key_in(self.key_env)
         missing = [name for name in ("httpx", "tenacity") if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(
@@ -93,7 +93,7 @@ class Client:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
-        self._key = _key(endpoint.key_env) if endpoint.key_env else "\0"
+        self._key = key_in(endpoint.key_env) if endpoint.key_env else "\0"
         self._lock = threading.Lock()
         self._next = {"requests": 0.0, "tokens": 0.0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -217,7 +217,7 @@ def _end(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread)
     thread.join()
 
 
-def _key(name: str) -> str:
+def key_in(name: str) -> str:
     """The key in an environment variable; spaces around it, as a file's last line has, are no part of it.
 
     Raises:

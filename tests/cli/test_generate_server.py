@@ -117,6 +117,14 @@ def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generat
     assert [row["responses"] for row in read_lines(Path("out.jsonl"))] == [["x"], ["dnoces"]]
 
 
+def test_a_line_end_behind_a_key_is_no_part_of_it(generate, stub, monkeypatch):
+    stub.key = KEY
+    monkeypatch.setenv("KEY", f"{KEY}\n")
+    code, said = generate("--api-key-env", "KEY")
+    assert code == 0, said
+    assert KEY not in said
+
+
 def test_a_wrong_key_is_told_and_not_shown(generate, stub):
     stub.key = "another-key-than-that"
     code, said = generate("--api-key-env", "KEY")

@@ -27,8 +27,9 @@ from tests.stand_ins import TINY_LLAMA
             },
             64,
         ),
+        ("gemma3_text", {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 64),
     ],
-    ids=["rope", "learnt", "opt", "alibi", "recurrent", "linear", "yarn"],
+    ids=["rope", "learnt", "opt", "alibi", "recurrent", "linear", "yarn", "stretched already"],
 )  # fmt: skip
 def test_positions_of_architectures(model_type, given, expected):
     assert positions(CONFIG_MAPPING[model_type](**given)) == expected

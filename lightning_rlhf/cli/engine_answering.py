@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
 from lightning_rlhf.cli.answering import Answer, Prompt, plain
@@ -122,10 +123,18 @@ def _engine(kind: str, config: Any, tensor_parallel_size: int) -> RolloutEngine:
 
 
 def fingerprint(model: str) -> str:
-    """What tells a directory's weights from others, read from the beginning of each tensor; empty for a hub id."""
+    """What tells a directory's weights from others, read from the beginning of each tensor; empty for a hub id.
+
+    Raises:
+        ValueError: a file is damaged, or only says where the weights are, as one of git-lfs does.
+    """
     total = hashlib.blake2b(digest_size=16)
     files = sorted(Path(model).glob("*.safetensors"))
     for path in files:
+        try:
+            safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"the weights in {path} cannot be read, the file is damaged: {error}") from error
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
             total.update(f"{path.name} {path.stat().st_size}".encode() + header)

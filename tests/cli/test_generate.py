@@ -307,3 +307,12 @@ def test_a_column_that_would_be_written_over_is_refused(generate):
     code, _, err = generate()
     assert code == 2
     assert "the prompts have a column 'responses' already" in err
+
+
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", b"", b"\x08" + b"\0" * 7]
+)
+def test_weights_that_are_none_are_told_by_their_file(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^the weights in .*model\.safetensors cannot be read, the file is damaged"):
+        fingerprint(str(tmp_path))

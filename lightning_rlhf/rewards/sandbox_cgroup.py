@@ -68,16 +68,29 @@ def _remove(folder: Path) -> None:
         time.sleep(0.002)
 
 
+def mounted(proc: Path = Path("/proc/self")) -> list[Path]:
+    """Where groups of the second version are mounted; nowhere on a machine that knows none.
+
+    Args:
+        proc: where the kernel says so.
+    """
+    if not (proc / "mounts").exists():
+        return []
+    mounts = [line.split() for line in (proc / "mounts").read_text().splitlines()]
+    return [Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"]
+
+
 def delegated(proc: Path = Path("/proc/self")) -> Path | None:
     """The nearest folder from our own group upward in which groups that bound memory and processes can be made.
 
     Args:
         proc: where the kernel says which group this process is in, and where groups are mounted.
     """
-    mounts = [line.split() for line in (proc / "mounts").read_text().splitlines()]
-    roots = [Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"]
+    roots = mounted(proc)
+    if not roots:
+        return None
     groups = [line[len("0::") :] for line in (proc / "cgroup").read_text().splitlines() if line.startswith("0::")]
-    if not roots or not groups:
+    if not groups:
         return None
     own = roots[0] / groups[0].strip("/")
     return next((folder for folder in (own, *own.parents) if folder.is_relative_to(roots[0]) and _usable(folder)), None)
@@ -90,9 +103,8 @@ def _usable(folder: Path) -> bool:
     if not os.access(folder / "cgroup.procs", os.W_OK):  # or no process may be moved from our group to one below
         return False
     with suppress(SandboxFault), control_group(folder, 2**20, 1):
-        for left in folder.glob(
-            _NAME.format(pid="*") + "*"
-        ):  # by trainers that were killed; their programs died with them
+        # What trainers that were killed have left; their programs died with them.
+        for left in folder.glob(_NAME.format(pid="*") + "*"):
             if not Path(f"/proc/{left.name.split('-')[3]}").exists():
                 with suppress(OSError):  # another trainer clears up, too
                     left.rmdir()

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import pytest
 from lightning_rlhf.rewards import sandbox_cgroup as cgroup
 from lightning_rlhf.rewards.sandbox import Limits, SandboxFault
 from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated
+from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated, mounted
 
 MIB = 2**20
 FOLDER = delegated()
+KERNELS = next((folder for folder in mounted() if os.access(folder, os.W_OK)), None)
 needs_delegation = pytest.mark.skipif(
     FOLDER is None or shutil.which("bwrap") is None,
     reason="needs bubblewrap and a cgroup2 folder that is writable and hands on memory and pids",
@@ -44,6 +47,10 @@ def test_the_nearest_folder_that_hands_on_memory_and_pids_is_taken(machine):
     assert delegated(kernel) == root
     (root / "cgroup.subtree_control").write_text("\n")
     assert delegated(kernel) is None
+
+
+def test_a_machine_that_knows_no_groups_has_none(tmp_path):
+    assert delegated(tmp_path) is None
 
 
 @pytest.mark.parametrize(("file", "text"), [("mounts", "tmpfs /run tmpfs rw 0 0\n"), ("cgroup", "5:memory:/user\n")])
@@ -165,6 +172,24 @@ for i in range(10**6):
     os.symlink("x" * 100, f"{i:0250}")  # no byte of it counts as a file's
 print("all made")
 """
+
+
+@pytest.mark.skipif(
+    KERNELS is None or shutil.which("bwrap") is None, reason="needs bubblewrap and a cgroup2 folder that is writable"
+)
+def test_the_kernel_s_own_groups_take_programs_in_kill_what_is_left_and_are_removed(monkeypatch):
+    """Where the machine hands on neither memory nor pids, all but the bounds is seen on the kernel itself."""
+    monkeypatch.setattr(cgroup, "_bound", lambda *_: None)
+    sandbox = BubblewrapSandbox()
+    sandbox.__dict__["_groups"] = KERNELS
+    assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
+    assert sandbox.run("import time; time.sleep(60)", "", Limits(seconds=1.0)).timed_out
+    with control_group(KERNELS, 1, 1) as group, subprocess.Popen(["sleep", "60"]) as left:
+        (group / "cgroup.procs").write_text(str(left.pid))
+        cgroup._remove(group)
+        assert left.wait() == -signal.SIGKILL
+        group.mkdir()  # for its own end
+    assert not list(KERNELS.glob("lightning-rlhf-sandbox-*"))
 
 
 @needs_delegation

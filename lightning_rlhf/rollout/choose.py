@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine, left_idle, vllm_installed
 
 # What vLLM's CPU attention is compiled for.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -31,6 +31,8 @@ def choose_engine(config: PretrainedConfig, ranks: int = 1) -> tuple[RolloutEngi
 def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
     if not vllm_installed():
         return TransformersEngine(), "vLLM is not installed"
+    if found := left_idle():
+        return TransformersEngine(), f"VLLMEngine would leave the {found} devices idle"
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:

@@ -34,6 +34,12 @@ def vllm_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def left_idle() -> str | None:
+    """What accelerators this machine has that :class:`VLLMEngine` would not use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in ("cuda", "mps") else found.type
+
+
 class VLLMEngine(RolloutEngine):
     """vLLM in a process of its own.
 
@@ -72,10 +78,9 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`; refuses accelerators that it would leave idle, too."""
         check_temperature(sampling)
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is not None and found.type not in ("cuda", "mps"):
+        if found := left_idle():
             raise ValueError(
-                f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {found.type} devices: "
+                f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {found} devices: "
                 f"start a vLLM server of their own build and take VLLMServerEngine (docs/rollouts.md)"
             )
 

@@ -1,5 +1,7 @@
 """``auto`` takes vLLM where it runs, and says why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,3 +54,12 @@ def test_on_a_gpu_the_size_of_the_heads_does_not_matter(machine):
     engine, reason = choose_engine(source_of(head_dim=48).hf_config())
     assert type(engine) is VLLMEngine
     assert reason == "vLLM is installed"
+
+
+def test_where_it_would_leave_accelerators_idle_transformers_generates(machine, monkeypatch):
+    machine(vllm=True, gpu=False)
+    npu = SimpleNamespace(type="npu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: npu)
+    engine, reason = choose_engine(source_of(head_dim=32).hf_config())
+    assert type(engine) is TransformersEngine
+    assert reason == "VLLMEngine would leave the npu devices idle"

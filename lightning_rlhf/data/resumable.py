@@ -178,7 +178,8 @@ class ResumableLoader(DataLoader[Any]):
 class HeldOutBatches:
     """Every row once, in order: this rank's share of each batch. ``sampler`` is the name Lightning looks for.
 
-    A last batch with fewer rows than ranks is joined to the one before, so that every rank always has a row.
+    A last batch with fewer rows than ranks is joined to the one before, so that every rank always has a row; so is one
+    of a single row, which would have no other text's answer for KTO's KL.
 
     Args:
         rows: number of them, at least ``ranks``.
@@ -193,7 +194,8 @@ class HeldOutBatches:
     def __init__(self, rows: int, batch_size: int, rank: int, ranks: int) -> None:
         if rows < ranks:
             raise ValueError(f"{rows} validation rows cannot be shared by {ranks} ranks: give at least {ranks}")
-        starts = [start for start in range(0, rows, max(batch_size, ranks)) if start == 0 or rows - start >= ranks]
+        least = max(ranks, min(batch_size, 2))
+        starts = [start for start in range(0, rows, max(batch_size, ranks)) if start == 0 or rows - start >= least]
         self.sampler = range(rows)
         self._ends = list(zip(starts, [*starts[1:], rows], strict=True))
         self._rank, self._ranks = rank, ranks

@@ -123,11 +123,14 @@ def test_held_out_rows_come_once_and_every_rank_has_one_in_every_batch(rows, ran
     assert all(batch for share in shares for batch in share)
     together = [sorted(row for batch in batches for row in batch) for batches in zip(*shares, strict=True)]
     assert [row for batch in together for row in batch] == list(range(rows))
-    assert all(len(batch) <= 4 + ranks - 1 for batch in together)
+    assert all(2 <= len(batch) <= 4 + max(ranks, 2) - 1 for batch in together)
 
 
-def test_alone_held_out_batches_are_what_a_loader_would_make():
-    assert list(HeldOutBatches(9, 4, 0, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+def test_alone_held_out_batches_are_what_a_loader_would_make_but_none_is_of_one_row_unless_all_are():
+    assert list(HeldOutBatches(10, 4, 0, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert list(HeldOutBatches(9, 4, 0, 1)) == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    assert list(HeldOutBatches(3, 1, 0, 1)) == [[0], [1], [2]]
+    assert list(HeldOutBatches(1, 4, 0, 1)) == [[0]]
 
 
 def test_fewer_held_out_rows_than_ranks_are_refused():

@@ -141,9 +141,11 @@ class Scoring:
             elif outcome.ends:
                 raise EndsTheRun(f"reward function {reward.label!r} {outcome.told}") from outcome.cause
             elif reward.on_error == "raise":
+                shown = reward.function if isinstance(reward.function, str) else "..."
                 raise RuntimeError(
                     f"reward function {reward.label!r} {outcome.told} ({_whose(outcome, i, reward, offered)}); "
-                    f"its RewardFunction can have on_error: skip, which leaves such a response out, or zero"
+                    f"under rewards, {{function: {shown}, on_error: skip}} leaves such a response out, and zero gives "
+                    f"it 0{_one_by_one(reward, count)}"
                 ) from outcome.cause
             else:
                 values += [math.nan if reward.on_error == "skip" else 0.0] * share
@@ -151,7 +153,7 @@ class Scoring:
             raise RuntimeError(
                 f"reward function {reward.label!r} failed for {len(failures) * share} of {count} completions, more "
                 f"than its max_error_rate of {reward.max_error_rate:g} allows; the first time it {failures[0].told} "
-                f"({_whose(failures[0], outcomes.index(failures[0]), reward, offered)})"
+                f"({_whose(failures[0], outcomes.index(failures[0]), reward, offered)}){_one_by_one(reward, count)}"
             ) from failures[0].cause
         late = sum(failure.late for failure in failures) * share
         counts = {"not_applicable": float(values.count(None))}
@@ -171,3 +173,13 @@ def _whose(failure: Failure, call: int, reward: RewardFunction, offered: Mapping
     shown = {"data_source": "data_source", "prompts": "prompt"}
     row = [f"{name} {str(offered[column][place])[:_SHOWN]!r}" for column, name in shown.items() if column in offered]
     return ", ".join([f"completion {place} of {count}, counted from 0", *row])
+
+
+def _one_by_one(reward: RewardFunction, count: int) -> str:
+    """How a fault costs its own response alone, where one call judged several."""
+    if reward.alone or count == 1:
+        return ""
+    return (
+        f"; one call judged all {count}, so they fail together: with per_sample: true the function is called once for "
+        f"each completion, and only the bad one fails"
+    )

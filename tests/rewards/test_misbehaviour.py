@@ -267,24 +267,38 @@ def not_a_number(completions):
     return [1.0 if text == "right" else math.nan for text in completions]
 
 
+ONE_BY_ONE = "with per_sample: true the function is called once for each completion, and only the bad one fails"
 ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is wrong what .{61}'\)"
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; its "),
+        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; under rewards, "),
         ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"first time it raised Zero.* {ROW}$"),
-        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; its "),
+        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; under rewards, "),
         ({"function": all_at_once}, r"raised Zero.* \(a call for all 2 completions, so it is not known for w"),
-        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; its "),
+        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; under rewards, "),
     ],
 )  # fmt: skip
 def test_a_fault_that_ends_the_run_names_its_row_and_the_way_around_it(options, told):
     with Jury([RewardFunction(**options)]) as jury, pytest.raises(RuntimeError, match=told) as raised:
         Scoring(jury).finish(columns_of("right", "wrong"))
-    if "on_error" not in options:
-        assert str(raised.value).endswith("can have on_error: skip, which leaves such a response out, or zero")
+    said = str(raised.value)
+    assert (", on_error: skip} leaves such a response out, and zero gives it 0" in said) == ("on_error" not in options)
+    assert ("{function: ..., on_error" in said) == (callable(options["function"]) and "on_error" not in options)
+    assert said.endswith(ONE_BY_ONE) == (options["function"] in (all_at_once, not_a_number))
+
+
+def test_per_sample_is_advised_where_one_bad_completion_fails_all_and_leaves_out_only_that_one():
+    texts = ["right", "right", "right", "wrong"]
+    with Jury([RewardFunction(all_at_once, on_error="skip")]) as jury, pytest.raises(RuntimeError) as raised:
+        offered(jury, texts)
+    assert "failed for 4 of 4 completions, more than its max_error_rate of 0.5 allows" in str(raised.value)
+    assert str(raised.value).endswith(f"one call judged all 4, so they fail together: {ONE_BY_ONE}")
+    with Jury([RewardFunction(all_at_once, on_error="skip", per_sample=True)]) as jury:
+        values = offered(jury, texts).rewards["all_at_once"].tolist()
+    assert [math.isnan(value) for value in values] == [False, False, False, True]
 
 
 def test_a_fault_of_one_source_names_its_row_once():

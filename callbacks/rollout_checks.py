@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 
@@ -34,8 +33,9 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
     if not loop.rewards and "reward_model" not in module.sources:
         raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
     check_rewards(loop.rewards, sorted({name for batch in _first_prompts(data) for name in batch.columns}))
-    for name, examples in data.examples.items():
-        _warn_of_gaps(loop.rewards, name, [example.columns for example in examples])
+    for reward in loop.rewards:
+        for gap in gaps(reward, data):
+            log.warning("%s", gap)
     if loop.val_metric is not None and loop.val_metric not in [reward.label for reward in loop.rewards]:
         raise ValueError(f"val_metric {loop.val_metric!r} is none of the rewards {[r.label for r in loop.rewards]}")
     if module.advantages.needs_groups and loop.group_size < 2:
@@ -75,18 +75,11 @@ def _first_prompts(data: PromptDataModule) -> list[PromptBatch]:
     return [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
 
 
-def _warn_of_gaps(rewards: Sequence[RewardFunction], name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Name the columns that rewards ask for and some rows lack: a function may be made for that, or fail in an hour."""
-    known = {column for row in rows for column in row}
-    for reward in rewards:
-        ours = reward.call.convention.ours
-        for column in known.intersection(ours.get(own, own) for own in reward.call.required):
-            empty = [number for number, row in enumerate(rows) if row.get(column) is None]
-            if empty:
-                log.warning(
-                    "%d of %d rows of the %s data lack %r, which reward %s asks for; the first is row %d",
-                    *(len(empty), len(rows), name, column, reward.label, empty[0]),
-                )
+def gaps(reward: RewardFunction, data: PromptDataModule) -> list[str]:
+    """What a reward function asks for and some rows lack, in every part of the data."""
+    parts = [(data.reports[name], examples) for name, examples in data.examples.items()]
+    told = [reward.gaps([row.columns for row in rows], report.name, report.places) for report, rows in parts]
+    return [gap for part in told for gap in part]
 
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:

@@ -13,10 +13,12 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.rollout_checks import gaps
 from lightning_rlhf.cli.main import is_for_users, refusals_told
 from lightning_rlhf.cli.plan import is_made_of
 from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.positions import check_positions, positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
@@ -85,8 +87,8 @@ def check(config: Namespace) -> dict[str, Any]:
         config: of ``fit``, parsed.
 
     Returns:
-        The data module's name, a description of each part of the data, the rewards that found what they need, what was
-        seen of the models, and what would end the run.
+        The data module's name, a description of each part of the data, the rewards that found what they need in every
+        row, what some rows lack, what was seen of the models, and what would end the run.
 
     Raises:
         ValueError: the data cannot be read at all, or the configuration has another kind of data.
@@ -98,10 +100,10 @@ def check(config: Namespace) -> dict[str, Any]:
     data.setup("fit")
     parts = {name: described(data, name) for name in data.examples}
     refusals = [report.refusal() for report in data.reports.values() if refuse and report.bad]
-    rewards, models = list[str](), list[str]()
+    rewards, warnings, models = list[str](), list[str](), list[str]()
     for check_part in (
         lambda: parts["train"].update(batches=len(data.train_dataloader())),
-        lambda: rewards.extend(checked_rewards(config, data)),
+        lambda: rewards.extend(checked_rewards(config, data, warnings)),
         lambda: models.extend(checked_models(config, data)),
     ):
         try:
@@ -112,6 +114,7 @@ def check(config: Namespace) -> dict[str, Any]:
         "module": type(data).__name__,
         "data": parts,
         "rewards": rewards,
+        "warnings": warnings,
         "models": models,
         "refusals": refusals,
     }
@@ -135,8 +138,13 @@ def described(data: RowsDataModule, part: str) -> dict[str, Any]:
     }
 
 
-def checked_rewards(config: Namespace, data: RowsDataModule) -> list[str]:
-    """Names of the rewards of a configuration, all of which find what they need in the data.
+def checked_rewards(config: Namespace, data: RowsDataModule, warnings: list[str]) -> list[str]:
+    """Names of the rewards of a configuration that find what they need in every row of the data.
+
+    Args:
+        config: of ``fit``, parsed.
+        data: read.
+        warnings: to which is added what the others lack in some rows.
 
     Raises:
         ValueError: one does not.
@@ -150,7 +158,9 @@ def checked_rewards(config: Namespace, data: RowsDataModule) -> list[str]:
         rewards = parser.instantiate_classes(Namespace(rewards=given))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
-    return [reward.label for reward in rewards]
+    lacking = {reward.label: gaps(reward, data) for reward in rewards} if isinstance(data, PromptDataModule) else {}
+    warnings += [gap for found in lacking.values() for gap in found]
+    return [reward.label for reward in rewards if not lacking.get(reward.label)]
 
 
 def checked_models(config: Namespace, data: RowsDataModule) -> list[str]:
@@ -239,6 +249,8 @@ def shown(found: dict[str, Any]) -> str:
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if found["rewards"]:
         lines += ["", f"rewards that find all they need: {', '.join(found['rewards'])}"]
+    if found["warnings"]:
+        lines += ["", *(f"warning: {warning}" for warning in found["warnings"])]
     if found["models"]:
         lines += ["", *found["models"]]
     return "\n".join(lines)

@@ -41,6 +41,7 @@ class RowReport:
         unknown_rows: rows with such parts.
         bad: how many of the dropped rows are faults of the data; the others are left out on purpose.
         first_bad: where the first of them stand, and the first for each further reason, and why they cannot be used.
+        places: where each row in use stands, such as ``file:line``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class RowReport:
     unknown_rows: int = 0
     bad: int = 0
     first_bad: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list, repr=False)
 
     def drop(self, where: str, reason: BadRow) -> None:
         """Count a row that is not used."""
@@ -224,6 +226,7 @@ def use_rows(
                     raise row
                 items.append(convert(row))
                 report.kept += 1
+                report.places.append(where)
             except AmbiguousColumns as error:
                 raise ValueError(f"{name}: {where}: {error}") from error
             except BadRow as reason:

@@ -140,6 +140,28 @@ class RewardFunction:
         if self.in_process:
             self._check_portable()
 
+    def gaps(self, rows: Sequence[Mapping[str, Any]], name: str, places: Sequence[str]) -> list[str]:
+        """Which columns it asks for some rows lack: it may be made for that, or fail in an hour.
+
+        Args:
+            rows: their columns.
+            name: of the data.
+            places: where each row stands.
+
+        Returns:
+            A sentence for each column.
+        """
+        ours, told = self.call.convention.ours, list[str]()
+        known = {column for row in rows for column in row}
+        for column in sorted(known.intersection(ours.get(own, own) for own in self.call.required)):
+            empty = [place for row, place in zip(rows, places, strict=True) if row.get(column) is None]
+            if empty:
+                told.append(
+                    f"{len(empty)} of {len(rows)} rows of the {name} lack {column!r}, which reward {self.label} asks "
+                    f"for; the first is {empty[0]}"
+                )
+        return told
+
     def _check_portable(self) -> None:
         try:
             ForkingPickler.dumps((self.portable, self.arguments))

@@ -82,6 +82,25 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
     ]
 
 
+def needs_an_answer(completions, answer):
+    return [0.0] * len(completions)
+
+
+def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_does(checked):
+    rows = [{"question": ""}, *PROMPTS, {"question": "who?"}, {"question": "why?", "answer": None}]
+    rewards = [{"function": f"{__file__}:needs_an_answer"}]
+    given = {"rows": rows, "columns": {"prompt": "question"}, "on_bad_row": "skip"}
+    found = checked(**given, rewards=rewards)
+    told = found.out.split("\n\n")[2]
+    assert told.startswith(
+        "warning: 2 of 4 rows of the train data lack 'answer', which reward needs_an_answer asks for"
+    )
+    assert told.endswith("/x.jsonl:4")
+    assert "rewards that find all they need" not in found.out
+    assert (found.code, found.err) == (0, "")
+    assert json.loads(checked("--json", **given, rewards=rewards).out)["warnings"] == [told.removeprefix("warning: ")]
+
+
 def test_texts_show_what_is_learnt_from(checked, config):
     rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
     found = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])

@@ -9,6 +9,9 @@ from lightning_rlhf.data.row import BadRow, LeftOut
 
 TooLong = Literal["bad_row", "drop", "cut_start", "cut_end", "cut_middle"]
 _Item = TypeVar("_Item")
+_ADVICE = (
+    "a larger max_tokens takes longer rows, too_long: drop leaves them out, and cut_start, cut_middle or cut_end cut"
+)
 
 
 def refuse(tokens: int, limit: int, what: str, too_long: TooLong) -> None:
@@ -19,7 +22,7 @@ def refuse(tokens: int, limit: int, what: str, too_long: TooLong) -> None:
         BadRow: otherwise.
     """
     kind = LeftOut if too_long == "drop" else BadRow
-    raise kind(f"{what} has {tokens} tokens, the limit is {limit}", f"{what} longer than {limit} tokens")
+    raise kind(f"{what} has {tokens} tokens, the limit is {limit}", f"{what} longer than {limit} tokens", _ADVICE)
 
 
 def cut(items: Sequence[_Item], excess: int, too_long: TooLong) -> list[_Item]:

@@ -26,11 +26,12 @@ class BadRow(ValueError):
     Args:
         why: in words, with what this row holds.
         kind: the same for all such rows, under which they are counted; by default ``why``.
+        advice: which options make such a row usable, where some do.
     """
 
-    def __init__(self, why: str, kind: str | None = None) -> None:
+    def __init__(self, why: str, kind: str | None = None, advice: str = "") -> None:
         super().__init__(why)
-        self.kind = kind or why
+        self.kind, self.advice = kind or why, advice
 
 
 class LeftOut(BadRow):

@@ -41,6 +41,7 @@ class RowReport:
         unknown_rows: rows with such parts.
         bad: how many of the dropped rows are faults of the data; the others are left out on purpose.
         first_bad: where the first of them stand, and the first for each further reason, and why they cannot be used.
+        advice: which options make bad rows usable, each once.
         places: where each row in use stands, such as ``file:line``.
     """
 
@@ -53,6 +54,7 @@ class RowReport:
     unknown_rows: int = 0
     bad: int = 0
     first_bad: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list, repr=False)
 
     def drop(self, where: str, reason: BadRow) -> None:
@@ -61,6 +63,8 @@ class RowReport:
         if isinstance(reason, LeftOut):
             return
         self.bad += 1
+        if reason.advice and reason.advice not in self.advice:
+            self.advice.append(reason.advice)
         rare = self.dropped[reason.kind] == 1 and len(self.first_bad) < 2 * _SHOWN
         if len(self.first_bad) < _SHOWN or rare:  # a file may hold millions of bad rows
             self.first_bad.append(f"{where}: {reason}")
@@ -78,7 +82,7 @@ class RowReport:
         """What is said where bad rows end a run."""
         more = [f"... and {self.bad - len(self.first_bad)} more"] if self.bad > len(self.first_bad) else []
         said = f"{self.name}: {self.bad} of {self.kept + self.dropped.total()} rows cannot be used"
-        return "\n  ".join([f"{said} (on_bad_row: skip leaves them out):", *self.first_bad, *more])
+        return "\n  ".join([f"{said} (on_bad_row: skip leaves them out):", *self.first_bad, *more, *self.advice])
 
     def __str__(self) -> str:
         read = self.kept + sum(self.dropped.values())

@@ -88,7 +88,8 @@ def test_rows_that_are_too_long_end_a_run_with_the_options_that_are_for_them():
     long, empty = {"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}
     said = said_of(ConversationDataModule, long, long, empty, max_tokens=10)
     assert said.splitlines()[-1].strip() == (
-        "a larger max_tokens takes longer rows, too_long: drop leaves them out, and cut_start, cut_middle or cut_end cut"
+        "a larger max_tokens takes longer rows, too_long: drop leaves them out, "
+        "and cut_start, cut_middle or cut_end cut"
     )
     assert said.count("max_tokens") == 1
     assert "max_tokens" not in said_of(ConversationDataModule, empty, max_tokens=10)

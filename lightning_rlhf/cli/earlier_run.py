@@ -46,6 +46,30 @@ def put_back(earlier: Path, directory: Path) -> None:
     log.info("This run did not begin: the earlier one is %s again.", directory)
 
 
+def check_can_be_written(directory: Path, fresh: bool) -> None:
+    """Refuse a directory in which a run could not write.
+
+    Args:
+        directory: of the run to come.
+        fresh: whether an earlier run in it is to be renamed.
+
+    Raises:
+        ValueError: it is a file, or permission is missing.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"trainer.default_root_dir {str(directory)!r} is a file: give a directory")
+    path = directory.absolute()
+    needed = [next(place for place in (path, *path.parents) if place.exists())]
+    if fresh and (directory / "config.yaml").is_file():
+        needed.append(path.parent)
+    for place in needed:
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"trainer.default_root_dir is {str(directory)!r}, and there is no permission to write in {place}: "
+                f"give another directory"
+            )
+
+
 def check_reads_elsewhere(config: Namespace, directory: Path) -> None:
     """Refuse a new run that reads what it would set aside.
 

@@ -96,7 +96,10 @@ def export(config: Any, file: Path, name: str, to: Path, role: str | None, adapt
     with quiet_transformers():
         setattr(module, role, module.build_role(role))
         rest = load(checkpoint, module, role)
-    metrics = {key: float(value) for key, value in rest.get("lightning_rlhf", {}).get("metrics", {}).items()}
+    kept = rest.get("lightning_rlhf", {})
+    metrics = {key: float(value) for key, value in kept.get("metrics", {}).items()}
+    if kept.get("validation_due"):  # what it holds of validations is of an earlier model
+        metrics = {key: value for key, value in metrics.items() if not key.startswith("val/")}
     own = checkpoint.parent.parent / "config.yaml"
     origin = Origin(module, role, data, own if own.is_file() else file, rest["global_step"], metrics)
     draft = to.with_name(f".{to.name}.partial")

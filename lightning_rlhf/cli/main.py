@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
-from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, put_back, set_aside
+from lightning_rlhf.cli.earlier_run import check_can_be_written, check_reads_elsewhere, put_back, set_aside
 from lightning_rlhf.cli.parser import FriendlyParser, explain
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
@@ -129,12 +129,11 @@ class RLHFCLI(LightningCLI):
         """
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
-        if directory.exists() and not directory.is_dir():
-            raise Stopped(f"trainer.default_root_dir {str(directory)!r} is a file: give a directory", code=2)
         resumed = self._get(self.config_init, "ckpt_path") is not None
         fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
         earlier = None
         try:
+            check_can_be_written(directory, fresh)
             if fresh and (directory / "config.yaml").is_file():
                 check_reads_elsewhere(self.config[subcommand], directory)
                 earlier = set_aside(directory)
@@ -145,6 +144,8 @@ class RLHFCLI(LightningCLI):
                 put_back(earlier, directory)
             if not started and is_refusal_of_lightning(error):
                 raise Stopped(one_line(error), code=2) from error
+            if is_interrupt(error):
+                raise Stopped(interrupted(trainer, started), code=1) from None
             if not isinstance(error, Exception) or not is_for_users(error):
                 raise
             if error.__cause__ is not None:
@@ -240,6 +241,24 @@ def is_refusal_of_lightning(error: BaseException) -> bool:
     """Whether Lightning raised the error because it cannot do what it was asked for."""
     kinds = MisconfigurationException | ValueError | RuntimeError | ImportError
     return isinstance(error, kinds) and place(error).startswith("lightning.")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether somebody pressed Ctrl-C; Lightning makes an exit of it."""
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
+    )
+
+
+def interrupted(trainer: Trainer, started: bool) -> str:
+    """What was reached, and how to go on from there."""
+    if not started:
+        return "interrupted before the first step"
+    last = Path(trainer.default_root_dir) / "checkpoints/last.ckpt"
+    told = f"interrupted after step {trainer.global_step}"
+    if last.exists():
+        return f"{told}; the same command with --ckpt_path last goes on from {last}"
+    return f"{told}, before a checkpoint was due: RunCheckpoint's every_n_steps says how often one is written"
 
 
 def place(error: BaseException) -> str:

@@ -73,6 +73,18 @@ def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
     assert files_of(Path("out"))["model.safetensors"] != files_of(run / "export-1")["model.safetensors"]
 
 
+def test_figures_of_an_earlier_validation_are_not_given_for_the_model_of_a_checkpoint(trained, export, config):
+    data = config["data"]["init_args"]
+    data["val"] = data["train"]
+    config["trainer"]["val_check_interval"] = 1
+    run = trained()
+    assert export("--config", str(run / "config.yaml"), "--to", "out") == (0, "")
+    ours, theirs = (json.loads((folder / "metrics.json").read_text()) for folder in (Path("out"), run / "export"))
+    assert {name for name in theirs if name.startswith("val/")}
+    assert ours == {name: value for name, value in theirs.items() if not name.startswith("val/")}
+    assert "val/" not in Path("out/README.md").read_text()
+
+
 def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_configuration(trained, export):
     run = trained()
     shutil.move(run, "elsewhere")

@@ -433,3 +433,35 @@ def test_what_we_raise_on_purpose_is_a_sentence_and_a_bug_of_ours_is_not(row, se
     with pytest.raises((ValueError, TypeError)) as raised:
         text_of(row, "c")  # a refused row, and a TypeError from inside our package
     assert is_for_users(raised.value) == sentence
+
+
+def interrupted(completions):
+    """Somebody presses Ctrl-C in the second step; the first call is the dry one."""
+    CALLS.append(len(completions))
+    if len(CALLS) == 3:
+        raise KeyboardInterrupt
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_an_interrupted_run_says_how_to_go_on(fit, config, judged_by, every):
+    judged_by("interrupted")
+    checkpoints = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": every}}
+    config["trainer"]["callbacks"].append(checkpoints)
+    result = fit(config)
+    go_on = {
+        1: "; the same command with --ckpt_path last goes on from runs/tiny/checkpoints/last.ckpt\n",
+        10: ", before a checkpoint was due: RunCheckpoint's every_n_steps says how often one is written\n",
+    }
+    assert (result.code, result.err) == (1, f"lightning-rlhf: interrupted after step 1{go_on[every]}")
+
+
+def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touched(fit, config, monkeypatch):
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/config.yaml").write_text("earlier")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "runs" and access(path, mode))
+    result = fit(config)
+    assert (result.code, Path("runs/tiny/config.yaml").read_text()) == (2, "earlier")
+    assert "there is no permission to write in" in result.err
+    assert "give another directory" in result.err

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.rewards.adapter import RewardFunction
 
 from .rollout_loop import RolloutLoop
 
+log = logging.getLogger(__name__)
+_FIRST_STEPS = 3
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
     "policy/entropy", "perf/tokens_per_s",
@@ -33,9 +41,11 @@ class Console(Callback):
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
+        self._flat: Counter[tuple[str, str]] = Counter()  # steps at which a reward gave all responses this value
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """What is about to run."""
+        self._flat.clear()
         if trainer.is_global_zero:
             print("\n".join(self.first_screen(trainer, pl_module)), flush=True)
 
@@ -69,11 +79,27 @@ class Console(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One line."""
+        """One line, and whether a reward function has told no two responses apart so far."""
+        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
+        rewards = [reward for loop in loops for reward in loop.rewards]
         if trainer.global_step % self.every_n_steps == 0:
-            loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
-            rules = [f"reward/{reward.label}" for loop in loops for reward in loop.rewards]
-            self._line(trainer, (*_LINE_METRICS, *rules))
+            self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
+        if trainer.is_global_zero and trainer.global_step <= _FIRST_STEPS:
+            self._warn_of_flat([reward for reward in rewards if reward.weight], trainer.callback_metrics)
+
+    def _warn_of_flat(self, rewards: list[RewardFunction], metrics: Mapping[str, Tensor]) -> None:
+        for label in [reward.label for reward in rewards]:
+            mean, spread = (float(metrics.get(f"reward/{label}{end}", math.nan)) for end in ("", "_std"))
+            if not spread <= 1e-6 * abs(mean):  # NaN where it applied to no response
+                continue
+            self._flat[label, f"{mean:.6g}"] += 1
+            if self._flat[label, f"{mean:.6g}"] == _FIRST_STEPS:
+                log.warning(
+                    "reward %s gave every response %.6g for %d steps: nothing is learnt from that; if it should tell "
+                    "them apart, look at what it compares (the number 7 is not the text '7'), and at the responses, "
+                    "which RolloutLog writes to rollouts/",
+                    *(label, mean, _FIRST_STEPS),
+                )
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """One line."""

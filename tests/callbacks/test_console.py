@@ -9,6 +9,7 @@ from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console
 from lightning_rlhf.callbacks.console import _count, _number, trust_in_reward_model
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.rewards.adapter import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 
@@ -41,6 +42,32 @@ def test_lines_can_be_rarer(run, capsys):
     run(trainer={"max_epochs": 2}, callbacks=[Console(every_n_steps=3)]).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3"]
+
+
+def none_right(completions, answer):
+    return [0.7 * (text == 7) + 0.1 for text in completions]  # a text is no number
+
+
+def told_apart_at_last(completions, trainer_state):
+    return [float(number > 0 and trainer_state.global_step == 2) for number in range(len(completions))]
+
+
+def of_nothing(completions):
+    return [None for _ in completions]
+
+
+def test_a_reward_that_tells_no_responses_of_the_first_steps_apart_is_told_once(run, caplog):
+    rewards = [
+        RewardFunction(none_right),
+        RewardFunction(none_right, name="only_logged", weight=0.0),
+        RewardFunction(told_apart_at_last),
+        RewardFunction(of_nothing, dry_call=False),
+    ]
+    run(loop={"rewards": rewards}, trainer={"max_epochs": 3}, callbacks=[Console()]).fit()
+    told = [record.message for record in caplog.records if "gave every response" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("reward none_right gave every response 0.1 for 3 steps: nothing is learnt from that")
+    assert told[0].endswith("at the responses, which RolloutLog writes to rollouts/")
 
 
 def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path):

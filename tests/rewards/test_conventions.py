@@ -295,7 +295,7 @@ def test_an_async_function_that_blocks_the_loop_is_given_up():
     began = time.monotonic()
     texts = {"prompts": ["p"] * 2, "completions": ["a", "slow"]}
     # The first may be done: nobody can tell while the loop is blocked.
-    assert rewards(blocks, texts, timeout_s=0.3, on_error="zero", max_error_rate=1.0) == [0, 0]
+    assert rewards(blocks, texts, timeout_s=0.3, on_error="zero", max_error_rate=1.0)[1] == 0
     assert time.monotonic() - began < 3
     with pytest.raises(RuntimeError, match=r"'blocks' took longer than its timeout_s of 0.3 s"):
         rewards(blocks, texts, timeout_s=0.3)

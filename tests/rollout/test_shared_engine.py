@@ -99,6 +99,8 @@ def child_environment(monkeypatch, tmp_path):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
     monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.EngineProcess", lambda *given: given)
 
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+
     def child_environment(devices, size):
         engine = VLLMEngine(tensor_parallel_size=size)
         engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log", devices))

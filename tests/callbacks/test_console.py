@@ -52,6 +52,10 @@ def told_apart_at_last(completions, trainer_state):
     return [float(number > 0 and trainer_state.global_step == 2) for number in range(len(completions))]
 
 
+def half_of_them(completions):
+    return [float(number % 2) for number in range(len(completions))]
+
+
 def of_nothing(completions):
     return [None for _ in completions]
 
@@ -61,6 +65,7 @@ def test_a_reward_that_tells_no_responses_of_the_first_steps_apart_is_told_once(
         RewardFunction(none_right),
         RewardFunction(none_right, name="only_logged", weight=0.0),
         RewardFunction(told_apart_at_last),
+        RewardFunction(half_of_them),
         RewardFunction(of_nothing, dry_call=False),
     ]
     run(loop={"rewards": rewards}, trainer={"max_epochs": 3}, callbacks=[Console()]).fit()

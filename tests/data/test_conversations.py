@@ -176,9 +176,9 @@ def test_sizes_below_one_are_refused(wrong):
 
 
 def test_validation_reads_every_row_in_order_and_the_last_batch_may_be_smaller():
-    val = [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 3)]
-    module = module_of(ConversationDataModule, val[0], val=val, val_batch_size=2)
-    assert [batch.lengths.tolist() for batch in module.val_dataloader()] == [[3, 4], [5]]
+    val = [{"prompt": "a", "completion": "b" * n} for n in range(1, 6)]
+    module = module_of(ConversationDataModule, val[0], val=val, val_batch_size=3)
+    assert [batch.lengths.tolist() for batch in module.val_dataloader()] == [[3, 4, 5], [6, 7]]
 
 
 @properties

@@ -10,7 +10,7 @@ BIN := .venv/bin
 OMP_NUM_THREADS ?= 1
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all lint lock clean
+.PHONY: help install quickstart test test-all test-gpu lint lock clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,10 @@ test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goe
 
 test-all: install  ## all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
+	$(BIN)/lightning-rlhf doctor --try
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: install  ## style, types and spelling
 	$(BIN)/ruff check .

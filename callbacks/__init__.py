@@ -7,6 +7,7 @@ from .checkpoint import RunCheckpoint
 from .console import Console
 from .defaults import complete
 from .dynamic_sampling import DynamicSampling
+from .graceful_shutdown import GracefulShutdown
 from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
@@ -21,6 +22,7 @@ from .throughput import Throughput
 __all__ = [
     "Console",
     "DynamicSampling",
+    "GracefulShutdown",
     "HFExport",
     "KLControl",
     "MetricsCSV",

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +21,13 @@ from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 
+from .module_check import check_module
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _FIRST_STEPS = 3
+_MOST_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
+_HEARTBEAT_SECONDS = 60.0
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
     "policy/entropy", "perf/tokens_per_s",
@@ -41,11 +45,18 @@ class Console(Callback):
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
+        self._ended: threading.Event | None = None  # of the step under way
+        self._far_from_ref = False  # whether the run was warned of its KL
         self._flat: Counter[tuple[str, str]] = Counter()  # steps at which a reward gave all responses this value
+
+    def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
+        """Validate the module."""
+        check_module(self, pl_module, RoleModule)
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """What is about to run."""
         self._flat.clear()
+        self._far_from_ref = False
         if trainer.is_global_zero:
             print("\n".join(self.first_screen(trainer, pl_module)), flush=True)
 
@@ -56,6 +67,9 @@ class Console(Callback):
         threads = f"{module.device.type}, {torch.get_num_threads()} threads"
         device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
+        if trainer.world_size > 1:
+            nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
+            lines.append(f"{type(trainer.strategy).__name__}: {trainer.world_size} processes on {nodes}")
         lines += [str(report) for report in data.reports.values()]
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
         if isinstance(module, RLHFModule) and any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
@@ -73,19 +87,40 @@ class Console(Callback):
             lines += trust_in_reward_model(module)
         else:
             lines.append(f"one step: {data.batch_size} rows, one update; {steps} steps")
+        if unused := unused_validation(trainer, steps):
+            lines.append(unused)
         lines.append(f"run directory: {trainer.default_root_dir}")
         return lines
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
+        """Begin to print a line for every minute that the step takes."""
+        if trainer.is_global_zero and not _draws_a_bar(trainer):
+            self._stop_heartbeat()
+            self._ended = threading.Event()
+            beat = threading.Thread(target=_heartbeat, args=(trainer.global_step + 1, self._ended), daemon=True)
+            beat.start()
+
+    def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
+        """Print no more."""
+        self._stop_heartbeat()
+
+    def _stop_heartbeat(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One line, and whether a reward function has told no two responses apart so far."""
+        """Print one line; warn of a reward that is the same for all responses, and of a large KL to the reference."""
+        self._stop_heartbeat()
         loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
         rewards = [reward for loop in loops for reward in loop.rewards]
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
         if trainer.is_global_zero and trainer.global_step <= _FIRST_STEPS:
             self._warn_of_flat([reward for reward in rewards if reward.weight], trainer.callback_metrics)
+        if trainer.is_global_zero and not self._far_from_ref:
+            self._far_from_ref = warn_of_kl(trainer.global_step, trainer.callback_metrics)
 
     def _warn_of_flat(self, rewards: list[RewardFunction], metrics: Mapping[str, Tensor]) -> None:
         for label in [reward.label for reward in rewards]:
@@ -107,11 +142,56 @@ class Console(Callback):
             self._line(trainer, tuple(name for name in trainer.callback_metrics if name.startswith("val/")))
 
     def _line(self, trainer: Trainer, names: tuple[str, ...]) -> None:
-        if not trainer.is_global_zero or (sys.stdout.isatty() and trainer.progress_bar_callback is not None):
+        if not trainer.is_global_zero or _draws_a_bar(trainer):
             return
         metrics = trainer.callback_metrics
         shown = [f"{name} {_number(float(metrics[name]))}" for name in names if name in metrics]
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
+
+
+def warn_of_kl(step: int, metrics: Mapping[str, Tensor]) -> bool:
+    """Log a warning and return True if the policy is more than 0.1 nats per response token from the reference.
+
+    Args:
+        step: number of the step, from 1.
+        metrics: of the step; those without ``kl/ref`` are of a run without a reference.
+    """
+    kl, tokens = (float(metrics.get(name, math.nan)) for name in ("kl/ref", "rollout/response_tokens_mean"))
+    if not kl > _MOST_KL_PER_TOKEN * tokens:  # NaN where one is missing
+        return False
+    log.warning(
+        "step %d: kl/ref is %.3g nats per response, %.2g per token, above %g: the policy moves away from the "
+        "reference, which often ends in worse responses. Lower the learning rate "
+        "(model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward",
+        *(step, kl, kl / tokens, _MOST_KL_PER_TOKEN),
+    )
+    return True
+
+
+def _draws_a_bar(trainer: Trainer) -> bool:
+    return sys.stdout.isatty() and trainer.progress_bar_callback is not None
+
+
+def _heartbeat(step: int, ended: threading.Event) -> None:
+    """Print a line each minute until a step has ended."""
+    minutes = 0
+    while not ended.wait(_HEARTBEAT_SECONDS):
+        minutes += 1
+        print(f"step {step}: under way for {minutes * _HEARTBEAT_SECONDS:.0f} s", flush=True)
+
+
+def unused_validation(trainer: Any, steps: float) -> str:
+    """Return a line about validation data that the run ends too early for; empty where they are used.
+
+    Args:
+        trainer: at the start of a fit.
+        steps: of the run.
+    """
+    every = trainer.val_check_batch
+    at_ends = any(isinstance(callback, RolloutLoop) and callback.validate_at_ends for callback in trainer.callbacks)
+    if at_ends or "val" not in trainer.datamodule.reports or not math.isfinite(every) or steps >= every:
+        return ""
+    return f"val data: not used, because the run ends after {steps} steps: set trainer.val_check_interval below {every}"
 
 
 def trust_in_reward_model(module: RLHFModule) -> list[str]:

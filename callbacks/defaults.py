@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from .checkpoint import RunCheckpoint
 from .console import Console
+from .graceful_shutdown import GracefulShutdown
 from .hf_export import HFExport
 from .metrics_csv import MetricsCSV
 from .report import Report
@@ -20,9 +21,9 @@ from .throughput import Throughput
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     """Given callbacks and the missing defaults, in order; one of a default's class or a subclass replaces it.
 
-    The clock starts before the rollout, whatever measures comes before whatever writes, and a checkpoint is taken when
-    all else of its step is on disk. Where no checkpoint is configured, Lightning adds one that keeps the end of each
-    epoch; in its place the state is kept every hundred steps and at the end.
+    Signals come first, the clock starts before the rollout, whatever measures comes before whatever writes, and a
+    checkpoint is taken when all else of its step is on disk. Where no checkpoint is configured, Lightning adds one that
+    keeps the end of each epoch; in its place the state is kept every hundred steps and at the end.
 
     Args:
         callbacks: of the Trainer.
@@ -31,9 +32,10 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _lightnings_own(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
-    defaults = (Throughput, Console, MetricsCSV, RunState, HFExport)
+    defaults = (GracefulShutdown, Throughput, Console, MetricsCSV, RunState, HFExport)
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
-    order = (Throughput, Console, RolloutLoop, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
+    first = (GracefulShutdown, Throughput, Console, RolloutLoop)
+    order = (*first, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
 
     def turn(callback: Callback) -> int:
         named = [place for place, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -73,6 +74,8 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
     (directory / "metrics.json").write_text(json.dumps(told, indent=2) + "\n")
     alone = (directory / "adapter_config.json").is_file()
     (directory / "README.md").write_text(card(origin, alone), encoding="utf-8")
+    for weights in directory.glob("*.safetensors"):  # safetensors gives its files to their owner alone
+        shutil.copymode(directory / "README.md", weights)
 
 
 def _end_where_trained_to(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:

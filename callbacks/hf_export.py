@@ -14,6 +14,7 @@ from lightning_rlhf.models.loading import quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 
 from .exported import Origin, check_adapter, complete_export
+from .module_check import check_module
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class HFExport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Refuse adapters by themselves where there are none, or where they are not all that was trained."""
+        check_module(self, pl_module, RoleModule)
         if self.adapter:
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 

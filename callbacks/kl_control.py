@@ -10,6 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
+from .module_check import check_module
+
 
 class KLControl(Callback):
     """Moves ``kl_reward``'s coefficient after each rollout; the coefficient is part of the checkpoint.
@@ -25,6 +27,8 @@ class KLControl(Callback):
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Refuse to steer what is not there."""
+        if not hasattr(pl_module, "kl_reward"):
+            check_module(self, pl_module, RLHFModule)
         if pl_module.kl_reward.coef <= 0:
             raise ValueError(
                 "KLControl steers the KL penalty in the reward: give the module kl_reward with a coef above 0"
@@ -42,8 +46,11 @@ class KLControl(Callback):
         """One step of the controller, on the KL that all ranks measured; none while only the critic learns."""
         if not pl_module.actor_learns:
             return
-        count = torch.tensor(float(len(pl_module.experience)), device=pl_module.device)
+        assert pl_module.last_rollout is not None
+        count = torch.tensor(float(len(pl_module.last_rollout)), device=pl_module.device)
         responses = int(pl_module.roles.sum_over_ranks(count))
+        if "kl/ref" not in trainer.callback_metrics:
+            raise RuntimeError(f"KLControl needs the metric kl/ref, and {type(pl_module).__name__} does not log it")
         kl = float(trainer.callback_metrics["kl/ref"])
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 

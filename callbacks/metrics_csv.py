@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 _VALIDATION = "val/"
 
@@ -29,6 +30,11 @@ class MetricsCSV(Callback):
         self._columns: list[str] = ["step"]
         self._path: Path | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the table of an earlier fit with the same callback."""
+        if stage == "fit":
+            self._path, self._columns = None, ["step"]
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a table, or continue that of the resumed run."""
         self._table(trainer)
@@ -41,8 +47,8 @@ class MetricsCSV(Callback):
             self._write(trainer, validation=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The row of a validation."""
-        if not trainer.sanity_checking:
+        """The row of a validation; none for the command ``validate``, whose metrics belong to no step of a run."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
             self._write(trainer, validation=True)
 
     def _write(self, trainer: Trainer, validation: bool) -> None:

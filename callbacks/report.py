@@ -71,7 +71,6 @@ class Report(Callback):
         for part in (self.progress(rows), self.answers(self._loop(trainer).validation_samples), self.times(rows)):
             if part is not None:
                 screen.print(part)
-        screen.print(f"run directory: {trainer.default_root_dir}", soft_wrap=True)
         summary = {"seconds": time.perf_counter() - self._started, "before": self._before}
         (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
 

@@ -37,7 +37,8 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
         for gap in gaps(reward, data):
             log.warning("%s", gap)
     if loop.val_metric is not None and loop.val_metric not in [reward.label for reward in loop.rewards]:
-        raise ValueError(f"val_metric {loop.val_metric!r} is none of the rewards {[r.label for r in loop.rewards]}")
+        labels = [reward.label for reward in loop.rewards]
+        raise ValueError(f"val_metric must be the name of a reward, one of {labels}, got {loop.val_metric!r}")
     if module.advantages.needs_groups and loop.group_size < 2:
         raise ValueError(
             f"{type(module.advantages).__name__} compares the responses to one prompt: "

@@ -13,6 +13,8 @@ from rich.table import Table
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.types import PromptBatch, Rollout
 
+from .module_check import check_module
+
 
 class RolloutLog(Callback):
     """Writes each step's responses to ``rollouts/step-000001.jsonl``, and shows some as a table.
@@ -30,6 +32,10 @@ class RolloutLog(Callback):
                 f"got {max_rows}, {table_rows} and {table_every_n_steps}"
             )
         self.max_rows, self.table_every_n_steps, self.table_rows = max_rows, table_every_n_steps, table_rows
+
+    def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
+        """Validate the module."""
+        check_module(self, pl_module, RLHFModule)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
@@ -56,11 +62,12 @@ class RolloutLog(Callback):
             module: with the step's experience.
             right: answer to each response's prompt; empty where the data has none.
         """
-        experience = module.experience
+        rows = list(range(min(self.max_rows, len(module.experience.rollout))))
+        experience = module.experience[rows].to("cpu")  # once: each value read from a GPU makes the host wait
         rollout, tokenizer = experience.rollout, trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         found = []
-        for i in range(min(self.max_rows, len(rollout))):
+        for i in rows:
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
             response = rollout.response_ids[i, : rollout.response_lengths[i]]
             found.append(

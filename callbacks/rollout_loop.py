@@ -9,20 +9,23 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import positions
+from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.conventions import TrainerState
 from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.scoring import Scoring, Told
+from lightning_rlhf.rollout.answer_checks import AnswerCheck
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
-from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, gpus
+from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, engine_dtype, gpus, limit_gpu_memory
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
@@ -40,7 +43,8 @@ class RolloutLoop(Callback):
     """Generates with the newest weights before each training step and hands the module a rollout.
 
     Args:
-        rewards: functions that judge completions; may be empty where the module has a reward model.
+        rewards: functions that judge completions; may be empty where the module has a reward model. From Python a plain
+            function does too: it becomes a ``RewardFunction`` with the defaults.
         engine: what generates; ``auto`` takes vLLM where it runs, else transformers, and says why.
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
@@ -55,7 +59,9 @@ class RolloutLoop(Callback):
         validate_at_ends: whether to validate before the first and after the last step, so that progress can be told.
         check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
             the push; 0 switches the check off.
-        max_logprob_diff: largest difference that passes, nats; None is 1e-3 for float32 and 1 for bfloat16.
+        max_logprob_diff: largest difference that passes, nats: 99 of 100 tokens must differ by no more, and the mean
+            of all by no more than a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 in float32 on a GPU, 1 in
+            bfloat16. Raise it for a mixture of experts, whose routers magnify rounding.
         stop_token_ids: tokens that end a response beside the tokenizer's end token, as chat models have them.
         dynamic_sampling: replaces prompts whose responses all earn the same; None learns from every prompt.
     """
@@ -86,7 +92,8 @@ class RolloutLoop(Callback):
             raise ValueError(f"training samples need a positive temperature, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
             raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
-        self.rewards, self._engine_choice = list(rewards or []), engine
+        self.rewards = [own if isinstance(own, RewardFunction) else RewardFunction(own) for own in rewards or []]
+        self._engine_choice = engine
         self.jury = Jury(self.rewards)
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
         self.validate_at_ends = validate_at_ends
@@ -97,6 +104,7 @@ class RolloutLoop(Callback):
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self._pushed: int | None = None
+        self._vocabulary = 0  # tokens of the actor
         self._validated: int | None = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._validation: Validation | None = None
@@ -104,18 +112,24 @@ class RolloutLoop(Callback):
     # -- start and end ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Refuse what cannot work, then start the engine, which gets ready while the models load."""
+        """Validate the run, then start the engine: on a CPU it gets ready while the models load, on GPUs before them.
+
+        vLLM sizes its cache by the free memory of its GPU at two moments, so nothing else may use the GPU in between.
+        """
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         check_run(self, trainer, pl_module)
         self._pushed = self._validated = None  # of an earlier run with the same callback
+        self.engine_description = ""
         trainer.num_sanity_val_steps = 0  # the validation before training shows as much
         tokenizer = trainer.datamodule.tokenizer
         self._stop_token_ids = (tokenizer.eos_token_id, *self.stop_token_ids)
         source = pl_module.sources["actor"]
         reason = "chosen in the configuration"
+        dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
         if self._engine_choice == "auto":
-            self.engine, reason = choose_engine(source.hf_config(), tensor_ranks(trainer, pl_module))
+            actor = source.hf_config()
+            self.engine, reason = choose_engine(actor, tensor_ranks(trainer, pl_module), dtype, trainer.world_size)
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
@@ -124,18 +138,24 @@ class RolloutLoop(Callback):
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        self._vocabulary = vocab_size(source)
         longest = min(longest, positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
-        log_file, devices = directory.with_suffix(".log"), gpus(trainer.strategy.root_device)
-        self.engine.start(EngineSetup(directory, source.dtype, longest, log_file, devices, source.lora))
+        setup = EngineSetup(directory, dtype, longest, directory.with_suffix(".log"), gpus(device), source.lora)
+        self.engine.start(setup)
+        if setup.devices:
+            self.engine_description = self.engine.wait()
+            trainer.strategy.barrier("rollout engines")
+            limit_gpu_memory(device, self.engine.gpu_share)
+            self._rest(device)
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Prompts that a step learns from."""
         return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
 
     def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Wait for the engine."""
+        """Wait for the engine, unless :meth:`setup` has done so."""
         assert self.engine is not None
-        self.engine_description = self.engine.wait()
+        self.engine_description = self.engine_description or self.engine.wait()
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Measure where training begins."""
@@ -148,7 +168,11 @@ class RolloutLoop(Callback):
             run_validation(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """End the engine and whatever judges."""
+        """End the engine and the rewards, and remove the limit of GPU memory."""
+        self._close()
+        limit_gpu_memory(trainer.strategy.root_device, 0.0)
+
+    def _close(self) -> None:
         self.jury.close()
         if self.engine is not None:
             self.engine.close()
@@ -156,8 +180,8 @@ class RolloutLoop(Callback):
             reward.close()
 
     def on_exception(self, trainer: Trainer, pl_module: RLHFModule, exception: BaseException) -> None:
-        """End the engine whatever happened."""
-        self.teardown(trainer, pl_module, "fit")
+        """End the engine and the rewards; after an error of CUDA any other call to it would fail too."""
+        self._close()
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -191,13 +215,15 @@ class RolloutLoop(Callback):
         greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
             self.verify(pl_module, rollout)
+        if not rollout.rollout_logprobs.isfinite().all():
+            raise RuntimeError("the engine returned log-probabilities that are not finite: its weights are damaged")
+        self._rest(pl_module.device)
         pl_module.receive(rollout, greedy)
         metrics |= over_ranks(clock.seconds, roles.max_over_ranks, pl_module.device)  # the slowest rank is waited for
         total = over_ranks({"tokens": float(tokens)}, roles.sum_over_ranks, pl_module.device)["tokens"]
         metrics["rollout/tokens_per_s"] = total / metrics["time/generate_s"]
         metrics |= means_over_ranks(told, roles.gather_over_ranks, pl_module.device)
-        for name, value in metrics.items():
-            pl_module.log(name, value, batch_size=1)
+        pl_module.log_step("rollout", metrics)
 
     def _anyone(self, module: RLHFModule, wants: bool) -> bool:
         """Whether any rank wants to go on; all of them then do, because they ask a shared engine together."""
@@ -208,6 +234,7 @@ class RolloutLoop(Callback):
         if self._pushed != trainer.global_step:
             assert self.engine is not None
             roles, version = module.roles, trainer.global_step
+            limit_gpu_memory(module.device, self.engine.gpu_share)
             if not self.engine.swaps_adapters:
                 self.engine.update_weights(roles.iter_full_params("actor"), version)
             else:
@@ -215,6 +242,14 @@ class RolloutLoop(Callback):
                     self.engine.update_weights(roles.iter_base_params("actor"), version)
                 self.engine.update_adapters(roles.iter_adapters("actor"), version)
             self._pushed = trainer.global_step
+
+    def _rest(self, device: torch.device) -> None:
+        """Send an engine that can to sleep, and let the trainer use all GPU memory until the next push."""
+        assert self.engine is not None
+        if self.engine.sleeps:
+            self.engine.sleep()
+            self._pushed = None  # it has lost its weights
+            limit_gpu_memory(device, 0.0)
 
     def _generate(
         self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float, finished: Finished | None
@@ -224,7 +259,11 @@ class RolloutLoop(Callback):
         prompts = [ids for ids in batch.token_ids for _ in range(samples)]
         seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
         sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
-        return self.engine.generate(prompts, sampling, seeds, finished)
+        assert self._pushed is not None
+        check = AnswerCheck(self.max_response_tokens, self._pushed, self._vocabulary)
+        completions = self.engine.generate(prompts, sampling, seeds, check.before(finished))
+        check.all(completions, len(prompts))
+        return completions
 
     def _collector(self, trainer: Trainer, batch: PromptBatch, size: int) -> Collector:
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
@@ -245,7 +284,8 @@ class RolloutLoop(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Begin to gather."""
-        self.push_weights(trainer, pl_module)
+        if not _averages(trainer):
+            self.push_weights(trainer, pl_module)
         self._validated = trainer.global_step
         names, scored = [reward.label for reward in self.rewards], "reward_model" in pl_module.sources
         given = (names, self.val_metric, self.val_answer, sources_in(trainer.datamodule), scored)
@@ -256,6 +296,9 @@ class RolloutLoop(Callback):
     ) -> None:
         """One greedy response and some samples of each prompt; the same seeds at every validation."""
         assert self._validation is not None
+        if _averages(trainer) and batch_idx == 0:  # the average has just taken the weights' place
+            self._pushed = None
+            self.push_weights(trainer, pl_module)
         size, roles = self.val_samples, pl_module.roles
         collector = self._collector(trainer, batch, 1 + size)
 
@@ -288,6 +331,9 @@ class RolloutLoop(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Log what was measured."""
         assert self._validation is not None
+        if _averages(trainer):  # the weights are about to come back
+            self._pushed = None
+        self._rest(pl_module.device)
         for name, value in self._validation.metrics(pl_module.roles.sum_over_ranks).items():
             shown = name in ("val/greedy", "val/sampled")
             pl_module.log(name, value, prog_bar=shown, batch_size=1)
@@ -296,3 +342,8 @@ class RolloutLoop(Callback):
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
         return [] if self._validation is None else self._validation.samples
+
+
+def _averages(trainer: Trainer) -> bool:
+    """Whether a callback puts averaged weights in the place of the actor's while the run validates."""
+    return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)

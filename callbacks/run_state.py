@@ -1,4 +1,4 @@
-"""RunState: what makes a resumed run continue to the bit, and what says where a run came from."""
+"""RunState: the random states that a resumed run continues from, and a record of where a run came from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
 
+from .run_settings import WHICH_ROWS, changes, run_settings
 from .settings_in_force import Settings, check_schedules, overruled, rates, settings_of
 
 log = logging.getLogger(__name__)
@@ -45,21 +46,33 @@ class RunState(Callback):
     to come, which is then run. The policy version is the Trainer's ``global_step``; the KL coefficient is kept by
     KLControl. A checkpoint taken while validating is that of the validation's start: it is run again.
 
-    Random states, the policy: a checkpoint holds those of every rank. Resumed on as many ranks, each gets its own back
-    and the run goes on to the bit. Resumed on another number, each rank's generators are seeded anew, from the run's
-    seed, the step and the rank, so the same resume always draws the same; what the run draws by itself (prompts,
-    responses, mini-batches) comes from derived seeds and does not change.
+    A checkpoint also holds a description of what the run is made of: data, seed, batch sizes, sampling, rewards,
+    models, algorithm. Each part that a resumed run changes is one line of warning. Another seed, other training rows,
+    another order or another batch size are refused, because the place in the data would mean other rows: some would be
+    learnt from twice, and others never.
+
+    Random states, the policy: a checkpoint holds those of every rank. Resumed on as many ranks, each gets its own back,
+    and on a CPU the run continues with the bits of an undisturbed one. Resumed on another number, each rank's
+    generators are seeded anew, from the run's seed, the step and the rank, so the same resume always draws the same;
+    prompts, responses and mini-batches come from derived seeds and do not change.
+
+    Args:
+        allow_other_data: resume although the place in the data means other rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allow_other_data: bool = False) -> None:
+        self.allow_other_data = allow_other_data
+        self._settings: dict[str, str] = {}
         self._restored: dict[str, Any] | None = None
         self._asked: Settings = {}
-        self._asked_schedules: list[dict[str, Any]] = []
+        self._asked_schedules: list[dict[str, Any]] | None = None
+        self._kept_schedules: list[dict[str, Any]] | None = None  # of the checkpoint that is resumed
         self._before_validation: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write ``env.json``."""
+        """Write ``env.json``; forget an earlier fit with the same callback."""
         finish_when_resumed(trainer)
+        self._asked_schedules = self._kept_schedules = None
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             directory = Path(trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
@@ -75,10 +88,11 @@ class RunState(Callback):
             "random": ranks.from_all_ranks(self._before_validation if trainer.validating else random_state()),
             "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
             "validation_due": trainer.validating or validation_due(trainer),
+            "settings": self._settings,
         }
         settle_progress(checkpoint, trainer.num_training_batches)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: RoleModule, checkpoint: dict[str, Any]) -> None:
         """Keep it until training starts.
 
         Raises:
@@ -89,14 +103,39 @@ class RunState(Callback):
         self._restored = checkpoint[_KEY]
         if trainer.state.fn == "fit":
             step, last = checkpoint["global_step"], trainer.max_steps
-            check_schedules(self._asked_schedules, checkpoint["lr_schedulers"])
+            self._kept_schedules = checkpoint["lr_schedulers"]
+            if self._asked_schedules is not None:  # under a strategy of Lightning's own they are made later
+                check_schedules(self._asked_schedules, self._kept_schedules)
+            self._settings = run_settings(trainer, pl_module)
+            self._compare(self._restored.get("settings", {}))
             if 0 < last <= step:
-                log.info("Nothing is left to do: max_steps is %d.", last)
+                log.info("Nothing is left to do: max_steps is %d, and the checkpoint is of step %d.", last, step)
+
+    def _compare(self, then: dict[str, str]) -> None:
+        """Warn of each setting that has changed since the checkpoint.
+
+        Raises:
+            ValueError: the place in the data means other rows.
+        """
+        changed = changes(then, self._settings) if then else {}
+        other_rows = [sentence for name, sentence in changed.items() if name in WHICH_ROWS]
+        if other_rows and not self.allow_other_data:
+            raise ValueError(
+                f"{'; '.join(other_rows)}: the checkpoint's place in the data would mean other rows, so that some "
+                f"would be learnt from twice and others never. Resume with the data, seed and batch size of then, "
+                f"start a new run from an export, or accept it: lightning_rlhf.callbacks.RunState with "
+                f"allow_other_data: true"
+            )
+        for sentence in changed.values():
+            log.warning("Since the checkpoint: %s.", sentence)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Keep the settings that are asked for, which those of a checkpoint are about to replace."""
+        self._settings = run_settings(trainer, pl_module)
         self._asked = settings_of(trainer, pl_module)
         self._asked_schedules = [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs]
+        if self._kept_schedules is not None:
+            check_schedules(self._asked_schedules, self._kept_schedules)
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Continue exactly where the checkpoint was taken, and say with which settings."""

@@ -13,6 +13,7 @@ from lightning_rlhf.modules.base import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
 from .clock import over_ranks
+from .module_check import check_module
 
 GIB = 2.0**30
 # Dense bfloat16 TFLOP/s that the makers state, by a part of the device's name; the first that fits.
@@ -44,41 +45,44 @@ class Throughput(Callback):
         self.peak_tflops = peak_tflops
         self._started = 0.0
 
+    def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
+        """Validate the module."""
+        check_module(self, pl_module, RoleModule)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
         """Start the clock; this callback stands before RolloutLoop."""
         self._started = time.perf_counter()
+        if isinstance(pl_module, RLHFModule):
+            pl_module.step_seconds = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop it."""
+        """Stop it. A module whose own ``training_step`` measures no parts has the figures of the whole step."""
         largest = {"time/step_s": time.perf_counter() - self._started, **memory(pl_module.device)}
         module = pl_module if isinstance(pl_module, RLHFModule) else None
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        lengths = (module.experience if module else batch).total_lengths
+        lengths: torch.Tensor = (module.last_rollout if module else batch).total_lengths  # type: ignore[union-attr]
         total = {"perf/tokens": float(lengths.sum()), "rows": float(len(lengths))}
         total["devices"] = trainer.world_size / pl_module.roles.data_ranks  # more than one where they split tensors
         peak = self.peak_tflops or known_peak(pl_module)
+        parts = (module.step_seconds or {}) if module else {}
         if module:
-            largest |= {name: metrics[name] for name in ("time/evaluate_s", "time/update_s")}
-            total["operations"] = operations_per_pass(module) if peak else 0.0
+            total["operations"] = operations_per_pass(module) if peak and parts else 0.0
         total = over_ranks(total, pl_module.roles.sum_over_ranks, pl_module.device)
-        largest = over_ranks(largest, pl_module.roles.max_over_ranks, pl_module.device)
+        largest = over_ranks(largest | parts, pl_module.roles.max_over_ranks, pl_module.device)
         tokens, devices, seconds = total["perf/tokens"], total["devices"], largest["time/step_s"]
-        found = {name: value for name, value in largest.items() if name not in ("time/evaluate_s", "time/update_s")}
+        found = {name: value for name, value in largest.items() if name not in parts}
         found |= {"perf/tokens": tokens, "perf/tokens_per_s": tokens / seconds}
         found["perf/tokens_per_s_per_device"] = tokens / seconds / devices
         if module:
-            for name in ("evaluate", "update"):
-                found[f"time/{name}_ms_per_token"] = 1000 * largest[f"time/{name}_s"] / tokens
-            if generated := metrics.get("rollout/tokens_per_s"):
+            found |= {f"time/{name}_ms_per_token": 1000 * largest[name] / tokens for name in parts}
+            if generated := float(trainer.callback_metrics.get("rollout/tokens_per_s", 0.0)):
                 found["time/generate_ms_per_token"] = 1000 / generated
-            if peak:
-                passes = metrics["policy/updates"] * module.minibatch_size / total["rows"]
+            if peak and parts:
+                passes = module.actor_updates * module.minibatch_size / total["rows"]
                 operations = total["operations"] * (passes if module.actor_learns else module.update_epochs)
-                found["perf/mfu_update"] = operations / (largest["time/update_s"] * devices * peak * 1e12)
-        for name, value in found.items():
-            pl_module.log(name, value, prog_bar=name == "perf/tokens_per_s", batch_size=1)
+                found["perf/mfu_update"] = operations / (largest["update"] * devices * peak * 1e12)
+        pl_module.log_step("throughput", found, bar=("perf/tokens_per_s",))
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -100,7 +104,8 @@ def known_peak(module: RoleModule) -> float | None:
 
 def operations_per_pass(module: RLHFModule) -> float:
     """Floating-point operations it takes to learn once from each of this rank's last responses."""
-    lengths = module.experience.total_lengths.double()
+    assert module.last_rollout is not None
+    lengths = module.last_rollout.total_lengths.double()
     parameters, operations = module.parameter_counts(), 0.0
     for role in module.trained_roles if module.actor_learns else module.trained_roles[1:]:
         config = getattr(module, role).lm.config.get_text_config()

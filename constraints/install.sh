@@ -30,6 +30,22 @@ installed=$(cat "$stamp" 2> /dev/null || true)
 [ "$installed" != "$key" ] || exit 0
 rm -f "$stamp"
 
+# The packages for GPUs are built for CUDA 13, and Triton compiles at run time. Without nvidia-smi, as where an image is
+# built, neither is known. lightning_rlhf/cli/doctor_gpu.py has the same requirements.
+if [ "$device" = gpu ] && command -v nvidia-smi > /dev/null; then
+    while IFS=', ' read -r driver capability; do
+        [ "${driver%%.*}" -ge 580 ] || fail "the packages of $lock are built for CUDA 13, which needs NVIDIA driver 580" \
+            "or newer, and this machine has $driver; update the driver, or install for the CPU with make DEVICE=cpu"
+        [ "$(tr -d . <<< "$capability")" -ge 75 ] || fail "the packages of $lock are built for CUDA 13, which needs GPUs" \
+            "of compute capability 7.5 (Turing) or newer, and this one has $capability; use make DEVICE=cpu"
+    done < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader)
+    command -v "${CC:-gcc}" > /dev/null || command -v clang > /dev/null || fail "a C compiler is missing, with which" \
+        "Triton compiles on a GPU at run time; on Debian and Ubuntu: apt-get install gcc"
+    header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+    [ -f "$header" ] || fail "$header is missing, with which Triton compiles on a GPU at run time;" \
+        "on Debian and Ubuntu: apt-get install python3-dev"
+fi
+
 # A fresh environment, unless only the packages of a whole one have changed
 if [ "${installed% *}" != "$place" ]; then
     echo "make: a new .venv for Python $version and the packages of $lock (3 GB on a CPU, some 12 GB with a GPU)"

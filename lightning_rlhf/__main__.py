@@ -54,11 +54,15 @@ def main() -> int:
         print(f"lightning-rlhf: there is no command {name!r}; {hint}", file=sys.stderr)
         return 2
     launch_environment.apply()  # before anything is imported that reads it
-    if name in COMMANDS:
-        return int(import_module(COMMANDS[name]).run(arguments[1:]))
-    from lightning_rlhf.cli.main import run
+    try:
+        if name in COMMANDS:
+            return int(import_module(COMMANDS[name]).run(arguments[1:]))
+        from lightning_rlhf.cli.main import run
 
-    return run()
+        return run()
+    except KeyboardInterrupt:  # while libraries are imported; a command at work answers for itself
+        print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
+        return 130
 
 
 def overview() -> str:

@@ -3,6 +3,7 @@
 One name is torch's. Checked against lightning 2.6.6; tests/test_compat.py says what changed when a name is gone.
 """
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -128,15 +129,45 @@ def finish_when_resumed(trainer: Trainer) -> None:
         trainer.fit_loop.__class__ = _FinishingFitLoop
 
 
-def save_due_checkpoint(checkpoint: ModelCheckpoint, trainer: Trainer) -> None:
-    """What ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization.
+def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
+    """Save as ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization.
 
-    The run's last step is always due.
+    Returns:
+        Whether anything was saved: this step may have been already.
     """
-    every = checkpoint._every_n_train_steps
-    if every < 1 or (trainer.global_step % every and not training_ends(trainer)):
-        return
-    if not checkpoint._should_skip_saving_checkpoint(trainer):
-        candidates = checkpoint._monitor_candidates(trainer)
-        checkpoint._save_topk_checkpoint(trainer, candidates)
-        checkpoint._save_last_checkpoint(trainer, candidates)
+    if checkpoint._should_skip_saving_checkpoint(trainer):
+        return False
+    candidates = checkpoint._monitor_candidates(trainer)
+    checkpoint._save_topk_checkpoint(trainer, candidates)
+    checkpoint._save_last_checkpoint(trainer, candidates)
+    return True
+
+
+def checkpoint_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the state that ``Trainer.save_checkpoint`` would write now; under a role strategy without the roles."""
+    state = trainer._checkpoint_connector.dump_checkpoint(False)  # the weights are not all of it
+    for name in ("callbacks", "loops", "lr_schedulers"):  # some are the callbacks' own dictionaries
+        state[name] = copy.deepcopy(state[name])
+    return state
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from handling SIGTERM and SLURM's signal.
+
+    Its handler of SIGTERM takes part in a collective from wherever the process is, and ends the run with exit code 0;
+    the one of SLURM's signal saves in the middle of an update.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+
+def know_step(trainer: Trainer, step: int) -> None:
+    """Set ``global_step`` outside of a fit, where Lightning leaves it at 0 whatever checkpoint was read."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.manual_optimization.optim_step_progress.total.completed = step
+    loop._batches_that_stepped = step
+
+
+def replaces_samplers(trainer: Trainer) -> bool:
+    """Return whether the Trainer replaces the sampler of each data loader to share the data between processes."""
+    connector = trainer._accelerator_connector
+    return bool(connector.use_distributed_sampler and connector.is_distributed)

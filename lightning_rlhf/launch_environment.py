@@ -25,11 +25,13 @@ class Machine:
         has_gpu: whether this process may use one.
         cores: that this process may run on, at least 1.
         processes: of this run on this machine, at least 1; None where nobody has said so yet.
+        engine_dtype: dtype of the rollout engine's weights; empty where it is not known.
     """
 
     has_gpu: bool
     cores: int
     processes: int | None
+    engine_dtype: str = ""
 
     @classmethod
     def here(cls, environ: Mapping[str, str], processes: int | None = None, devices: Path = Path("/dev")) -> Machine:
@@ -83,6 +85,10 @@ def _without_gpu(value: str) -> Callable[[Machine], str | None]:
     return lambda machine: None if machine.has_gpu else value
 
 
+def _with_gpu_in_float32(value: str) -> Callable[[Machine], str | None]:
+    return lambda machine: value if machine.has_gpu and machine.engine_dtype == "float32" else None
+
+
 def _threads(machine: Machine) -> str | None:
     shared = machine.processes is not None and machine.processes > 1
     return str(max(1, machine.cores // machine.processes)) if shared and machine.processes else None
@@ -126,6 +132,11 @@ VARIABLES = (
     Variable(
         "VLLM_LOGGING_LEVEL", "vLLM", "engine", "always", _always("ERROR"),
         "The engine's log is shown when it dies, and what killed it should be at its end.",
+    ),
+    Variable(
+        "TRITON_F32_DEFAULT", "Triton", "engine", "with a GPU, for an engine in float32", _with_gpu_in_float32("ieee"),
+        "Attention of vLLM in float32 otherwise rounds its operands to TF32, 10 bits, and log-probabilities differ by "
+        "about 0.01 nats from the actor's.", "triton",
     ),
     Variable(
         "TORCH_COMPILE_DISABLE", "torch", "engine", "without a GPU", _without_gpu("1"),
@@ -174,14 +185,17 @@ def apply(processes: int | None = None) -> dict[str, str]:
     return found
 
 
-def engine_environment(environ: Mapping[str, str], has_gpu: bool | None = None) -> dict[str, str]:
+def engine_environment(
+    environ: Mapping[str, str], has_gpu: bool | None = None, engine_dtype: str = ""
+) -> dict[str, str]:
     """What a rollout engine's process is given beside what it inherits.
 
     Args:
         environ: what it inherits; its values win, but for those that the engine does not work with.
         has_gpu: whether the engine uses one; None looks for one.
+        engine_dtype: dtype of the engine's weights; empty where it is not known.
     """
-    machine = Machine.here(environ)
+    machine = replace(Machine.here(environ), engine_dtype=engine_dtype)
     machine = machine if has_gpu is None else replace(machine, has_gpu=has_gpu)
     values = {v.name: v.value(machine) for v in VARIABLES if v.required or v.name not in environ}
     return {name: value for name, value in values.items() if value is not None}

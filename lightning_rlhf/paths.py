@@ -6,6 +6,8 @@ import difflib
 import os
 from pathlib import Path
 
+_FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")  # of a repository, those read first
+
 
 def names_a_path(text: str) -> bool:
     """Whether a text is meant as a path here; all else may be an id of the hub, ``owner/name``.
@@ -49,6 +51,33 @@ def hub_failed(text: str, error: Exception) -> str:
             "hub, HF_HUB_OFFLINE=1 keeps to what was downloaded before"
         )
     return f"there is no such directory here ({looked_at(text)}), and the hub did not give it: {reason}; {hint}"
+
+
+def expect_hub(text: str, revision: str | None = None) -> None:
+    """Raise within seconds if a hub cannot be reached, where the libraries would try for minutes.
+
+    The hub is asked at most twice, each time for at most ``HF_HUB_ETAG_TIMEOUT`` seconds (10 unless set). It is not
+    asked for a repository of which a file was downloaded before, nor with ``HF_HUB_OFFLINE``.
+
+    Args:
+        text: id of a repository with a model or tokenizer.
+        revision: branch, tag or commit.
+
+    Raises:
+        ConnectionError: no answer.
+    """
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.utils import http_backoff  # type: ignore[attr-defined]
+
+    cached = (try_to_load_from_cache(text, name, revision=revision) for name in _FIRST_FILES)
+    if constants.HF_HUB_OFFLINE or any(isinstance(file, str) for file in cached):
+        return
+    url = hf_hub_url(text, _FIRST_FILES[0], revision=revision)
+    try:  # any status is an answer, which the libraries explain
+        http_backoff("HEAD", url, max_retries=1, retry_on_status_codes=(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HTTPError as error:
+        raise ConnectionError(f"{constants.ENDPOINT} does not answer ({error})") from None
 
 
 def _near(path: Path, text: str) -> str | None:

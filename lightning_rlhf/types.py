@@ -47,6 +47,9 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
 
 
+_ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
+
+
 @dataclass(frozen=True)
 class Completion:
     """What an engine returns for one request.
@@ -69,6 +72,9 @@ class Completion:
                 f"a completion needs one log-probability per token and at least one token, "
                 f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             )
+        for i, value in enumerate(self.logprobs):
+            if value > _ROUNDING:  # NaN is refused later, where the weight that is lost can be named
+                raise ValueError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
 
 
 @dataclass(frozen=True)

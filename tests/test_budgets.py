@@ -1,4 +1,4 @@
-"""Sizes that keep files readable at one sitting."""
+"""Sizes that keep files readable; a file is split by topic, not to fit a number."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 
-FILE_LINES = 300
+FILE_LINES = 400
 FUNCTION_LINES = 50  # from the def to its last line, without the docstring
 STEP_LINES = 45
 CONSTRUCTOR_ARGUMENTS = 20

@@ -110,6 +110,11 @@ def test_the_engine_has_variables_of_its_own(bare):
     assert engine_environment(hidden) == own | shared
     assert engine_environment(hidden | shared) == own
     assert "TORCH_COMPILE_DISABLE" not in engine_environment(hidden, has_gpu=True)
+    ieee = [
+        engine_environment({}, has_gpu=gpu, engine_dtype=dtype).get("TRITON_F32_DEFAULT")
+        for gpu, dtype in ((True, "float32"), (True, "bfloat16"), (True, ""), (False, "float32"))
+    ]
+    assert ieee == ["ieee", None, None, None]
     assert origin(BY_NAME["VLLM_LOGGING_LEVEL"], hidden, LAPTOP) == ("ERROR", "us")
     assert origin(BY_NAME["TORCH_COMPILE_DISABLE"], {}, BOX) == ("", "not applicable")
 

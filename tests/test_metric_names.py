@@ -33,7 +33,7 @@ from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -198,3 +198,14 @@ def test_the_document_is_what_the_module_prints():
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert (ROOT / "docs/metrics.md").read_text() == printed == names.table()
     assert all(line.count(" | ") in (1, 3) for line in printed.splitlines() if line.startswith("| "))
+
+
+def test_no_metric_is_the_folder_of_another():
+    """As MLflow's file store makes files and folders of their names."""
+    listed = [name for section in names.SECTIONS.values() for metric in section for name in metric.expanded()]
+    assert [(one, other) for one in listed for other in listed if other.startswith(f"{one}/")] == []
+
+
+def test_a_reward_s_name_makes_no_folder():
+    with pytest.raises(ValueError, match="a reward cannot be called 'a/b': loggers that write files take"):
+        check_rewards([RewardFunction(style, name="a/b")], [])

@@ -124,3 +124,12 @@ def test_cpu_lock_has_no_cuda():
     pins = (ROOT / "constraints/cpu.lock").read_text()
     assert re.search(r"^torch==[\d.]+\+cpu ", pins, re.MULTILINE)
     assert not re.search(r"^(torchvision|torchaudio|torchcodec|triton|nvidia-\S+|cuda-\S+)==", pins, re.MULTILINE)
+
+
+def test_no_lock_has_a_setuptools_with_a_known_fault():
+    """CVE-2025-47273: below 78.1.1 a package index can write anywhere."""
+    for name in ("cpu", "gpu"):
+        lock = (ROOT / f"constraints/{name}.lock").read_text()
+        found = re.findall(r"^setuptools==(\d+)\.(\d+)\.(\d+)", lock, re.MULTILINE)
+        assert found
+        assert all(tuple(map(int, version)) >= (78, 1, 1) for version in found)

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf import ConversationDataModule, SFTModule
+from lightning_rlhf.data.rows import InMemory, as_rows
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
+from tests.stand_ins import quiet_trainer
 
 
 @pytest.fixture
@@ -119,6 +121,38 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_sentence(here, monkeypatch, read
         read("nobody/nothing")
     assert "\n" not in str(caught.value)
     assert "'nobody/nothing'" in str(caught.value)
+
+
+@pytest.fixture
+def unreachable(here, monkeypatch):
+    """A hub of which no port listens, and no file was downloaded before; the URLs that were asked for."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", asked.append)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "read", [load_tokenizer, lambda name: Pretrained(name).hf_config()], ids=["tokenizer", "model"]
+)
+def test_a_hub_out_of_reach_is_asked_twice_and_no_more(unreachable, read):
+    with pytest.raises(FileNotFoundError, match=r"http://127.0.0.1:9 does not answer \(.*refused\)") as caught:
+        read("nobody/nothing")
+    assert "no " in str(caught.value)
+    assert "'nobody/nothing'" in str(caught.value)
+    assert unreachable == [1]  # the second that the one further try waits
+
+
+def test_a_run_names_the_model_that_a_hub_does_not_give_before_a_tokenizer_of_that_name(unreachable):
+    data = ConversationDataModule(InMemory([{"prompt": "a", "completion": "b"}]), "nobody/nothing")
+    with pytest.raises(FileNotFoundError, match=r"^no model at 'nobody/nothing': .*does not answer"):
+        quiet_trainer().fit(SFTModule("nobody/nothing"), datamodule=data)
 
 
 def test_a_directory_without_what_is_wanted_says_what_it_has(here):

@@ -25,6 +25,7 @@ def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> 
     if budget < 1:
         raise ValueError(f"micro_batch_tokens must be positive, got {budget}")
     batches: list[list[int]] = []
+    lengths = lengths.cpu()  # once, or the host would wait for a GPU twice
     sizes = lengths.tolist()
     widest = total = 0
     for row in torch.argsort(lengths, descending=True, stable=True).tolist():

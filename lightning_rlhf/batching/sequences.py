@@ -73,13 +73,14 @@ def mismatched(batch: UnpairedBatch, gather: Callable[[Tensor], Tensor]) -> Sequ
         batch: this rank's share.
         gather: brings the rows of all ranks together.
     """
-    texts, places = batch.texts.map(gather), gather(batch.place)
+    # Rows are cut one by one, so they are copied to the host once.
+    texts, places = batch.texts.map(gather).to("cpu"), gather(batch.place).cpu()
     starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
     order = places.argsort()
     following = torch.empty_like(order)
     following[order] = order.roll(-1)
     rows, masks = [], []
-    for place in batch.place:
+    for place in batch.place.tolist():
         own = int((places == place).nonzero())
         other, start = int(following[own]), int(starts[own])
         end = min(int(texts.lengths[other]), int(starts[other]) + int(texts.lengths.max()) - start)

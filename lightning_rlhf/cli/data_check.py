@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -96,11 +97,12 @@ def check(config: Namespace) -> dict[str, Any]:
     data = data_of(config)
     if not isinstance(data, RowsDataModule):
         raise ValueError(f"data check reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
+    pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
     refuse, data.on_bad_row = data.on_bad_row == "error", "skip"  # to see more than the first bad rows
     data.setup("fit")
     parts = {name: described(data, name) for name in data.examples}
     refusals = [report.refusal() for report in data.reports.values() if refuse and report.bad]
-    rewards, warnings, models = list[str](), list[str](), list[str]()
+    rewards, warnings, models = list[str](), unused_template(data), list[str]()
     for check_part in (
         lambda: parts["train"].update(batches=len(data.train_dataloader())),
         lambda: rewards.extend(checked_rewards(config, data, warnings)),
@@ -118,6 +120,21 @@ def check(config: Namespace) -> dict[str, Any]:
         "models": models,
         "refusals": refusals,
     }
+
+
+def unused_template(data: RowsDataModule) -> list[str]:
+    """Return a warning where a chat model's template is not used because the data are plain text.
+
+    Args:
+        data: read.
+    """
+    columns = [column for report in data.reports.values() for column in report.understood]
+    if not getattr(data.tokenizer, "chat_template", None) or any("(messages)" in column for column in columns):
+        return []
+    return [
+        "the tokenizer has a chat template, which text columns do not use: a chat model is used to conversations, "
+        "lists of {role, content} in place of the texts (docs/data.md)"
+    ]
 
 
 def described(data: RowsDataModule, part: str) -> dict[str, Any]:
@@ -175,7 +192,6 @@ def checked_models(config: Namespace, data: RowsDataModule) -> list[str]:
         ValueError: a model knows fewer tokens than the tokenizer, or reads shorter texts than there are.
     """
     lines, roles, module = [], {}, module_of(config)
-    module.check_reads(data)
     for name, source in module.sources.items():
         try:
             own = source.hf_config()

@@ -22,9 +22,10 @@ from rich.table import Table
 
 from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.cluster import cluster
+from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows, driver_rows
 from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
 from lightning_rlhf.rewards import sandbox
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.rollout.vllm_engine import unusable_build, vllm_installed
 
 _SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 _MEMINFO, _CGROUP_MEMORY = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
@@ -55,7 +56,7 @@ class Report:
 
 
 def run(arguments: list[str]) -> int:
-    """Examine everything and print it. Loads no model and asks nothing of a network.
+    """Examine everything and print it. Uses no network, and loads no model but a small random one with ``--try``.
 
     Args:
         arguments: behind ``doctor``.
@@ -65,7 +66,11 @@ def run(arguments: list[str]) -> int:
     """
     parser = command_parser("doctor", "What is right and wrong with this machine.")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where runs are written")
-    directory: Path = parser.parse_args(arguments).directory
+    parser.add_argument(
+        "--try", action="store_true", help="also run kernels, the rollout engine and PPO on a small random model"
+    )
+    options = parser.parse_args(arguments)
+    directory: Path = options.directory
     report = Report()
     python(report)
     packages(report)
@@ -78,6 +83,11 @@ def run(arguments: list[str]) -> int:
     launch_environment(report)
     for name, finding, fault in cluster(os.environ):
         report.add("cluster", name, finding, fault)
+    if getattr(options, "try"):
+        from lightning_rlhf.cli.doctor_try import try_out
+
+        for name, finding, fault in try_out():
+            report.add("try", name, finding, fault)
     table = Table("", "", "", show_header=False)
     shown = ""
     for section, name, finding in report.rows:
@@ -163,6 +173,9 @@ def devices(report: Report) -> None:
     blind = "there is a GPU, but torch cannot use it: install a torch built for it, and a driver that is new enough"
     count = torch.cuda.device_count()
     report.add("gpus", str(count), "", blind if machine.has_gpu and not count else "")
+    if machine.has_gpu:
+        for name, finding, fault in driver_rows(_answer(*SMI_QUERY), torch.version.cuda):
+            report.add("gpus", name, finding, fault)
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -212,7 +225,10 @@ def write_speed(folder: Path) -> float:
 
 
 def tools(report: Report) -> None:
-    """What DeepSpeed builds its communication with at its first start on a machine without a GPU."""
+    """Compilers: DeepSpeed's for its communication on a machine without a GPU, Triton's on one with a GPU."""
+    if Machine.here(os.environ).has_gpu:
+        for name, finding, fault in compiler_rows(os.environ):
+            report.add("tools", name, finding, fault)
     needed = _version("deepspeed") is not None and not Machine.here(os.environ).has_gpu
     compiler = os.environ.get("CXX", "g++")
     for program in (compiler, "ninja"):
@@ -237,6 +253,8 @@ def engine(report: Report) -> None:
         why = said[-1] if said else "no answer"
         fault = f"vLLM is installed and cannot be imported ({why}): reinstall it, or take TransformersEngine"
         report.add("engine", "vLLM", said[-1] if works else "does not import", "" if works else fault)
+        if unusable := unusable_build():
+            report.add("engine", "vLLM's device", "CUDA, and torch finds no GPU", unusable)
     chosen = "VLLMEngine; TransformersEngine for models that vLLM's CPU attention does not take"
     chosen = chosen if not torch.cuda.is_available() else "VLLMEngine"
     report.add("engine", "auto is", chosen if vllm_installed() else "TransformersEngine, because vLLM is not installed")

@@ -68,6 +68,17 @@ def check_can_be_written(directory: Path, fresh: bool) -> None:
                 f"trainer.default_root_dir is {str(directory)!r}, and there is no permission to write in {place}: "
                 f"give another directory"
             )
+    if not directory.exists():
+        fault = None
+        try:
+            directory.mkdir(parents=True)
+            directory.rmdir()
+        except OSError as error:
+            fault = error.strerror
+        if fault is not None:
+            raise ValueError(
+                f"trainer.default_root_dir {str(directory)!r} cannot be made ({fault}): give another directory"
+            )
 
 
 def check_reads_elsewhere(config: Namespace, directory: Path) -> None:

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
+from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume, refuse_earlier_copies
+from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
+from lightning_rlhf.cli.config_classes import check_aliases, check_classes, config_files, find_classes_beside
 from lightning_rlhf.cli.earlier_run import check_can_be_written, check_reads_elsewhere, put_back, set_aside
-from lightning_rlhf.cli.parser import FriendlyParser, explain
+from lightning_rlhf.cli.parser import FriendlyParser, explain, is_first_here
+from lightning_rlhf.cli.screen import last_line, show_lightning
+from lightning_rlhf.cli.trainer_settings import check_trainer, checked_strategy
+from lightning_rlhf.expected_errors import is_expected, is_refusal_of_lightning
+from lightning_rlhf.expected_errors import raising_module as place
+from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
-from lightning_rlhf.strategies.names import our_name
 
 log = logging.getLogger("lightning_rlhf")
 # Said at every run by Lightning, and not for our users: rows are tokenised beforehand, so there is nothing for loader
@@ -35,6 +48,9 @@ _NOISE = (
     r".*module\(s\) in eval mode.*",
     r".*recommended to use `self.log\(.*sync_dist=True\)`.*",
     r".*isinstance\(treespec, LeafSpec\).*",
+    r"`torch.distributed.\w+` is deprecated.*",  # DeepSpeed's use of it
+    r"\s*Unable to serialize instance cpu\b",  # jsonargparse's, of a torch.device among the defaults of a callback
+    r"Using ModelCheckpoint with manual optimization.*",  # twelve lines at every save
 )
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
@@ -44,16 +60,15 @@ _TRAINER_DEFAULTS = {
 }
 
 
-# What this package raises on purpose; a KeyError or an AssertionError is a bug and shows its traceback.
-_SENTENCES = (ValueError, RuntimeError, FileNotFoundError, ModuleNotFoundError, FloatingPointError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Stopped(ValueError):
     """A run that ended with a sentence for its user.
 
     Args:
-        message: the sentence.
-        code: 2 before the first training step, 1 from then on.
+        message: the sentence; empty where another rank prints it.
+        code: 2 before the first training step, 1 from then on; 128 and the number of the signal that ended the run.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -61,8 +76,18 @@ class Stopped(ValueError):
         self.code = code
 
 
+# A Lightning Timer has a choice among its defaults, which YAML cannot write.
+yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, choice: dumper.represent_str(str(choice.value)))
+
+
 class SaveRunConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` into the run's directory."""
+    """Writes ``config.yaml`` into the run's directory, and its values into the loggers as hyperparameters.
+
+    Where a resumed run has another configuration, the one before is kept as ``config-<step>.yaml``, by the step that it
+    led to.
+    """
+
+    _earlier: str | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Write the configuration as it was understood."""
@@ -70,7 +95,20 @@ class SaveRunConfig(SaveConfigCallback):
             return
         path = Path(trainer.default_root_dir) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = path.read_text() if path.is_file() else None
         self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+        settings = yaml.safe_load(path.read_text())
+        if earlier is not None and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
+            self._earlier = earlier
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Keep the configuration of the part before, now that its last step is known."""
+        if self._earlier is not None and trainer.global_step > 0:
+            kept = Path(trainer.default_root_dir) / f"config-{trainer.global_step}.yaml"
+            kept.write_text(self._earlier)
+            log.info("The configuration has changed: that of the steps up to now is %s.", kept)
 
 
 class RLHFCLI(LightningCLI):
@@ -81,6 +119,17 @@ class RLHFCLI(LightningCLI):
     """
 
     def __init__(self, arguments: list[str] | None = None) -> None:
+        given = sys.argv[1:] if arguments is None else arguments
+        find_classes_beside(given)
+        if any(argument.partition("=")[0].endswith(".help") for argument in given):
+            public = import_module("lightning_rlhf")
+            for name in public.__all__:  # known by their plain names once they are imported
+                getattr(public, name)
+        try:
+            for file in config_files(given):
+                check_aliases(file)
+        except ValueError as error:
+            raise Stopped(str(error), code=2) from None
         super().__init__(
             RoleModule,
             LightningDataModule,
@@ -97,18 +146,20 @@ class RLHFCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the default callbacks, the run's loggers, and checkpoint files that survive a crash."""
         given = self._get(self.config_init, "trainer")
+        check_trainer(given)
         directory = given.get("default_root_dir") or "runs/default"
         kwargs["default_root_dir"] = str(directory)
         kwargs["plugins"] = [*(given.get("plugins") or []), AtomicCheckpointIO()]
         if isinstance(given.get("strategy"), str):
             processes = process_count(given.get("accelerator"), given.get("devices"), given.get("num_nodes") or 1)
-            kwargs["strategy"] = our_name(given["strategy"], processes)
+            kwargs["strategy"] = checked_strategy(given["strategy"], processes)
         if given.get("logger") is None:
-            kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard")
+            kwargs["logger"] = TensorBoardLogger(directory, name="", version="tensorboard", default_hp_metric=False)
         if given.get("enable_progress_bar") is None:
-            kwargs["enable_progress_bar"] = sys.stdout.isatty()
+            own_bar = any(isinstance(callback, ProgressBar) for callback in given.get("callbacks") or [])
+            kwargs["enable_progress_bar"] = own_bar or sys.stdout.isatty()
         trainer: Any = super().instantiate_trainer(**kwargs)
-        if kwargs.get("enable_progress_bar") and trainer.progress_bar_callback is not None:
+        if kwargs.get("enable_progress_bar") and type(trainer.progress_bar_callback) is TQDMProgressBar:
             trainer.callbacks.remove(trainer.progress_bar_callback)
             trainer.callbacks.append(callbacks.StepProgressBar())
         trainer.callbacks = callbacks.complete(trainer.callbacks)
@@ -120,7 +171,13 @@ class RLHFCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Make module, data and Trainer."""
         with refusals_told(self.parser):
+            check_classes(self.config[self.subcommand] if self.subcommand else self.config)
             super().instantiate_classes()
+
+    def after_fit(self) -> None:
+        """Log why the run ended, and where its results are."""
+        if self.trainer.is_global_zero:
+            log.info(last_line(self.trainer))
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run; what this package raises on purpose is a sentence, and what Lightning refuses before it trains.
@@ -129,10 +186,12 @@ class RLHFCLI(LightningCLI):
         """
         trainer: Any = self.trainer
         directory = Path(trainer.default_root_dir)
-        resumed = self._get(self.config_init, "ckpt_path") is not None
-        fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
         earlier = None
         try:
+            resumed = self._resumed(subcommand)
+            fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
+            if fresh:
+                refuse_earlier_copies(trainer)
             check_can_be_written(directory, fresh)
             if fresh and (directory / "config.yaml").is_file():
                 check_reads_elsewhere(self.config[subcommand], directory)
@@ -144,13 +203,37 @@ class RLHFCLI(LightningCLI):
                 put_back(earlier, directory)
             if not started and is_refusal_of_lightning(error):
                 raise Stopped(one_line(error), code=2) from error
-            if is_interrupt(error):
-                raise Stopped(interrupted(trainer, started), code=1) from None
+            progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}" if started else ""
+            if (interrupt := interrupt_of(error)) is not None:
+                ended = f"ended {interrupt.reason} {progress or 'before the first step'}"
+                raise Stopped(ended if trainer.is_global_zero else "", interrupt.exit_code) from None
+            if (trouble := disk_trouble(error, directory)) is not None:
+                raise Stopped(f"{trouble}{started * '; stopped '}{progress}", code=1 if started else 2) from error
+            if started and trainer.is_global_zero and can_resume(trainer):
+                print(f"lightning-rlhf: failed {progress}", file=sys.stderr)
             if not isinstance(error, Exception) or not is_for_users(error):
                 raise
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
             raise Stopped(str(error), code=1 if started else 2) from error
+
+    def _resumed(self, subcommand: str) -> bool:
+        """Return whether a checkpoint is read; ``last`` becomes the path of it, if there is one.
+
+        Raises:
+            ValueError: there is none, and the command needs one.
+        """
+        given = self._get(self.config_init, "ckpt_path")
+        if given != "last":
+            return given is not None
+        found = checkpoint_to_resume(self.trainer)
+        if found is None and subcommand != "fit":
+            raise ValueError(
+                f"{self.trainer.default_root_dir} has no last checkpoint to {subcommand}: leave out --ckpt_path to "
+                f"measure the models of the configuration, or give the path of a checkpoint"
+            )
+        self.config_init[self.config_init["subcommand"]]["ckpt_path"] = found
+        return found is not None
 
 
 @contextmanager
@@ -165,6 +248,8 @@ def refusals_told(parser: LightningArgumentParser) -> Iterator[None]:
         try:
             return made(*args, **kwargs)
         except Exception as error:  # jsonargparse hands on its text, and not always the error itself
+            if isinstance(made, type) and issubclass(made, Logger) and made.__module__.startswith("lightning."):
+                raise Stopped(f"trainer.logger: {made.__name__} cannot be made: {one_line(error)}", code=2) from error
             raised.append(error)
             raise
 
@@ -204,13 +289,14 @@ def run(arguments: list[str] | None = None) -> int:
         arguments: without the program's name; None takes those of the process.
 
     Returns:
-        Exit code: 0, or 2 for a mistake found before training, or 1 for a failure in it.
+        Exit code: 0, 2 for a mistake found before training, 1 for a failure in it, 130 after Ctrl-C, 143 after SIGTERM.
     """
     quiet()
     try:
         RLHFCLI(arguments)
     except Stopped as stopped:
-        print(f"lightning-rlhf: {stopped}", file=sys.stderr)
+        if str(stopped) and (stopped.code != 2 or is_first_here()):
+            print(f"lightning-rlhf: {stopped}", file=sys.stderr)
         return stopped.code
     return 0
 
@@ -219,8 +305,7 @@ def quiet() -> None:
     """Leave on the screen what is worth reading."""
     for pattern in _NOISE:
         warnings.filterwarnings("ignore", message=pattern)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    show_lightning()
     speaks = getattr(rank_zero_only, "rank", 0) == 0  # the other ranks would say it again
     log.setLevel(logging.INFO if speaks else logging.WARNING)
     if not log.handlers:
@@ -232,39 +317,37 @@ def quiet() -> None:
 
 def is_for_users(error: Exception) -> bool:
     """Whether this package raised the error on purpose, so that its message is a sentence for users."""
-    if isinstance(error, EngineDied):
-        return True
-    return isinstance(error, _SENTENCES) and place(error).startswith("lightning_rlhf.")
+    # for example an EarlyStopping whose monitor is not logged
+    refused_by_callback = is_refusal_of_lightning(error) and place(error).startswith("lightning.pytorch.callbacks.")
+    return isinstance(error, EngineDied) or is_expected(error) or refused_by_callback
 
 
-def is_refusal_of_lightning(error: BaseException) -> bool:
-    """Whether Lightning raised the error because it cannot do what it was asked for."""
-    kinds = MisconfigurationException | ValueError | RuntimeError | ImportError
-    return isinstance(error, kinds) and place(error).startswith("lightning.")
+def interrupt_of(error: BaseException) -> Interrupted | None:
+    """Return the request to end that an error carries, else None; Lightning turns one into an exit."""
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, Interrupted):
+        return cause
+    return Interrupted(signal.SIGINT) if isinstance(cause, KeyboardInterrupt) else None
 
 
-def is_interrupt(error: BaseException) -> bool:
-    """Whether somebody pressed Ctrl-C; Lightning makes an exit of it."""
-    return isinstance(error, KeyboardInterrupt) or (
-        isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt)
-    )
+def disk_trouble(error: BaseException, directory: Path) -> str | None:
+    """Return a sentence about the run's disk or directory where one of them ended the run, else None.
 
-
-def interrupted(trainer: Trainer, started: bool) -> str:
-    """What was reached, and how to go on from there."""
-    if not started:
-        return "interrupted before the first step"
-    last = Path(trainer.default_root_dir) / "checkpoints/last.ckpt"
-    told = f"interrupted after step {trainer.global_step}"
-    if last.exists():
-        return f"{told}; the same command with --ckpt_path last goes on from {last}"
-    return f"{told}, before a checkpoint was due: RunCheckpoint's every_n_steps says how often one is written"
-
-
-def place(error: BaseException) -> str:
-    """The dotted name of the module whose code raised the error."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", ""))
+    Args:
+        error: that ended it.
+        directory: of the run.
+    """
+    cause, seen = error, list[BaseException]()
+    while cause is not None and cause not in seen:  # an error that is raised again may lead to itself
+        seen.append(cause)
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return f"the disk of {directory} is full ({cause.strerror or cause}): make room on it"
+        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+            lost = Path(os.fsdecode(cause.filename))
+            if lost.absolute().is_relative_to(directory.absolute()):
+                return f"{lost} was removed while the run wrote to it: leave the run directory {directory} as it is"
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import sys
 from dataclasses import is_dataclass
@@ -12,6 +13,9 @@ from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_rlhf.cli.other_names import ENGINES, called_here
+from lightning_rlhf.strategies import ranks
 
 _KEY = re.compile(r'^-?\s*Parser key "(.+)":\s*(.*)$')
 _CLASS = re.compile(r"^-?\s*Problem with given class_path '(.+)':$")
@@ -44,8 +48,18 @@ class FriendlyParser(LightningArgumentParser):
         """Print one sentence and exit with 2; parsers inside the parser raise, so that alternatives are tried."""
         if not self.exit_on_error:
             super().error(message, ex)
-        print(f"lightning-rlhf: {explain(message)}", file=sys.stderr)
+        if is_first_here():
+            print(f"lightning-rlhf: {explain(message)}", file=sys.stderr)
         sys.exit(2)
+
+
+def is_first_here() -> bool:
+    """Return whether this process reports a mistake in the configuration, which every process of a machine finds.
+
+    Once the processes have joined, the one that fails first reports.
+    """
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    return local_rank == "0" or ranks.several()
 
 
 def explain(message: str) -> str:
@@ -62,7 +76,7 @@ def explain(message: str) -> str:
         said = [line for line in lines if line and not line.startswith(" ")]
         places = _PLACE.findall(found["what"])
         where = f", {places[-1]}: indentation, or a bracket or quote that is not closed?" if places else ""
-        return f"the configuration is no YAML: {said[1] if len(said) > 1 else said[0]}{where}"
+        return f"the configuration is not valid YAML: {said[1] if len(said) > 1 else said[0]}{where}"
     if found := _REQUIRED.match(message):
         return f"the configuration has no {found[1]!r}: give its class_path and init_args"
     if found := _NO_KEYS.match(message):
@@ -70,6 +84,8 @@ def explain(message: str) -> str:
     if found := _UNRECOGNIZED.match(message):
         section, _, name = found[1].removeprefix("--").rpartition(".")
         known = _known_names("", None, section) if section in ("", "trainer") else []
+        if here := called_here(name):
+            return f"unknown option {found[1]!r}{here}"
         return f"unknown option {found[1]!r}{_meant(name, [*known, 'config'])}"
     keys: list[str] = []
     class_path, alternatives, value = "", list[str](), ""
@@ -109,9 +125,10 @@ def _kind(name: str) -> str:
 
 def _reason(line: str, class_path: str) -> str:
     if found := _NO_CLASS.search(line):
-        return f"there is no {found[2]!r} in {found[1]}{_meant(found[2], dir(import_module(found[1])))}"
+        return f"{found[2]!r} was not found in {found[1]}{_meant(found[2], dir(import_module(found[1])))}"
     if found := _NO_PATH.match(line):
-        return f"expected the dotted path of a class, got {found[1]!r}"
+        engine = f"; write {ENGINES[found[1]]}" if found[1] in ENGINES else ""
+        return f"expected the dotted path of a class, got {found[1]!r}{engine}"
     if found := _WRONG_TYPE.search(line):
         return f"expected {_kind(found[1])}, got {found[2]!r}"
     if found := _UNKNOWN.search(line):
@@ -121,6 +138,8 @@ def _reason(line: str, class_path: str) -> str:
         if first != "init_args" and difflib.get_close_matches(first, ["init_args"], cutoff=0.8):
             return f"unknown key {first!r}; did you mean 'init_args'?"
         if section in ("", "trainer") or class_path:
+            if (here := called_here(name)) and name not in _known_names(class_path, found["group"], section):
+                return f"unknown option {found['name']!r}{here}"
             return f"unknown option {found['name']!r}{_meant(name, _known_names(class_path, found['group'], section))}"
         return f"unknown option {found['name']!r}{_meant(section.partition('.')[0], _SECTIONS)}"
     return line

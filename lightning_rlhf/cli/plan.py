@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
 from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, Zero, strategy
+from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine
@@ -108,6 +110,9 @@ def run_of(config: Namespace) -> Run:
     data = config["data"]["init_args"]
     work = work_of(module, data, None if loop is None else loop["init_args"], mixed)
     engine = None if loop is None else engine_of(loop["init_args"]["engine"])
+    if engine is not None and engine.dtype is None:
+        actor = module.sources["actor"].dtype
+        engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))
     return Run(roles_of(module, chosen), chosen, work, engine, int(config["gpu_memory_gib"] * GIB))
 
 

@@ -11,12 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.data.tokenizers import load_tokenizer
+from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import positions
 from lightning_rlhf.rollout.vllm_engine import vllm_installed
@@ -90,12 +94,15 @@ def run(arguments: list[str]) -> int:
             longest = positions(Pretrained(given.model).hf_config())
         if longest is None:
             raise ValueError(f"{given.model} does not say how long its texts may be: give --max-model-len")
+        longest = _fitting(given, longest)
         prompt_tokens = longest if given.max_prompt_tokens is None else given.max_prompt_tokens
         limits = Limits(
             given.max_body_bytes, prompt_tokens, min(given.max_tokens, longest),
             given.max_responses, given.concurrency, given.seconds, given.read_seconds,
         )  # fmt: skip
         served = _served(given, longest, limits.max_tokens)
+        cache = cpu_cache_bytes(Pretrained(given.model).hf_config(), _dtype(given), longest)
+        served = replace(served, cpu_cache_bytes=cache)
         tokenizer = load_tokenizer(given.model)
         with bind(given.host, given.port) as listening, signals() as asked:
             from lightning_rlhf.serving.upstream import Upstream
@@ -125,6 +132,30 @@ def check_installed() -> None:
         )
     if not vllm_installed():
         raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+
+
+def _fitting(given: argparse.Namespace, longest: int) -> int:
+    """Return the longest prompt with response whose cache fits into the memory of a machine without a GPU.
+
+    Raises:
+        ValueError: it is not what ``--max-model-len`` asks for.
+    """
+    if torch.cuda.is_available():
+        return longest
+    dtype, config = _dtype(given), Pretrained(given.model).hf_config()
+    most = longest_in_memory(config, dtype)
+    if longest <= most:
+        return longest
+    takes = f"texts of {longest} tokens take a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
+    if given.max_model_len is not None:
+        raise ValueError(f"{takes}, too much for this machine's free memory: give --max-model-len {most} or less")
+    print(f"{takes}, too much for this machine's free memory: serving texts of at most {most} (--max-model-len)")
+    return most
+
+
+def _dtype(given: argparse.Namespace) -> str:
+    """Return the dtype of weights and cache without a GPU."""
+    return "float32" if given.dtype == "auto" else str(given.dtype)
 
 
 def _served(given: argparse.Namespace, longest: int, max_tokens: int) -> Served:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.cli.main import RLHFCLI, quiet, refusals_told
+from lightning_rlhf.cli.config_classes import check_classes
+from lightning_rlhf.cli.main import RLHFCLI, Stopped, quiet, refusals_told
 from lightning_rlhf.modules.role_module import RoleModule
 
 
@@ -34,7 +36,11 @@ def understood(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> Namesp
         cli: with further arguments of a command.
     """
     quiet()
-    return cli(["fit", *arguments]).config["fit"]
+    try:
+        return cli(["fit", *arguments]).config["fit"]
+    except Stopped as stopped:
+        print(f"lightning-rlhf: {stopped}", file=sys.stderr)
+        sys.exit(stopped.code)
 
 
 def module_of(config: Namespace) -> Any:
@@ -59,4 +65,5 @@ def _made(config: Namespace, key: str, base: type) -> Any:
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(base, key, subclass_mode=True)
     with refusals_told(parser):
+        check_classes(config[key])
         return parser.instantiate_classes(Namespace({key: config[key]}))[key]

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.compat import replaces_samplers
 from lightning_rlhf.data.chat import Message, chat_of, check_options, holds_messages, messages_of
 from lightning_rlhf.data.columns import TEMPLATE, Columns, Fields, Question
 from lightning_rlhf.data.lengths import TooLong, cut, refuse
@@ -108,6 +109,14 @@ class RowsDataModule(LightningDataModule):
         """Read and tokenise everything once."""
         if self.trainer is not None and "val" not in self.sources:
             self.trainer.limit_val_batches = 0  # an empty loader would do, with a warning at every run
+        # Before the rows are read: other rows' columns would be reported as missing.
+        if check_reads := getattr(self.trainer and self.trainer.lightning_module, "check_reads", None):
+            check_reads(self)
+        if isinstance(self.trainer, Trainer) and replaces_samplers(self.trainer):
+            raise ValueError(
+                f"{type(self).__name__} shares each batch between the processes itself, which the Trainer would "
+                f"override: give Trainer(use_distributed_sampler=False)"
+            )
         if self.examples:
             return
         sources = {name: as_rows(source) for name, source in self.sources.items()}  # a missing file is said first

@@ -28,6 +28,10 @@ _SPEAKERS = {
 }
 # What transformers looks for, too: without these marks its mask of assistant tokens is all zeros.
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template is a program: whatever its operations raise is its own fault, as what jinja's sandbox refuses is.
+_TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
 _TAKEN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -179,7 +183,7 @@ class Chat:
             raise BadRow(f"the {what} is a list of messages, and the tokenizer has no chat template")
         try:
             return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **how, **self.options)
-        except (TemplateError, TypeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses the {what}: {error}") from error
 
     def _template(self) -> str:

@@ -23,6 +23,13 @@ ABOUT: tuple[Question, ...] = (
 )
 TEMPLATE: tuple[Question, ...] = ((("tools", "tools"),), (("chat_template_kwargs", "chat_template_kwargs"),))
 _NOTHING = object()
+# Names under which data sets often have what is asked for.
+_OFTEN = {
+    "prompt": ("question", "query", "instruction", "problem", "input"),
+    "completion": ("response", "output", "answer", "solution"),
+    "chosen": ("preferred", "accepted", "winner"),
+    "rejected": ("dispreferred", "loser"),
+}
 _YES_NO = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -179,8 +186,15 @@ def lookup(row: Row, column: str) -> Any:
     """
     value = _found(row, column)
     if value is _NOTHING:
-        raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}", f"no column {column!r}")
+        raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}{_hint(column, row)}", f"no column {column!r}")
     return value
+
+
+def _hint(column: str, row: Row) -> str:
+    """Return how to name a column that often holds what is missing; empty where there is none."""
+    known = {name.lower(): name for name in row if isinstance(name, str)}
+    meant = next((known[name] for name in (column, *_OFTEN.get(column, ())) if name in known), None)
+    return f"; if {meant!r} is meant, give data.init_args.columns: {{{column}: {meant}}}" if meant else ""
 
 
 def text_of(row: Row, column: str) -> str:

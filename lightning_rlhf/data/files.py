@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow
 from lightning_rlhf.paths import names_a_path
@@ -21,6 +21,7 @@ Placed = Iterator[tuple[str, Any]]
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _SPACE = re.compile(r"[\s,]*")
 _BEGINNING = 1 << 20  # characters in which a whole row tells JSON lines from JSON
+_MOST_BLANK = 1_000_000  # a small gzip can hold any number of them
 _LARGEST_CELL = 1 << 26  # characters of a CSV cell; Python's own limit of 131,072 is less than a long conversation
 _HELD_OUT = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)", re.IGNORECASE)
 _TRAINED = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
@@ -141,9 +142,13 @@ def _refuse_other_bytes(path: str) -> None:
 
 def _json_lines(path: str) -> Placed:
     """A line that is no JSON object comes as the error that says so."""
+    blank = 0
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
+            blank = 0 if line.strip() else blank + 1
+            if blank > _MOST_BLANK:
+                raise ValueError(f"cannot read {path!r}: {_MOST_BLANK} lines before line {number} are blank")
+            if not blank:
                 yield f"{path}:{number}", _parsed(line.rstrip())
 
 

@@ -134,7 +134,8 @@ class ResumableLoader(DataLoader[Any]):
         self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
         if len(self._order) < batch_size:
             raise ValueError(
-                f"{len(self._order)} rows make no batch of {batch_size}: lower batch_size or give more data"
+                f"batch_size is {batch_size}, but the training data have only {len(self._order)} rows that can be "
+                f"used: give a batch_size of at most {len(self._order)}, or more data"
             )
         if batch_size < ranks:
             raise ValueError(

@@ -11,8 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
-from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
+from lightning_rlhf.paths import expect_hub, hub_failed, looked_at, names_a_path
 
+# Blanks, digits, punctuation, lines and letters beyond ASCII are what tokenizers differ in.
+_SAMPLE = "What is  12+30?\n\tIt's 42, I'd say: not 1,000.5! (a b c) _x_ naïve 東京\n"
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -131,6 +133,8 @@ def _saved(source: str) -> PreTrainedTokenizerBase:
             raise FileNotFoundError(f"{absent}: {expected}; {path.absolute()} has no tokenizer.json")
         source = str(path)
     try:
+        if not path.is_dir():
+            expect_hub(source)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if path.is_dir():
@@ -139,4 +143,26 @@ def _saved(source: str) -> PreTrainedTokenizerBase:
         if not isinstance(error, OSError):
             raise
         raise FileNotFoundError(f"{absent}: {hub_failed(source, error)}") from None
+    _check_reloaded(path / "tokenizer.json", tokenizer)
     return tokenizer
+
+
+def _check_reloaded(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Validate that a directory's tokenizer splits texts as its ``tokenizer.json`` does.
+
+    Beside a ``config.json`` transformers chooses a class by the model's type, and some classes split in their own way:
+    a tokenizer of blanks lost every blank.
+
+    Raises:
+        ValueError: it gives other tokens.
+    """
+    if not file.is_file():
+        return
+    wanted = Tokenizer.from_file(str(file)).encode(_SAMPLE, add_special_tokens=False)
+    got = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    if got != wanted.ids:
+        raise ValueError(
+            f"the tokenizer in {str(file.parent)!r} was loaded as {type(tokenizer).__name__}, which splits texts "
+            f"otherwise than tokenizer.json ({len(got)} tokens of a sample, {len(wanted.ids)} wanted): keep it in a "
+            f"directory of its own, without config.json, and give that as tokenizer"
+        )

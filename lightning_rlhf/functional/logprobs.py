@@ -79,7 +79,8 @@ def chunked_token_scores(
     """Log-probabilities and entropies of tokens, computed a chunk at a time.
 
     At most ``chunk_tokens x V`` logits exist at once. With gradients on, the backward pass recomputes each chunk's
-    logits, so the memory of the whole (N, V) matrix is never needed.
+    logits, so the memory of the whole (N, V) matrix is never needed. Detach or drop ``entropy`` where the loss does not
+    contain it: kept with its graph, it holds a second copy of a chunk's logits during the backward pass.
 
     Args:
         hidden: (N, H) hidden states that predict the targets.

@@ -39,7 +39,8 @@ def means_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce: SumOver
         reduce: sums a tensor over ranks.
     """
     pairs = [torch.stack([masked_sum(values.double(), mask), mask.sum().double()]) for values, mask in parts.values()]
-    return {name: (s / n).item() for name, (s, n) in zip(parts, reduce(torch.stack(pairs)), strict=True)}
+    totals = reduce(torch.stack(pairs))
+    return dict(zip(parts, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
 
 
 def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce_max: MaxOverRanks) -> dict[str, float]:
@@ -49,8 +50,10 @@ def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce_max: Ma
         parts: names to values (...) and bool mask (...).
         reduce_max: takes the elementwise maximum over ranks.
     """
-    nothing = torch.tensor([-torch.inf], dtype=torch.float64)
-    largest = [torch.cat([values[mask].double(), nothing.to(mask.device)]).max() for values, mask in parts.values()]
+    largest = []
+    for values, mask in parts.values():
+        masked = values.double().masked_fill(~mask, -torch.inf)
+        largest.append(torch.cat([masked.flatten(), masked.new_full((1,), -torch.inf)]).max())
     found = zip(parts, reduce_max(torch.stack(largest)).tolist(), strict=True)
     return {name: torch.nan if value == -torch.inf else value for name, value in found}
 

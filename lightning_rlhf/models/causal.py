@@ -64,13 +64,14 @@ class CausalLM(nn.Module):
         with nullcontext() if adapters else adapters_off(self.lm):
             hidden, starts = self._hidden(input_ids, lengths)
         place = starts.unsqueeze(1) + index
+        scored = mask.flatten().nonzero().squeeze(1)  # once: the host waits for a GPU to learn how many there are
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
-            hidden[place[mask]],
+            hidden[place.flatten()[scored]],
             head.weight,
             head.bias,
-            targets[mask],
+            targets.flatten()[scored],
             scale=_logit_scale(config) / temperature,
             softcap=getattr(config, "final_logit_softcapping", None),
             squares=squares,

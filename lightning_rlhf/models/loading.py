@@ -25,9 +25,10 @@ from transformers import (
 
 from lightning_rlhf.attention import Attention, checked_attention, expect_installed
 from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
+from lightning_rlhf.paths import expect_hub, hub_failed, looked_at, names_a_path
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 Dtype = Literal["float32", "bfloat16"]
@@ -62,15 +63,30 @@ class Pretrained:
             FileNotFoundError: there is no such directory, and no such repository on the hub.
             ValueError: its ``config.json`` is damaged, or transformers does not know the architecture.
         """
-        _expect_model_directory(self.path)
+        self.expect_reachable()
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            if Path(self.path).is_dir() or isinstance(error, ValueError):  # damaged, or of an unknown kind
-                said = str(error).splitlines()[0]
+        except (OSError, ValueError, StrictDataclassError) as error:
+            if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged, or of an unknown kind
+                said = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
                 raise ValueError(f"the config.json of {self.path!r} cannot be read: {said}") from None
             raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
+        check_sizes(config, f"the config.json of {self.path!r}")
         return checked_attention(_without_dropout(config), self.attn_implementation)
+
+    def expect_reachable(self) -> None:
+        """Raise if the directory is not one of a model, or the hub does not answer.
+
+        Raises:
+            FileNotFoundError: names the model.
+        """
+        _expect_model_directory(self.path)
+        if Path(self.path).is_dir():
+            return
+        try:
+            expect_hub(self.path, self.revision)
+        except ConnectionError as error:
+            raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
 
     def causal(self) -> CausalLM:
         """The language model."""
@@ -97,6 +113,7 @@ class Pretrained:
 
     def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
         expect_installed(config)
+        check_shards(Path(self.path))
         if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -112,6 +129,10 @@ class Pretrained:
                 )
         except SafetensorError as error:
             raise ValueError(f"the weights of {self.path!r} cannot be read, a file is damaged: {error}") from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):
+                raise ValueError(f"the weights of {self.path!r} have other shapes than its config.json has") from None
+            raise memory_error(error, self.path) or error from None
         lacking = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
         if lacking:
             raise ValueError(
@@ -155,6 +176,7 @@ class FromConfig:
             config = _without_dropout(AutoConfig.for_model(model_type, **values))
         except (StrictDataclassError, ValueError, TypeError) as error:
             raise ValueError(f"transformers refuses the architecture {model_type!r}: {_last_line(error)}") from None
+        check_sizes(config, f"the architecture {model_type!r}")
         checked_attention(config)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
@@ -176,8 +198,11 @@ class FromConfig:
         expect_installed(config)
         seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
+            try:
+                return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
+            except RuntimeError as error:
+                raise memory_error(error, "FromConfig") or error from None
 
 
 ModelSource = Pretrained | FromConfig

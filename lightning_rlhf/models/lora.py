@@ -69,7 +69,7 @@ class LoRA:
         config = self.peft_config(layers, transposed=any(isinstance(layer, Conv1D) for layer in layers.values()))
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
+            torch.default_generator.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
             inject_adapter_in_model(config, lm.base_model, _NAME)
         if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
             raise ValueError(

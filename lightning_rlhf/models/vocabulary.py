@@ -24,7 +24,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
         ValueError: a model knows too few tokens, or other ones, or its tokenizer cannot be read.
     """
     (first, source), *_ = roles.items()
-    expected, whose = _vocab_size(source), "the run's"
+    expected, whose = vocab_size(source), "the run's"
     if tokenizer is None:
         tokenizer, whose = _own_tokenizer(first, source), f"{first}'s"
     checked: list[ModelSource] = []
@@ -32,7 +32,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
         if source in checked:
             continue
         checked.append(source)
-        size = _vocab_size(source)
+        size = vocab_size(source)
         if tokenizer is not None and len(tokenizer) > size:
             raise ValueError(
                 f"the tokenizer knows {len(tokenizer)} tokens, {name} only {size}: "
@@ -60,7 +60,8 @@ def _check_same(own: dict[str, int], ours: dict[str, int], name: str, whose: str
         )
 
 
-def _vocab_size(source: ModelSource) -> int:
+def vocab_size(source: ModelSource) -> int:
+    """Return the number of tokens that a model has logits for."""
     return int(source.hf_config().get_text_config().vocab_size)
 
 

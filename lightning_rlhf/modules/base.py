@@ -64,8 +64,11 @@ class RLHFModule(RolloutModule):
     """
 
     trained_roles: tuple[str, ...] = ("actor",)
+    reads = PromptBatch
     learns_from_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     experience: Experience  # of the last step, for callbacks
+    actor_updates = 0  # in the last step
+    step_seconds: dict[str, float] | None = None  # of the last step's evaluation and update, where they were measured
     actor_learns = True  # in the last step; False while a critic warms up
 
     def __init__(
@@ -144,8 +147,9 @@ class RLHFModule(RolloutModule):
         }
         if self.correction.bypass:  # both are the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
-        metrics["policy/updates"] = updates  # fewer where target_kl stopped them
-        metrics |= {"time/evaluate_s": evaluated - started, "time/update_s": time.perf_counter() - evaluated}
+        metrics["policy/updates"] = self.actor_updates = updates  # fewer where target_kl stopped them
+        self.step_seconds = {"evaluate": evaluated - started, "update": time.perf_counter() - evaluated}
+        metrics |= {f"time/{part}_s": seconds for part, seconds in self.step_seconds.items()}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
 
@@ -214,8 +218,9 @@ class RLHFModule(RolloutModule):
             sums.add("loss/kl", kl, rows.mask)
         sums.add("loss/policy", policy, rows.mask)
         sums.add("policy/entropy", entropy, rows.mask)
+        sums.add_approx_kl(diagnostics.pop("approx_kl"), rows.mask)
         for name, values in diagnostics.items():
-            sums.add("kl/approx" if name == "approx_kl" else f"policy/{name}", values, rows.mask)
+            sums.add(f"policy/{name}", values, rows.mask)
         return self.aggregated(loss, rows)
 
     def importance_weights(self, logprobs: Tensor, rows: Experience, sums: Sums) -> Tensor:
@@ -231,10 +236,20 @@ class RLHFModule(RolloutModule):
         return weights * kept
 
     def strayed(self, of_minibatch: Sums) -> bool:
-        """Whether the policy has moved beyond ``target_kl``; reduced first, so every rank gets the same answer."""
-        if self.target_kl is None:
+        """Whether the policy has moved beyond ``target_kl``; reduced first, so every rank gets the same answer.
+
+        Raises:
+            RuntimeError: there is a target, and the loss of the actor measured no KL.
+        """
+        if self.target_kl is None or not self.actor_learns:
             return False
-        return self.reduced(of_minibatch).get("kl/approx", 0.0) > self.target_kl
+        kl = of_minibatch.approx_kl(self.roles.sum_over_ranks)
+        if kl is None:
+            raise RuntimeError(
+                f"target_kl is {self.target_kl}, and the actor's loss of {type(self).__name__} measures no KL: call "
+                f"sums.add_approx_kl(kl, mask) in it, or set target_kl to null"
+            )
+        return kl > self.target_kl
 
     # -- models -----------------------------------------------------------------------------------------------
 

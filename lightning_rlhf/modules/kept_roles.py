@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_rlhf.compat import know_step
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.models.lora import check_same, described, frozen_names, save_adapter
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
@@ -19,6 +21,7 @@ class KeptRoles(LightningModule):
     """A module of several models: what of them a checkpoint and an export hold."""
 
     sources: dict[str, ModelSource]  # of each role, set by subclasses
+    logged_names: dict[str, list[str]]
     trained_roles: tuple[str, ...] = ()
     frozen_roles: tuple[str, ...] = ()
 
@@ -36,6 +39,7 @@ class KeptRoles(LightningModule):
         }
         if adapters := described(self.sources):
             checkpoint["lora"] = adapters
+        checkpoint["logged_names"] = {part: list(names) for part, names in self.logged_names.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of other adapters, or without all weights of the trained roles.
@@ -48,6 +52,10 @@ class KeptRoles(LightningModule):
             ValueError: weights are missing.
         """
         check_same(self.sources, checkpoint.get("lora", {}))
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.logged_names = {part: list(names) for part, names in checkpoint.get("logged_names", {}).items()}
+        else:
+            know_step(self.trainer, checkpoint["global_step"])
         if isinstance(self.trainer.strategy, ReshardableCheckpoints):
             return
         prefixes = tuple(f"{name}." for name in self.trained_roles)
@@ -66,9 +74,16 @@ class KeptRoles(LightningModule):
             directory: where to.
             write: whether this rank writes; the others only help to bring the weights together.
             adapter: write LoRA adapters by themselves, as peft does; else they are merged into the weights.
+
+        Raises:
+            FloatingPointError: a weight is not finite.
         """
         role, weights = self.trained_roles[0], dict[str, Tensor]()
         for name, tensor in self.roles.iter_adapters(role) if adapter else self.roles.iter_full_params(role):
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise FloatingPointError(
+                    f"{name} of the {role} holds values that are not finite, so the model is not exported"
+                )
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
         model = getattr(self, role)

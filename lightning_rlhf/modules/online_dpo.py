@@ -133,5 +133,5 @@ class OnlineDPOModule(RLHFModule):
             sums.add(f"train/reward_{name}", reward, decided)
             sums.add(f"train/logprob_{name}", logprob, decided)
         counted = mask & decided.repeat(2).unsqueeze(1)
-        sums.add("kl/approx", approx_kl(log_ratio_of(logprobs, old)), counted)
+        sums.add_approx_kl(approx_kl(log_ratio_of(logprobs, old)), counted)
         return losses.masked_fill(~decided, 0).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,21 @@ from typing import Any
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at
-from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.kept_roles import KeptRoles
+from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.role_state import check_optimizer
 from lightning_rlhf.tensor_batch import TensorBatch
 
@@ -49,6 +54,7 @@ class RoleModule(KeptRoles):
         self.strict_loading = False  # frozen roles are not in the checkpoint
         self.micro_batch_tokens = micro_batch_tokens
         self.max_grad_norm = max_grad_norm
+        self.logged_names: dict[str, list[str]] = {}  # of the metrics of each part of a step, in the checkpoint too
         self.built = False
 
     # -- models -----------------------------------------------------------------------------------------------
@@ -79,6 +85,12 @@ class RoleModule(KeptRoles):
         """How a trained role is optimized. Subclasses say."""
         raise NotImplementedError
 
+    def prepare_data(self) -> None:
+        """Raise if a model's hub does not answer: before the data module looks there for a tokenizer of that name."""
+        for source in self.sources.values():
+            if isinstance(source, Pretrained) and not names_a_path(source.path) and "/" in source.path:
+                source.expect_reachable()
+
     def setup(self, stage: str) -> None:
         """Refuse, before any model is loaded, what the run could not do or could not keep.
 
@@ -103,34 +115,43 @@ class RoleModule(KeptRoles):
         strategy = self.trainer.strategy
         if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
             for name in self.trained_roles:
-                check_optimizer(self.optimizer_of(name)[0], strategy.optimizer_device)
+                make_optimizer, _ = self.optimizer_of(name)
+                await_builds(optimizer_extensions(make_optimizer), self.trainer.local_rank == 0)
+                check_optimizer(make_optimizer, strategy.optimizer_device)
 
     @classmethod
     def check_reads(cls, data: Any) -> None:
-        """Refuse a data module that gives other batches than this module learns from.
+        """Raise if the data module makes batches of a type that this module cannot train on.
 
         Args:
-            data: one of ours, or anything else that gives batches, which says nothing beforehand.
+            data: data module; one without an attribute ``gives`` is accepted.
 
         Raises:
-            ValueError: it is of another kind.
+            ValueError: the data module makes batches of another type; the message names the data module to use.
         """
         gives = getattr(data, "gives", cls.reads)
         if cls.reads is not None and gives is not cls.reads:
-            fitting = {"SequenceBatch": "Conversation", "PreferenceBatch": "Preference", "UnpairedBatch": "Unpaired"}
+            fitting = {"SequenceBatch": "Conversation"}.get(
+                cls.reads.__name__, cls.reads.__name__.removesuffix("Batch")
+            )
             raise ValueError(
-                f"{cls.__name__} does not learn from what {type(data).__name__} reads: "
-                f"give it a {fitting[cls.reads.__name__]}DataModule"
+                f"{cls.__name__} cannot train on the rows of {type(data).__name__}: "
+                f"use {fitting}DataModule as data module"
             )
 
     def configure_model(self) -> None:
-        """Build every role: trained ones in train mode, frozen ones without gradients."""
+        """Build every role in host memory: trained ones in train mode, frozen ones without gradients.
+
+        Lightning calls this with the GPU as the default device under some strategies. Initial weights would then be
+        drawn by the GPU's generator, and transformers would need accelerate to load a model.
+        """
         if self.built:
             return
-        for name in self.trained_roles:
-            setattr(self, name, self.roles.build_role(name, partial(self._build_trained, name)))
-        for name in self.frozen_roles:
-            setattr(self, name, self.roles.build_role(name, partial(self._build_frozen, name)))
+        with torch.device("cpu"):
+            for name in self.trained_roles:
+                setattr(self, name, self.roles.build_role(name, partial(self._build_trained, name)))
+            for name in self.frozen_roles:
+                setattr(self, name, self.roles.build_role(name, partial(self._build_frozen, name)))
         self.built = True
 
     def _build_trained(self, name: str) -> nn.Module:
@@ -148,9 +169,16 @@ class RoleModule(KeptRoles):
         for name in self.trained_roles:
             make_optimizer, make_scheduler = self.optimizer_of(name)
             optimizer = make_optimizer([p for p in getattr(self, name).parameters() if p.requires_grad])
+            if not isinstance(optimizer, Optimizer):
+                raise ValueError(f"the {name}'s optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
             entry: dict[str, Any] = {"optimizer": optimizer}
             if make_scheduler is not None:
-                entry["lr_scheduler"] = {"scheduler": make_scheduler(optimizer), "interval": "step"}
+                scheduler = make_scheduler(optimizer)
+                if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
+                    raise ValueError(f"the {name}'s schedule must be an LRScheduler of torch, got {scheduler!r}")
+                if isinstance(scheduler, RunSchedule):
+                    scheduler.stretch(self.trainer.estimated_stepping_batches)
+                entry["lr_scheduler"] = {"scheduler": scheduler, "interval": "step"}
             configured.append(entry)
         return configured
 
@@ -239,8 +267,10 @@ class RoleModule(KeptRoles):
         Returns:
             The same, and idle ones behind them (True): one row again, whose results nobody counts.
         """
-        most = self.roles.max_over_ranks(torch.tensor(float(len(micro_batches)), device=self.device))
-        idle = [(micro_batches[-1][:1], True)] * (int(most) - len(micro_batches))
+        most = len(micro_batches)
+        if self.roles.data_ranks > 1:
+            most = int(self.roles.max_over_ranks(torch.tensor(float(most), device=self.device)))
+        idle = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
         return [*((rows, False) for rows in micro_batches), *idle]
 
     def finish_step(self, metrics: dict[str, float], bar: tuple[str, ...]) -> None:
@@ -259,8 +289,22 @@ class RoleModule(KeptRoles):
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
         count_training_step(self.trainer)
-        for name, value in metrics.items():
-            self.log(name, float(value), prog_bar=name in bar, batch_size=1)
+        self.log_step("update", metrics, bar)
+
+    def log_step(self, part: str, metrics: Mapping[str, float], bar: Sequence[str] = ()) -> None:
+        """Log metrics of one part of a training step; all that it ever logged and now lacks are logged as NaN.
+
+        Lightning would repeat the last value of a metric that a step does not log, in every logger.
+
+        Args:
+            part: of the step, for example ``update``; each is logged once in a step.
+            metrics: already reduced over ranks.
+            bar: names that the progress bar shows.
+        """
+        names = self.logged_names.setdefault(part, [])
+        names += [name for name in metrics if name not in names]
+        for name in names:
+            self.log(name, float(metrics.get(name, math.nan)), prog_bar=name in bar, batch_size=1)
 
     def log_validation(self, sums: Sums, weight: Tensor, bar: str) -> None:
         """Log the means of one validation batch.

@@ -69,6 +69,7 @@ class RolloutModule(RoleModule):
         self.advantages, self.correction = advantages, correction
         self.kl_reward, self.kl_coef = kl_reward, kl_reward.coef
         self.score_shaping = score_shaping
+        self.last_rollout: Rollout | None = None  # that was learnt from, for callbacks
         self._rollout: Rollout | None = None
         self._greedy: Rollout | None = None
 
@@ -104,6 +105,7 @@ class RolloutModule(RoleModule):
                 f"the callback that hands them over must call receive() before each step"
             )
         taken, self._rollout, self._greedy = (self._rollout, self._greedy), None, None
+        self.last_rollout = taken[0]
         return taken
 
     # -- from what happened to what to learn ------------------------------------------------------------------

@@ -50,6 +50,8 @@ class GAE(AdvantageEstimator):
         token_rewards, mask, values = inputs.token_rewards, inputs.mask, inputs.values
         if values is None:
             raise ValueError("GAE needs the values of a critic")
+        dtype = token_rewards.dtype
+        token_rewards, values = token_rewards.double(), values.double()  # sums over a response in bfloat16 lose rewards
         advantages = torch.zeros_like(token_rewards)
         next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
         if self.bootstrap_truncated:
@@ -66,4 +68,4 @@ class GAE(AdvantageEstimator):
         returns = (advantages + values).masked_fill(~mask, 0)
         if self.whiten:
             advantages = masked_whiten(advantages, mask, reduce)
-        return advantages, returns
+        return advantages.to(dtype), returns.to(dtype)

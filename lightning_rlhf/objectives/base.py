@@ -41,6 +41,13 @@ class AdvantageInputs:
     logprobs: Tensor | None = None
     weights: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if not self.token_rewards.is_floating_point():
+            raise ValueError(
+                f"token_rewards must be of a floating-point dtype, got {self.token_rewards.dtype}: advantages have its "
+                f"dtype, and integers would cut them off"
+            )
+
     @property
     def reward(self) -> Tensor:
         """(B,) sum of each response's token rewards."""

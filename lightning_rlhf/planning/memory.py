@@ -12,6 +12,7 @@ from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Wor
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 GATHERED, ACTIVATIONS, LOGITS, STEP = "gathered or cast weights", "activations", "logits of a chunk", "optimizer's step"
 ENGINE, CACHE, RUNTIME = "engine weights", "engine's KV cache", "CUDA context and NCCL"
+PUSHED = "weights pushed to the engine"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
 
@@ -218,6 +219,8 @@ def memory(
     if engine is not None:
         actor = next(role for role in roles if role.name == "actor")
         held += engine_bytes(engine, actor, work, capacity)
+        if engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
+            host[PUSHED] = engine.number(actor) * actor.model.elements // engine.tensor_parallel_size
     return held, +host, when
 
 

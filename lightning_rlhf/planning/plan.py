@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,14 @@ _REMEDIES = {
     memory_.ENGINE: "raise the engine's tensor_parallel_size, or give it GPUs of its own",
     memory_.CACHE: "lower the engine's gpu_memory_utilization",
     memory_.RUNTIME: "take larger GPUs",
+}
+# The same for a strategy that shards weights, gradients and the optimizer's state already.
+_WHERE_SHARDED = {
+    memory_.PARAMETERS: "use more GPUs, offload them, or train LoRA adapters",
+    memory_.GRADIENTS: "use more GPUs, reduce_every_micro_batch: true with rlhf_fsdp, or train LoRA adapters",
+    memory_.OPTIMIZER: "use more GPUs, offload it (rlhf_fsdp_offload, rlhf_deepspeed_stage_3_offload), or train LoRA "
+    "adapters",
+    memory_.STEP: "use more GPUs, offload the optimizer's state, or train LoRA adapters",
 }
 
 
@@ -112,30 +121,38 @@ def plan(run: Run, gpus: int) -> Plan:
 
 
 def smallest(run: Run) -> int | None:
-    """The smallest number of GPUs that a run fits on, in doublings of the smallest that it can use.
+    """Find the smallest number of GPUs that a run fits on.
 
-    None if it fits on none up to a rank for each text of a mini-batch.
+    Doublings find a number that fits, then every count between it and its half is tried: only multiples of the tensor
+    parallel sizes can run.
+
+    Returns:
+        The number; None if the run fits on none up to a rank for each text of a mini-batch.
     """
-    gpus = max(run.strategy.tensor_parallel_size, _engine_size(run))
-    most = 1 if run.strategy.kind == "single" else run.work.minibatch_size * run.strategy.tensor_parallel_size
-    while gpus <= most:
-        if plan(run, gpus).fits:
-            return gpus
-        gpus *= 2
-    return None
+    split = run.strategy.tensor_parallel_size
+    step = math.lcm(split, _engine_size(run))
+    most = 1 if run.strategy.kind == "single" else run.work.minibatch_size * split
+    counts = range(step, most + 1, step)
+    high = 1
+    while high < len(counts) and not plan(run, counts[high - 1]).fits:
+        high *= 2
+    return next((gpus for gpus in counts[high // 2 : high] if plan(run, gpus).fits), None)
 
 
 def refusal(found: Plan) -> str:
     """One sentence on a plan that does not fit: how much too much, the largest term, how many GPUs would do."""
     run, largest = found.run, found.largest
     enough = smallest(run)
+    remedy = _REMEDIES[largest]
+    if run.strategy.shards_weights:
+        remedy = _WHERE_SHARDED.get(largest, remedy)
     many = f"{found.gpus} GPU{'s' if found.gpus > 1 else ''}"
     would = f"the smallest number that would do is {enough}" if enough else "no number of such GPUs would do"
     if not enough and run.strategy.shards_weights:
         would += f" that a minibatch_size of {run.work.minibatch_size} texts can use"
     return (
         f"does not fit on {many} of {run.capacity / GIB:g} GiB: each would need {found.total / GIB:.1f} GiB, most of "
-        f"all for {largest}, {found.memory[largest] / GIB:.1f} GiB ({_REMEDIES[largest]}); "
+        f"all for {largest}, {found.memory[largest] / GIB:.1f} GiB ({remedy}); "
         f"with {run.strategy.name}, {would}"
     )
 

@@ -185,7 +185,7 @@ class Engine:
         share: of a GPU's memory that it takes for itself (vLLM's ``gpu_memory_utilization``); 0 takes what it needs.
         tensor_parallel_size: GPUs that share one engine, at least 1.
         sequences: generated at once where it takes what it needs.
-        dtype: of its weights and its cache; None is that of the actor's source.
+        dtype: dtype of its weights and its cache; None is that of the actor's source.
     """
 
     share: float

@@ -131,7 +131,7 @@ class RewardFunction:
             needed = convention.ours.get(parameter, parameter)
             if needed in (*available, *further, *TOOLS) or parameter == "extra_info":
                 continue
-            near = difflib.get_close_matches(needed, available, n=1)
+            near = difflib.get_close_matches(needed, available, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if convention.ours:
                 hint = f", as the column {needed!r}; name it by columns: {{{needed}: <yours>}}"
@@ -211,6 +211,8 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
     twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
     if twice:
         raise ValueError(f"two reward functions are both called {twice[0]!r}: give one of them another name")
+    if folder := [reward.label for reward in rewards if "/" in reward.label]:
+        raise ValueError(f"a reward cannot be called {folder[0]!r}: loggers that write files take '/' for a folder")
     taken = [reward.label for reward in rewards if reward.label in TAKEN]
     if taken:
         raise ValueError(f"a reward cannot be called {taken[0]!r}, which is a metric already: give it another name")

@@ -19,7 +19,7 @@ from lightning_rlhf.rewards.resolve import load_function
 GIVEN = ("prompts", "completions", "completion_ids", "finished")
 # What a call has once, and not for each completion.
 TOOLS = ("trainer_state", "log_metric", "log_extra")
-# Counted by ourselves, as reward/<reward>/...
+# Counted by ourselves, as reward_<reward>/...
 COUNTED = ("errors", "timeouts", "not_applicable")
 _MOST = 3.4028234663852886e38  # float32
 _TENSORS = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))

@@ -21,7 +21,7 @@ from pebble import ProcessExpired, ProcessPool
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.conventions import Judged
 from lightning_rlhf.rewards.threads import Threads
-from lightning_rlhf.rewards.worker import Failure, attempt, attempt_later, prepare, work
+from lightning_rlhf.rewards.worker import EXITED, Failure, attempt, attempt_later, prepare, work
 
 log = logging.getLogger(__name__)
 _PROCESSES = 8
@@ -42,6 +42,7 @@ class Jury:
 
     def __init__(self, rewards: Sequence[RewardFunction]) -> None:
         self.rewards = list(rewards)
+        self._directory = os.getcwd()
         self._pool: ProcessPool | None = None
         self._given: WeakKeyDictionary[Future[Said], tuple[Any, ...]] = WeakKeyDictionary()  # to processes
         self._threads: Threads | None = None
@@ -83,7 +84,15 @@ class Jury:
                 break
             counts = len(missing), len(futures)
             log.info("Waiting for %d of %d calls of reward %s for %.0f s.", *counts, reward.label, seconds)
-        return [self._outcome(reward, future) for future in futures]
+        found = [self._outcome(reward, future) for future in futures]
+        now = os.getcwd()
+        if found and now != self._directory:
+            os.chdir(self._directory)
+            found[0] = Failure(
+                f"changed the working directory to {now}, where the run's relative paths name other files; it is "
+                f"{self._directory} again. Use absolute paths instead of os.chdir"
+            )
+        return found
 
     def _outcome(self, reward: RewardFunction, future: Future[Said]) -> Said:
         if not future.done():
@@ -181,4 +190,4 @@ def _late(reward: RewardFunction) -> Failure:
 
 
 def _ending(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {0 if code == EXITED else code}"

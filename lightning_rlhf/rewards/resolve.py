@@ -37,7 +37,7 @@ def load_function(reference: str) -> Callable[..., Any]:
             found = getattr(found, part)  # some packages import what they have only when it is asked for
         except AttributeError as error:
             known = [own for own in dir(found) if not own.startswith("_")]
-            raise ValueError(f"there is no {part!r} in {place}{_meant(part, known)}") from error
+            raise ValueError(f"{part!r} was not found in {place}{_meant(part, known)}") from error
         except ImportError as error:
             raise ValueError(f"{part} in {place} cannot be imported: {error}") from error
     if not callable(found):
@@ -85,4 +85,4 @@ def _load_file(path: Path) -> ModuleType:
 
 def _meant(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known)[:8])}" if known else ""
+    return f"; did you mean {near[0]!r}?" if near else f"; available: {', '.join(sorted(known)[:8])}" if known else ""

@@ -22,7 +22,8 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     # memory that RLIMIT_AS does not see
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
-    # what others do with shared files
+    # what others do with shared files; a lock on one is a channel to other programs, and keeps them waiting
+    "flock": (73, 32),
     "inotify_init": (253, None), "inotify_init1": (294, 26), "fanotify_init": (300, 262),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
     # large and young parts of the kernel
@@ -34,6 +35,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467), "statmount": (457, 457), "listmount": (458, 458),
     # the machine
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
     "delete_module": (176, 106), "reboot": (169, 142), "syslog": (103, 116), "acct": (163, 89), "swapon": (167, 224),

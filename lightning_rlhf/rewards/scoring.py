@@ -159,8 +159,8 @@ class Scoring:
         counts = {"not_applicable": float(values.count(None))}
         if reward.on_error != "raise":
             counts |= {"errors": float(len(failures) * share - late), "timeouts": float(late)}
-        told |= {f"reward/{reward.label}/{name}": (number, float(count)) for name, number in counts.items()}
-        told |= {f"reward/{reward.label}/{name}": (sum(all_), float(len(all_))) for name, all_ in numbers.items()}
+        told |= {f"reward_{reward.label}/{name}": (number, float(count)) for name, number in counts.items()}
+        told |= {f"reward_{reward.label}/{name}": (sum(all_), float(len(all_))) for name, all_ in numbers.items()}
         return torch.tensor([math.nan if value is None else value for value in values])
 
 

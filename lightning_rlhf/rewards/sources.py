@@ -65,7 +65,7 @@ class BySource:
             for i, value in zip(rows, scores.rewards[reward.label].tolist(), strict=True):
                 found[i] = None if math.isnan(value) else value
             for metric, (total, count) in scores.told.items():
-                name = metric.removeprefix(f"reward/{reward.label}/")
+                name = metric.removeprefix(f"reward_{reward.label}/")
                 if log_extra is not None and name not in COUNTED:
                     log_extra(name, [total / count] * int(count))
         return found

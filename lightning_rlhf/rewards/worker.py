@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
+import re
 import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_rlhf.rewards.conventions import Call, EndsTheRun, Judged, WrongAnswer
@@ -21,6 +24,11 @@ _NOR_WHAT_BEGINS_WITH = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _MOST_OUTPUT = 10_000  # characters that one call may print
 _WANTS_MESSAGES = "string indices must be integers"
 _OURS = (__name__, "lightning_rlhf.rewards.conventions")
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_SECONDS = 0.25  # between two looks at what a worker has started
+EXITED = (
+    97  # of a worker whose function ended it with exit code 0, which the pool would wait for until its time is over
+)
 _calls: dict[str, Call] = {}
 
 
@@ -63,11 +71,17 @@ class Failure:
                 break
             error.__traceback__ = error.__traceback__.tb_next  # its author knows his own lines
         told = f"raised {type(error).__name__}: {error}"
-        if isinstance(error, TypeError) and _WANTS_MESSAGES in str(error):
+        if isinstance(error, TypeError) and _WANTS_MESSAGES in str(error) and _reads_a_message(error):
             told += "; it seems to take chat messages: give it messages: true"
         elif "main thread" in str(error):
             told += "; it wants a thread of its own: give it a timeout_s, and it works in processes"
         return cls(told, error, ends=isinstance(error, EndsTheRun))
+
+
+def _reads_a_message(error: BaseException) -> bool:
+    """Return whether the line that raised an error indexes with a key of chat messages, ``content`` or ``role``."""
+    line = traceback.extract_tb(error.__traceback__)[-1:]
+    return any(re.search(r"""\[\s*["'](content|role)["']\s*\]""", frame.line or "") for frame in line)
 
 
 def attempt(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Judged | Failure:
@@ -80,7 +94,9 @@ def attempt(call: Call, offered: Mapping[str, Any], places: Sequence[int]) -> Ju
     """
     try:
         return call.now(offered, places)
-    except (Exception, SystemExit) as error:  # the policy of the reward says what comes of it
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the policy of the reward decides, for classes of its author's own too
         return Failure.of(error)
 
 
@@ -99,6 +115,7 @@ def prepare(references: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         references: of functions, with the arguments of each.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends what never returns to Python too
+    _report_exits()
     if sys.platform == "linux":
         _guard(os.getpid(), os.getppid())
     for name in list(os.environ):
@@ -111,17 +128,74 @@ def prepare(references: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
             _call(function, arguments)
 
 
+def _report_exits() -> None:
+    """Give this process a code of its own where a function ends it with 0: a pool takes 0 for the end of its work."""
+    worker, leave = os.getpid(), os._exit
+
+    def leave_with_a_code(status: int) -> None:
+        leave(status or EXITED if os.getpid() == worker else status)
+
+    os._exit = leave_with_a_code  # type: ignore[assignment]
+
+
 def _guard(worker: int, trainer: int) -> None:
-    """Start a process that, when this one or the trainer ends, ends whatever this one has started."""
+    """Start a process that, when this one or the trainer ends, ends whatever this one has started.
+
+    Processes in sessions of their own are found too: this one adopts those whose parent has ended, so that all stay
+    below it in the tree of processes, where the guard notes them.
+    """
     os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.fork():
         return
     ends = [os.pidfd_open(worker), os.pidfd_open(trainer)]
     os.closerange(0, min(ends))  # or the others would not see that this worker's ends of their pipes are closed
     os.closerange(max(ends) + 1, os.sysconf("SC_OPEN_MAX"))
-    select.select(ends, [], [])
-    os.killpg(worker, signal.SIGKILL)
-    os._exit(0)
+    started: dict[int, int] = {}  # descriptor of each process below the worker
+    while not select.select(ends, [], [], _LOOK_SECONDS)[0]:
+        _note(worker, started)
+    trainer_ended = bool(select.select([ends[1]], [], [], 0)[0])
+    _note(worker, started)
+    for process in list(started):
+        _note(process, started)
+    for descriptor in started.values():
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    if trainer_ended:
+        _remove_semaphores()
+    os.killpg(worker, signal.SIGKILL)  # this process too
+
+
+def _note(root: int, started: dict[int, int]) -> None:
+    """Open a descriptor of every process below one, and close those of processes that have ended.
+
+    Args:
+        root: process number.
+        started: descriptors by process number; changed in place.
+    """
+    for process, descriptor in list(started.items()):
+        if select.select([descriptor], [], [], 0)[0]:
+            os.close(started.pop(process))
+    below = [root]
+    while below:
+        for children in Path(f"/proc/{below.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                for process in map(int, children.read_text().split()):
+                    if process != os.getpid():
+                        below.append(process)
+                        if process not in started:
+                            started[process] = os.pidfd_open(process)
+
+
+def _remove_semaphores() -> None:
+    """Remove the names of the semaphores that this process shares with a trainer that was killed.
+
+    multiprocessing's resource tracker does it where it outlives the trainer; killed with a whole process group it does
+    not.
+    """
+    mapped = Path("/proc/self/maps").read_text()
+    for name in set(re.findall(r"/dev/shm/(sem\.mp-\w+)$", mapped, re.MULTILINE)):
+        (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def work(

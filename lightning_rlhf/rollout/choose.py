@@ -3,29 +3,70 @@
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine, left_idle, vllm_installed
+from lightning_rlhf.rollout.vllm_engine import VLLMEngine, left_idle, unusable_build, vllm_installed
 
 # What vLLM's CPU attention is compiled for.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def choose_engine(config: PretrainedConfig, ranks: int = 1) -> tuple[RolloutEngine, str]:
-    """VLLM where it runs, else transformers.
+def choose_engine(
+    config: PretrainedConfig, ranks: int = 1, dtype: str = "float32", world_size: int = 1
+) -> tuple[RolloutEngine, str]:
+    """Choose vLLM where it runs, else transformers.
+
+    On GPUs the smallest number of neighbouring ranks shares an engine, 1, 2, 4, ..., at which the weights take less
+    than half of the engine's memory; the rest is for its cache.
 
     Args:
-        config: of the actor.
-        ranks: that split the actor between them, and so share one engine, on the GPUs of all.
+        config: configuration of the actor.
+        ranks: ranks that split the actor between them, and so share one engine, on the GPUs of all.
+        dtype: dtype of the engine's weights.
+        world_size: processes of the run.
 
     Returns:
         The engine, and the reason in a few words.
+
+    Raises:
+        ValueError: the build of vLLM does not run on this machine, or the model is too large for engines on its GPUs.
     """
-    engine, reason = _choose(config, ranks if torch.cuda.is_available() else 1)
-    return (engine if ranks == 1 else SharedEngine(engine, ranks)), reason
+    gpus = 1
+    if vllm_installed() and torch.cuda.is_available():
+        gpus = ranks if world_size == 1 else _gpus_for(weight_bytes(config, dtype), ranks, world_size)
+    engine, reason = _choose(config, gpus)
+    shared = max(ranks, gpus) if world_size > 1 else ranks
+    return (engine if shared == 1 else SharedEngine(engine, shared)), reason
+
+
+def weight_bytes(config: PretrainedConfig, dtype: str) -> int:
+    """Return the bytes of a model's parameters in a dtype, without making them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return getattr(torch, dtype).itemsize * sum(parameter.numel() for parameter in model.parameters())
+
+
+def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
+    """Return the GPUs that one engine needs: ranks x 1, 2, 4, ..., all on one machine.
+
+    Raises:
+        ValueError: all GPUs of the machine are too few.
+    """
+    share = VLLMEngine().gpu_share * torch.cuda.get_device_properties(0).total_memory
+    most, size = min(torch.cuda.device_count(), world_size), ranks
+    while weights / size >= share / 2:
+        size *= 2
+        if size > most or world_size % size:
+            raise ValueError(
+                f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of the memory that engines get on "
+                f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more cannot share one (this machine "
+                f"has {torch.cuda.device_count()}, the run {world_size} processes): configure "
+                f"SharedEngine(VLLMEngine(...)) with a larger gpu_memory_utilization, or VLLMServerEngine"
+            )
+    return size
 
 
 def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
@@ -33,8 +74,11 @@ def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
         return TransformersEngine(), "vLLM is not installed"
     if found := left_idle():
         return TransformersEngine(), f"VLLMEngine would leave the {found} devices idle"
+    if fault := unusable_build():
+        raise ValueError(fault)
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:
         return TransformersEngine(), f"vLLM's CPU attention takes heads of {_CPU_HEAD_SIZES}, the actor's have {size}"
-    return VLLMEngine(tensor_parallel_size=gpus), "vLLM is installed"
+    reason = "vLLM is installed" + (f", and the actor needs {gpus} GPUs of an engine" if gpus > 1 else "")
+    return VLLMEngine(tensor_parallel_size=gpus), reason

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class EngineSetup:
 
     Args:
         model: directory with the actor's ``config.json``; the weights are pushed later.
-        dtype: of the weights, ``float32`` or ``bfloat16``.
+        dtype: of the engine's weights, ``float32`` or ``bfloat16``, from :func:`engine_dtype`.
         max_tokens: longest prompt with response, in tokens.
         log: file that the engine's own output goes to.
         devices: GPUs for this engine, from :func:`gpus`; empty leaves the choice to the engine.
@@ -55,11 +56,37 @@ def gpus(device: torch.device) -> tuple[str, ...]:
     return (visible.split(",")[number].strip() if visible else str(number),)
 
 
+def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloat16"]:
+    """Return the dtype of an engine's weights: the one that the actor computes in.
+
+    Args:
+        precision: precision of the Trainer, ``32-true`` or ``bf16-mixed``.
+        source_dtype: dtype of the actor's source, ``float32`` or ``bfloat16``.
+    """
+    return "bfloat16" if source_dtype == "bfloat16" or precision == "bf16-mixed" else "float32"
+
+
+def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
+    """Give cached memory back to a GPU, and limit this process to the part that the engine on it does not use.
+
+    Without the limit a trainer that grows takes memory that vLLM counts on but has not allocated yet, and the engine
+    runs out of memory instead of the trainer.
+
+    Args:
+        device: device of the trainer; a CPU is left alone.
+        engine_share: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0 - engine_share, device)
+
+
 class RolloutEngine(ABC):
     """Token ids in, token ids and log-probabilities out.
 
-    The same weights, prompts, sampling and seeds give the same completions, whatever the order of the requests and
-    whatever the engine did before.
+    On a CPU the same weights, prompts, sampling and seeds give the same completions, whatever the order of the requests
+    and whatever the engine did before. On a GPU they give samples of the same distribution: kernels round differently
+    in batches of another size, and a sample can change with the last bit of a logit.
     """
 
     @property
@@ -74,6 +101,22 @@ class RolloutEngine(ABC):
     def swaps_adapters(self) -> bool:
         """Whether LoRA adapters are sent by themselves, after the weights that they change, which are sent once."""
         return False
+
+    @property
+    def gpu_share(self) -> float:
+        """Fraction of the memory of each of its GPUs that the engine reserves; 0 if it has no fixed fraction."""
+        return 0.0
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether :meth:`sleep` frees GPU memory; the weights are then lost, and the next push must be a whole one."""
+        return False
+
+    def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
+        """Free the GPU memory of weights and cache until the next :meth:`update_weights`, which allocates it again.
+
+        Called between rollouts, when no request is running, by all ranks of the engine.
+        """
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most can draw anything)
         """Refuse, before anything is started, what the engine cannot draw.

@@ -17,7 +17,7 @@ from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_siz
 from lightning_rlhf.rollout.server_client import VLLMServer
 from lightning_rlhf.rollout.vllm_requests import as_requests, check_temperature
 from lightning_rlhf.rollout.weight_push import PUSHES, WeightPush
-from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY
+from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
 
 _SHAPES = (
@@ -145,7 +145,7 @@ class VLLMServerEngine(RolloutEngine):
         def push() -> None:
             assert self._push is not None
             try:
-                self._push(self._published(parameters), self._label)
+                self._push(in_dtype(self._published(parameters), self._setup.dtype), self._label)
             finally:
                 deque(parameters, maxlen=0)
 
@@ -212,7 +212,7 @@ class VLLMServerEngine(RolloutEngine):
         def compare() -> str | None:
             assert self._push is not None
             try:
-                return self._push.first_difference(self._published(parameters))
+                return self._push.first_difference(in_dtype(self._published(parameters), self._setup.dtype))
             finally:
                 deque(parameters, maxlen=0)
 

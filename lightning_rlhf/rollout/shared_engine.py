@@ -19,8 +19,8 @@ from lightning_rlhf.types import Completion, SamplingParams
 class SharedEngine(RolloutEngine):
     """The first of ``ranks`` consecutive ranks has an engine on the GPUs of all; the others ask it.
 
-    The same requests get the same completions as from engines of their own. Ranks that split a model between them ask
-    for the same prompts: these are generated once, so that the ranks cannot drift apart.
+    On a CPU the same requests get the same completions as from engines of their own. Ranks that split a model between
+    them ask for the same prompts: these are generated once, so that the ranks cannot drift apart.
 
     Args:
         engine: that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.
@@ -44,6 +44,20 @@ class SharedEngine(RolloutEngine):
     def swaps_adapters(self) -> bool:
         """See :meth:`RolloutEngine.swaps_adapters`."""
         return self._engine.swaps_adapters
+
+    @property
+    def gpu_share(self) -> float:
+        """See :meth:`RolloutEngine.gpu_share`."""
+        return self._engine.gpu_share
+
+    @property
+    def sleeps(self) -> bool:
+        """See :meth:`RolloutEngine.sleeps`."""
+        return self._engine.sleeps
+
+    def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`; the first rank sends the engine to sleep, the others wait for it."""
+        self._running.first_does(self._engine.sleep)
 
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""

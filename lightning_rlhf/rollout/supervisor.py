@@ -123,6 +123,10 @@ class EngineProcess:
             count = f"{len(numbers)} of {len(futures)} " if len(futures) > 1 else ""
             seconds = time.monotonic() - began
             log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, waited_for, seconds, self._log)
+        for future in futures:
+            error = future.exception()
+            if error is not None:
+                raise error  # from here, so that it is reported as an error of this package
         return [future.result() for future in futures]
 
     def close(self) -> None:

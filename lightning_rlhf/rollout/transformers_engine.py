@@ -47,7 +47,7 @@ class TransformersEngine(RolloutEngine):
 
     def wait(self) -> str:
         """See :meth:`RolloutEngine.wait`."""
-        return f"transformers' generate on {self._running.device}"
+        return f"transformers' generate on {self._running.device} in {str(self._running.dtype).removeprefix('torch.')}"
 
     @torch.no_grad()
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -109,7 +109,10 @@ class TransformersEngine(RolloutEngine):
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
         ours = dict(whole_tensors(self._running))
-        return next((name for name, tensor in parameters if not torch.equal(ours[name].cpu(), tensor.cpu())), None)
+        for name, tensor in parameters:
+            if not torch.equal(ours[name].cpu(), tensor.to(ours[name].dtype).cpu()):
+                return name
+        return None
 
     def close(self) -> None:
         """Drop the model."""

@@ -27,6 +27,7 @@ class VLLMAdapterEngine(VLLMEngine):
         tensor_parallel_size: see there.
         cpu_threads: see there.
         arguments: see there.
+        deterministic: see there.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class VLLMAdapterEngine(VLLMEngine):
         tensor_parallel_size: int = 1,
         cpu_threads: int = 1,
         arguments: dict[str, Any] | None = None,
+        deterministic: bool = False,
     ) -> None:
-        super().__init__(gpu_memory_utilization, tensor_parallel_size, cpu_threads, arguments)
+        super().__init__(gpu_memory_utilization, tensor_parallel_size, cpu_threads, arguments, deterministic)
         self._sent: dict[str, Tensor] = {}
 
     @property

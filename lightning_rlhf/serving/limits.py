@@ -18,6 +18,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _LOGPROBS = 5
 _STOPS, _STOP_CHARACTERS = 8, 256
 _MESSAGES = 1024
+HEADER_BYTES = 16384  # of a request, with the address in its first line
 _LARGEST = 1 << 63  # what the server reads numbers into
 _Count = Callable[[str], int]
 

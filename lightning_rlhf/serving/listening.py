@@ -9,9 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lightning_rlhf.serving.limits import Limits
+from lightning_rlhf.serving.limits import HEADER_BYTES, Limits
 
-_HEADER_BYTES = 16384
 _KEEP_SECONDS = 5
 _GRACE_SECONDS = 5
 _CONNECTIONS = 1024
@@ -74,7 +73,7 @@ def listener(app: ASGIApp, limits: Limits) -> uvicorn.Server:
         limit_concurrency=max(_CONNECTIONS, 4 * limits.concurrency),
         timeout_keep_alive=_KEEP_SECONDS,
         timeout_graceful_shutdown=_GRACE_SECONDS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
+        h11_max_incomplete_event_size=HEADER_BYTES,
         backlog=_CONNECTIONS,
     )
     return uvicorn.Server(config)

@@ -19,10 +19,10 @@ import httpx
 import torch
 
 from lightning_rlhf.launch_environment import engine_environment
+from lightning_rlhf.models.kv_cache import BLOCK_TOKENS
 from lightning_rlhf.serving import keeper
 
 _CLOSE_SECONDS = 15.0
-_CPU_CACHE_BYTES = 1 << 28
 _CPU_BATCH_TOKENS = 4096
 _TMPDIR_CHARACTERS = 56  # the kernel takes 107 of a socket's path; our folder has 14 and vLLM's names in it 37
 _TAIL = 2000
@@ -45,6 +45,7 @@ class Served:
         max_tokens: longest response, in tokens, also where a request does not say.
         tensor_parallel_size: GPUs that share it.
         gpu_memory_utilization: share of each GPU's memory, in (0, 1].
+        cpu_cache_bytes: size of the cache of keys and values without a GPU.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Served:
     max_tokens: int
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
+    cpu_cache_bytes: int = 1 << 28
 
     def command(self, socket: Path) -> list[str]:
         """What starts vLLM on a socket."""
@@ -74,8 +76,8 @@ class Served:
             # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
             options |= {
                 "dtype": "float32" if self.dtype == "auto" else self.dtype,
-                "block-size": 32,
-                "kv-cache-memory-bytes": _CPU_CACHE_BYTES,
+                "block-size": BLOCK_TOKENS,
+                "kv-cache-memory-bytes": self.cpu_cache_bytes,
                 "max-num-batched-tokens": max(_CPU_BATCH_TOKENS, self.max_model_len),
             }
             switches += ["enforce-eager", "no-enable-chunked-prefill"]

@@ -25,6 +25,8 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
         **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
     """
 
+    replicates_roles = True
+
     def __init__(
         self,
         activation_checkpointing: bool = False,

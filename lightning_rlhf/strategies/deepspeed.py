@@ -27,6 +27,7 @@ from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, w
 from lightning_rlhf.strategies.deepspeed_precision import RolePrecision
 from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread, unlink_shared_memory
 from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.extension_builds import await_builds
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.layers import layers
 from lightning_rlhf.strategies.role_files import RoleState
@@ -39,7 +40,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
     ``precision: bf16-mixed`` means what it does in DeepSpeed: weights in bfloat16 to compute with, and a float32 copy
     of them in the optimizer. So does a source with ``dtype: bfloat16``. Rollout engines are sent the bfloat16 values,
-    which are the ones the policy computes with, in the dtype of the source.
+    which are the ones the policy computes with. Exports have these values in the dtype of the source.
 
     Under stage 3 rank 0 loads each role and needs host memory for all of it; the others never hold more than their
     shares and one parameter.
@@ -47,7 +48,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     Args:
         stage: 1 spreads the optimizer's state, 2 gradients too, 3 weights too.
         offload_optimizer: keep the optimizer's state in the CPU's memory and step there. ``torch.optim`` is slow at
-            it; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` as the module's optimizer is not.
+            it; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` as the module's optimizer is not. DeepSpeed compiles it at its
+            first use: minutes (measured: six on two busy cores), a compiler, and on a machine with a GPU a CUDA
+            toolkit of torch's version (not tried).
         offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
         offload_frozen: the same for frozen roles; None does as ``offload_params``.
         activation_checkpointing: see :class:`Roles`.
@@ -110,7 +113,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             super().setup_environment()
             return
         launch_environment.apply(self.num_processes)
-        super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
+        await_builds(["deepspeed_shm_comm"], self.local_rank == 0)
+        with self.joining():
+            super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
         self.watch_ranks()
 
     def setup_distributed(self) -> None:

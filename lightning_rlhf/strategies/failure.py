@@ -20,16 +20,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import lightning
 import torch
+import typing_extensions
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from lightning_rlhf import launch_environment
+from lightning_rlhf.expected_errors import exit_code
+from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+from lightning_rlhf.strategies.joining import check_launch, joining
 
 _VERDICT_SECONDS = 5  # a lost connection is somebody's fault: that long to learn whose
 _PATIENCE_SECONDS = 20  # from failing to having ended: engines close, loggers flush, the traceback is written
@@ -38,7 +43,8 @@ _TORCHRUN_SECONDS = 2  # torchrun takes the first process that it sees ending fo
 _UNDER_TORCHRUN = "TORCHELASTIC_ERROR_FILE" in os.environ
 # What gloo and NCCL say of a peer that is gone or does not answer; some of it torch raises as a bare RuntimeError.
 _LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (torch, lightning))
+_LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (torch, lightning))
+_LIBRARIES += (typing_extensions.__file__, f"{Path(str(torch.__file__)).parent.parent}/deepspeed/")
 
 
 class FailureWatch:
@@ -60,6 +66,7 @@ class FailureWatch:
         self._other_failed = threading.Event()
         self._failed = self._reporting = self._closing = False
         self._hub_name = ""
+        self._code = 1  # of this process, if a failure ends it
 
     def start(self, address: str, several_nodes: bool, broadcast: Callable[[Any], Any]) -> None:
         """Connect this rank. All ranks.
@@ -88,25 +95,31 @@ class FailureWatch:
         self._listener = threading.Thread(target=self._listen, name="failure watch", daemon=True)
         self._listener.start()
 
-    def report(self, error: BaseException) -> None:
-        """Tell all ranks that this one failed. Where another one failed first, this ends the process.
+    def report(self, error: BaseException, code: int = 1) -> None:
+        """Report to all ranks that this one failed. Where another one failed first, this ends the process.
+
+        A mistake in the configuration is usually found by all ranks at once: rank 0 reports it, and the others end
+        without a message of their own.
 
         Args:
-            error: what ends this rank.
+            error: the exception that ends this rank.
+            code: exit code of every rank; 2 for a mistake found before the first training step.
         """
         if self._wire is None or self._closing or self._failed:
             return
         self._reporting = True
-        if _lost_a_peer(error):
+        if _lost_a_peer(error) or (code == 2 and self._rank):
             self._other_failed.wait(_VERDICT_SECONDS)
         if self._other_failed.is_set():
             self._end_soon()
             threading.Event().wait()  # until then
         self._failed = True
-        _say(f"{self._name} failed; the other ranks end with it.")
+        self._code = code
+        if code == 1 or self._rank:
+            _say(f"{self._name} failed; the other ranks end with it.")
         _record_for_torchrun(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        self._wire.send(kind="failed", text=f"{self._name} failed: {message[:500]}")
+        self._wire.send(kind="failed", text=f"{self._name} failed: {message[:500]}", code=code)
         atexit.register(self._end_others)
         self._end_soon()
 
@@ -128,17 +141,21 @@ class FailureWatch:
                     self._wire.connection.close()
                     return
                 if message["kind"] == "failed":
-                    self._learn(message["text"])
+                    self._learn(message["text"], message.get("code", 1))
                 if message["kind"] == "end" and not self._failed:
                     self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
         if not self._closing and not self._failed:
             self._learn(f"{self._hub_name} {WITHOUT_A_WORD}")
             self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
 
-    def _learn(self, text: str) -> None:
+    def _learn(self, text: str, code: int = 1) -> None:
         if self._failed or self._other_failed.is_set():
             return
+        self._code = code
         self._other_failed.set()
+        if self._reporting and code == 2:  # the same mistake; one message is enough
+            self._end_soon()
+            return
         main = sys._current_frames()[threading.main_thread().ident or 0]
         place = "" if self._reporting else f" in {_place(main)}"
         sentence = f"{self._name} ends{place}: {text}."
@@ -157,7 +174,7 @@ class FailureWatch:
         self._end_others()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # the main thread may wait in a collective for ever
+        os._exit(self._code)  # the main thread may wait in a collective for ever
 
     def _end_others(self) -> None:
         """What this rank had to say is said: let the others go, and see to it that its children do."""
@@ -177,11 +194,25 @@ class EndsTogether:
 
     _watch: FailureWatch | None = None
 
+    def _configure_launcher(self) -> None:
+        """Check the launch before Lightning starts the other processes of this machine."""
+        strategy: Any = self
+        check_launch(strategy.cluster_environment, strategy.num_nodes)
+        super()._configure_launcher()  # type: ignore[misc]
+
     def setup_environment(self) -> None:
         """Start the watch as soon as there is a process group."""
-        launch_environment.apply(getattr(self, "num_processes", None))  # from Python nobody else has
-        super().setup_environment()  # type: ignore[misc]
+        strategy: Any = self
+        launch_environment.apply(strategy.num_processes)  # no command did before a run from Python
+        with self.joining():
+            super().setup_environment()  # type: ignore[misc]
         self.watch_ranks()
+
+    def joining(self) -> AbstractContextManager[None]:
+        """Return a context that reports a wait for the other processes; see :func:`joining.joining`."""
+        strategy: Any = self
+        timeout = getattr(strategy, "_timeout", None)
+        return joining(strategy.cluster_environment, strategy.num_nodes, strategy.num_processes, timeout)
 
     def watch_ranks(self) -> None:
         """Start the watch. All ranks."""
@@ -191,9 +222,13 @@ class EndsTogether:
         self._watch.start(strategy.cluster_environment.main_address, strategy.num_nodes > 1, strategy.broadcast)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the others."""
-        if self._watch is not None:
-            self._watch.report(exception)
+        """Report it to the other ranks, with the exit code that all of them end with, unless all have agreed to end."""
+        strategy: Any = self
+        started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+        interrupted = isinstance(exception, Interrupted)
+        if self._watch is not None and not (interrupted and started):  # before the first step nobody has agreed
+            code = exception.exit_code if isinstance(exception, Interrupted) else exit_code(exception, started)
+            self._watch.report(exception, code)
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
@@ -217,7 +252,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 def _place(frame: FrameType) -> str:
     """Where a thread is: its innermost line that is neither torch's nor Lightning's, and what was called from there."""
     stack = traceback.extract_stack(frame)
-    line = next((line for line in reversed(stack) if not line.filename.startswith(_LIBRARIES)), stack[-1])
+    line = next((line for line in reversed(stack) if not line.filename.startswith((*_LIBRARIES, "<"))), stack[-1])
     called = "" if line is stack[-1] else f", in {stack[-1].name}()"
     return f"{line.filename}:{line.lineno}, {line.name}(){called}"
 

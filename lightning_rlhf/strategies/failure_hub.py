@@ -145,7 +145,7 @@ class Hub:
     def _hear(self, member: _Member) -> None:
         for message in member.wire.receive():
             if message["kind"] == "failed" and not self._guilty:
-                self._blame([member], message["text"])
+                self._blame([member], message["text"], message.get("code", 1))
             elif message["kind"] == "done":
                 member.done = True
                 if member.rank == 0:
@@ -154,9 +154,9 @@ class Hub:
             self._selector.unregister(member.wire.connection)
             self._vanished += [] if member.done else [member]
 
-    def _blame(self, guilty: list[_Member], text: str) -> None:
+    def _blame(self, guilty: list[_Member], text: str, code: int = 1) -> None:
         self._guilty = {member.rank for member in guilty}
-        self._tell_all(kind="failed", text=text)
+        self._tell_all(kind="failed", text=text, code=code)
 
     def _tell_all(self, **message: Any) -> None:
         for member in self._members.values():

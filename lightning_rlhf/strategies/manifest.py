@@ -2,12 +2,15 @@
 
 ::
 
-    last.ckpt/manifest.json          which version counts; size and SHA-256 of each of its files
+    last.ckpt/manifest.json          which version counts; size and SHA-256 of the files of each kept version
     last.ckpt/v000007/...            that version
+    last.ckpt/v000006/...            an earlier one, where several are kept; ``last.ckpt/v000006`` is its path
     last.ckpt/v000008/...            one that is being written, or whose writer was killed: it counts for nothing
+    last.ckpt/first-save             there until the first manifest is written
 
 The manifest is replaced in one step when all files of a version are on disk, so a save that is interrupted at any
-point leaves the previous version whole and its own is never taken for complete.
+point leaves the previous version whole and its own is never taken for complete. No version is removed before a newer
+one is whole, and none where the manifest is lost or cannot be read.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from lightning_rlhf.strategies.checkpoint_io import digest, sync_folder
 log = logging.getLogger(__name__)
 
 NAME = "manifest.json"
+_FIRST = "first-save"
 _FORMAT = 1
 _VERSION = re.compile(r"v(\d{6,})")
 _SHARD = re.compile(r"shard-(\d+)-")  # what torch calls the files of rank N - 1
@@ -37,28 +41,61 @@ def exists(path: Path) -> bool:
     return (path / NAME).is_file()
 
 
+def is_version(name: str) -> bool:
+    """Whether a folder of this name holds a version."""
+    return _VERSION.fullmatch(name) is not None
+
+
+def kept_versions(path: Path) -> list[str]:
+    """Return the names of the finished versions, the one that counts first; none without a readable manifest."""
+    return list(_earlier(path))
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step of the version that counts; None without a manifest, or with one that cannot be read."""
+    try:
+        return read(path).get("step") if exists(path) else None
+    except ValueError:
+        return None
+
+
+def never_finished(path: Path) -> bool:
+    """Whether there is nothing, or only the files of a first save that was interrupted.
+
+    A folder without a manifest and without the mark of a first save has lost its manifest.
+    """
+    if path.is_symlink() or path.is_file() or exists(path):
+        return False
+    return not path.is_dir() or (path / _FIRST).is_file() or not any(path.iterdir())
+
+
 def remove_leftovers(path: Path) -> None:
-    """Take away what interrupted saves left; a folder without any finished checkpoint goes too.
+    """Remove the files of interrupted saves.
+
+    Nothing is removed where the manifest is lost or cannot be read, because any version may then be the one to keep.
 
     Args:
         path: of the checkpoint; may be absent.
     """
-    if not path.is_dir():
+    if not exists(path):
         return
     try:
-        counts = _read(path)["version"] if exists(path) else None
+        kept = _versions(read(path))
     except ValueError:
-        return  # which version counts is not known, so none goes; who reads the checkpoint is told
+        return
     for folder in path.iterdir():
-        if _VERSION.fullmatch(folder.name) and folder.name != counts:
+        if _VERSION.fullmatch(folder.name) and folder.name not in kept:
             shutil.rmtree(folder)
     (path / f"{NAME}.new").unlink(missing_ok=True)
-    if not any(path.iterdir()):
-        path.rmdir()
+    (path / _FIRST).unlink(missing_ok=True)
 
 
-def begin(path: Path) -> Path:
+def begin(path: Path, above: int = 0) -> Path:
     """The new, empty folder of the next version. All ranks.
+
+    Args:
+        path: of the checkpoint.
+        above: number that the new version exceeds, because a copy elsewhere has versions up to it.
 
     Raises:
         ValueError: a file is in the way.
@@ -68,18 +105,28 @@ def begin(path: Path) -> Path:
         if path.is_file():
             raise ValueError(f"{path} is a file, and a checkpoint is a folder: move it out of the way")
         remove_leftovers(path)
+        if never_finished(path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / _FIRST).touch()
+            for folder in path.glob("v*"):
+                shutil.rmtree(folder)
         taken = [int(found[1]) for folder in path.glob("v*") if (found := _VERSION.fullmatch(folder.name))]
-        folder = path / f"v{max(taken, default=0) + 1:06d}"
+        folder = path / f"v{max([*taken, above]) + 1:06d}"
         folder.mkdir(parents=True)
         return folder.name
 
     return path / ranks.on_first_rank(prepare)
 
 
-def publish(version: Path) -> None:
-    """Make a fully written version the one that counts, then remove the one before. All ranks.
+def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
+    """Make a fully written version the one that counts, then remove those that are too old. All ranks.
 
     Each rank syncs and sums the files that it wrote itself.
+
+    Args:
+        version: folder of it.
+        keep: versions to keep, this one included, at least 1.
+        step: of the run, for people; None leaves it out.
 
     Raises:
         ValueError: the ranks did not write into one folder.
@@ -96,7 +143,9 @@ def publish(version: Path) -> None:
                 )
         for folder in {version, *(path for path in version.rglob("*") if path.is_dir()), version.parent}:
             sync_folder(folder)
-        _write(version.parent, {"format": _FORMAT, "version": version.name, "files": files})
+        earlier = _newest(_earlier(version.parent), keep - 1)
+        content = {"format": _FORMAT, "version": version.name, "step": step, "files": files, "earlier": earlier}
+        write(version.parent, content)
         try:
             remove_leftovers(version.parent)
         except OSError as error:  # the new version counts already; somebody may still read the one before
@@ -108,12 +157,15 @@ def publish(version: Path) -> None:
 def verified(path: Path) -> Path:
     """The folder of the version that counts, all of whose bytes are what was written. All ranks share the reading.
 
+    Args:
+        path: of the checkpoint, or of one of its kept versions.
+
     Raises:
         FileNotFoundError: there is nothing.
         ValueError: it is no checkpoint of this kind, or incomplete, or damaged.
     """
 
-    def look() -> dict[str, Any]:
+    def look() -> tuple[Path, dict[str, Any]]:
         if path.is_file():
             raise ValueError(
                 f"{path} is a file, and a checkpoint is a folder: it was written by another program or under a "
@@ -121,29 +173,55 @@ def verified(path: Path) -> Path:
             )
         if not path.exists():
             raise FileNotFoundError(f"no checkpoint at {path}")
-        if not exists(path):
+        folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
+        if not exists(folder):
+            reason = "no save into it was ever finished" if never_finished(folder) else "its manifest is lost"
+            raise ValueError(f"the checkpoint {path} is incomplete: it has no {NAME}, {reason}; resume from another")
+        content = read(folder)
+        name = content["version"] if folder == path else path.name
+        if name not in _versions(content):
             raise ValueError(
-                f"the checkpoint {path} is incomplete: it has no {NAME}, so no save into it was ever finished; "
-                f"resume from another"
+                f"the version {path} of a checkpoint was never finished; {folder / NAME} names "
+                f"{', '.join(_versions(content))}"
             )
-        manifest = _read(path)
-        version = path / manifest["version"]
-        there = {str(file.relative_to(version)) for file in version.rglob("*") if not file.is_dir()}
-        if wrong := sorted(there ^ set(manifest["files"])):
-            raise _damaged(path, version / wrong[0], "was added" if wrong[0] in there else "is missing")
-        return manifest
+        version, files = folder / name, _versions(content)[name]
+        there = {
+            str(file.relative_to(version)) for file in version.rglob("*") if file.is_symlink() or not file.is_dir()
+        }
+        if wrong := sorted(there ^ set(files)):
+            raise _damaged(folder, version / wrong[0], "was added" if wrong[0] in there else "is missing")
+        if links := sorted(name for name in files if (version / name).is_symlink()):
+            raise _damaged(folder, version / links[0], "is a link, and was written as a file")
+        return version, files
 
-    manifest = ranks.on_first_rank(look)
-    version = path / manifest["version"]
+    version, files = ranks.on_first_rank(look)
 
     def check() -> None:
-        for name in sorted(manifest["files"])[ranks.rank() :: ranks.world()]:
-            entry, file = manifest["files"][name], version / name
+        for name in sorted(files)[ranks.rank() :: ranks.world()]:
+            entry, file = files[name], version / name
             if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
-                raise _damaged(path, file, "does not have the size and SHA-256 that it was written with")
+                raise _damaged(version.parent, file, "does not have the size and SHA-256 that it was written with")
 
     ranks.together(check)
     return version
+
+
+def _versions(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Files of each version that a manifest names, the one that counts first."""
+    return {content["version"]: content["files"], **content.get("earlier", {})}
+
+
+def _earlier(path: Path) -> dict[str, dict[str, Any]]:
+    """The versions that the present manifest names; none where it is lost or cannot be read."""
+    try:
+        return _versions(read(path)) if exists(path) else {}
+    except ValueError:
+        return {}
+
+
+def _newest(versions: dict[str, dict[str, Any]], count: int) -> dict[str, dict[str, Any]]:
+    names = sorted(versions, key=lambda name: int(name.removeprefix("v")), reverse=True)
+    return {name: versions[name] for name in names[:count]}
 
 
 def _damaged(path: Path, file: Path, what: str) -> ValueError:
@@ -163,24 +241,52 @@ def _summed(version: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The content of a manifest.
+
+    Raises:
+        ValueError: it is damaged, or of another release.
+    """
     try:
         stored = json.loads((path / NAME).read_text())
         content, its_sum = stored["checkpoint"], stored["sha256"]
         whole = its_sum == _sum_of(content)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
-    if not whole:
+    if not whole or not isinstance(content, dict):
         raise _damaged(path, path / NAME, "does not have the content that it was written with")
-    if content["format"] != _FORMAT or not _VERSION.fullmatch(content["version"]):
+    if content.get("format") != _FORMAT:
         raise ValueError(
-            f"the checkpoint {path} has format {content['format']!r}, and this release reads {_FORMAT}: resume with "
-            f"the release that wrote it"
+            f"the checkpoint {path} has format {content.get('format')!r}, and this release reads {_FORMAT}: resume "
+            f"with the release that wrote it"
         )
+    if not _well_formed(content):
+        raise _damaged(path, path / NAME, "names versions or files as no release of this package does")
     return dict(content)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _well_formed(content: dict[str, Any]) -> bool:
+    """Whether a manifest has the parts of its format, each of its type, and names only files inside its versions."""
+    earlier = content.get("earlier", {})
+    if not isinstance(content.get("version"), str) or not isinstance(earlier, dict):
+        return False
+    versions = {content["version"]: content.get("files"), **earlier}
+    return all(_VERSION.fullmatch(name) and _are_files(files) for name, files in versions.items())
+
+
+def _are_files(files: Any) -> bool:
+    return isinstance(files, dict) and all(
+        not name.startswith("/")
+        and ".." not in Path(name).parts
+        and isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        for name, entry in files.items()
+    )
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Replace the manifest in one step."""
     draft = path / f"{NAME}.new"
     with draft.open("w") as file:
         json.dump({"sha256": _sum_of(content), "checkpoint": content}, file, indent=1)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -73,8 +75,9 @@ def write_role(folder: Path, state: RoleState) -> None:
         OSError: they could not be written, on whichever rank.
     """
     try:
-        with _quiet():
-            save(state.tensors, storage_writer=_Writer(str(folder), save_distributed=True), no_dist=_alone())
+        writer = _Writer(str(folder), save_distributed=True)
+        with nullcontext() if threading.current_thread() is not threading.main_thread() else _quiet():
+            save(state.tensors, storage_writer=writer, process_group=ranks.group(), no_dist=_alone())
     except CheckpointException as gathered:
         for failure, _ in gathered.failures.values():
             if isinstance(failure, OSError):
@@ -106,16 +109,23 @@ class StoredRole:
 
     Args:
         folder: of the role.
+
+    Raises:
+        ValueError: a file is not what was written, although its size and checksum agree with the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        _check_headers(folder)
         self._reader = _Reader(str(folder))
         found: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
         self.shapes: dict[str, torch.Size] = {key: entry.size for key, entry in found.items()}
         self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in found.items()}
         settings = folder / SETTINGS
-        self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
+        try:
+            self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
+        except (ValueError, RecursionError):
+            raise ValueError(f"{settings} is not the JSON of an optimizer's settings; resume from another") from None
         self._state: dict[str, dict[str, str]] = {}
         for key in sorted(self.shapes):
             if key.startswith("optim.state."):
@@ -154,6 +164,20 @@ class StoredRole:
         """Fill tensors of this rank, whole ones or DTensors, with what is stored under their keys."""
         with _quiet():
             load(into, storage_reader=self._reader, no_dist=True)
+
+
+def _check_headers(folder: Path) -> None:
+    """Refuse files that are no safetensors, by the library's own reader: torch's trusts the length in the header.
+
+    Raises:
+        ValueError: the first such file.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a file of safetensors ({error}); resume from another") from None
 
 
 def _alone() -> bool:

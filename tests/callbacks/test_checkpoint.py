@@ -2,18 +2,25 @@
 
 import logging
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rlhf.callbacks import RunCheckpoint, complete
-from lightning_rlhf.strategies import manifest
-from tests.stand_ins import quiet_trainer
+from lightning_rlhf import DPOModule, PreferenceDataModule
+from lightning_rlhf.callbacks import GracefulShutdown, RunCheckpoint, complete
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.strategies import checkpoints, manifest
+from tests.stand_ins import TinyModel, quiet_trainer
 
 
-def trainer_with(directory, *callbacks):
-    return quiet_trainer(callbacks=list(callbacks), default_root_dir=str(directory), enable_checkpointing=True)
+def trainer_with(directory, *callbacks, **options):
+    options |= {"default_root_dir": str(directory), "enable_checkpointing": True}
+    return quiet_trainer(callbacks=list(callbacks), **options)
 
 
 def test_last_and_best_keep_their_states_apart():
@@ -94,3 +101,74 @@ def test_a_configured_checkpoint_stays_and_without_checkpoints_there_is_none(tmp
     mine = ModelCheckpoint(monitor="val/x")
     assert [c for c in complete([mine]) if isinstance(c, ModelCheckpoint)] == [mine]
     assert not [c for c in complete(quiet_trainer().callbacks) if isinstance(c, ModelCheckpoint)]
+
+
+class EndsAfter(Callback):
+    """Ends a run as a signal does that comes within a step."""
+
+    def __init__(self, step):
+        self.step, self.ends_now = step, False
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ends_now = trainer.should_stop = trainer.global_step == self.step
+
+
+class FailsAfter(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            raise RuntimeError("between two steps")
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    """Steps at which a background save copied the actor to host memory."""
+    steps = []
+
+    def counted(state, tensors, copy=checkpoints.in_host_memory):
+        steps.append(len(steps) + 1)
+        return copy(state, tensors)
+
+    monkeypatch.setattr(checkpoints, "in_host_memory", counted)
+    return steps
+
+
+def train(trainer):
+    rows = InMemory([{"prompt": word, "chosen": word[::-1], "rejected": "a"} for word in ("ab", "ba", "bc", "cb")])
+    module = DPOModule(TinyModel(), optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    trainer.fit(module, datamodule=PreferenceDataModule(rows, CharacterTokenizer("abc"), batch_size=1))
+
+
+def test_the_checkpoint_of_a_run_that_a_signal_ends_is_written_without_a_copy(tmp_path, copied):
+    last = RunCheckpoint(every_n_steps=1)
+    train(trainer_with(tmp_path, EndsAfter(3), last, strategy="rlhf_single"))
+    assert copied == [1, 2]
+    assert last.saved_step == 3
+
+
+def test_the_state_between_two_steps_is_written_without_a_copy(tmp_path, copied):
+    last = RunCheckpoint(every_n_steps=100)
+    trainer = trainer_with(tmp_path, FailsAfter(2), GracefulShutdown(), last, strategy="rlhf_single")
+    with pytest.raises(RuntimeError, match="between two steps"):
+        train(trainer)
+    assert (copied, last.saved_step) == ([], 2)
+
+
+def test_a_run_directory_without_a_checkpoint_does_not_promise_one_when_the_grace_period_is_over(
+    tmp_path, monkeypatch, capfd
+):
+    codes = []
+    monkeypatch.setattr("lightning_rlhf.callbacks.graceful_shutdown._leave", codes.append)
+    shutdown = GracefulShutdown(grace_seconds=3)
+    trainer = trainer_with(tmp_path, shutdown, last := RunCheckpoint())
+    last.setup(trainer, None, "fit")
+    shutdown.setup(trainer, None, "fit")
+    shutdown._give_up(15)
+    shutdown.teardown(trainer, None, "fit")
+    assert codes == [15 + 128]
+    assert capfd.readouterr().err == (
+        "lightning-rlhf: ended 3 s after SIGTERM, before the step and its checkpoint were finished; "
+        "no checkpoint was written yet, the same command starts again\n"
+    )

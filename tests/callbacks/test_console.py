@@ -1,12 +1,14 @@
 """What a person sees of a run that has no terminal."""
 
 import json
+import time
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
-from lightning_rlhf.callbacks import Console
+from lightning_rlhf.callbacks import Console, console
 from lightning_rlhf.callbacks.console import _count, _number, trust_in_reward_model
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.adapter import RewardFunction
@@ -75,6 +77,31 @@ def test_a_reward_that_tells_no_responses_of_the_first_steps_apart_is_told_once(
     assert told[0].endswith("at the responses, which RolloutLog writes to rollouts/")
 
 
+class FarFromReference(Callback):
+    """Replaces the KL of each step, before :class:`Console` reads it."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        tokens = trainer.callback_metrics["rollout/response_tokens_mean"]
+        pl_module.log("kl/ref", self.values[trainer.global_step - 1] * float(tokens))
+
+
+def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run, caplog):
+    callbacks = [FarFromReference(0.09, 0.25, 0.5), Console()]
+    run(trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
+    (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
+    assert warned.startswith("step 2: kl/ref is ")
+    assert "0.25 per token, above 0.1: " in warned
+    assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
+
+
+def test_a_run_without_reference_is_not_warned_of_its_kl(caplog):
+    assert not console.warn_of_kl(1, {"rollout/response_tokens_mean": torch.tensor(4.0)})
+    assert not caplog.records
+
+
 def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path):
     from lightning_rlhf import ConversationDataModule
     from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -124,3 +151,30 @@ def test_counts_are_short(number, shown):
 @pytest.mark.parametrize(("number", "shown"), [(0.12345, "0.123"), (-3.0, "-3"), (12345.6, "12346"), (1e-5, "1e-05")])
 def test_numbers_are_short(number, shown):
     assert _number(number) == shown
+
+
+def slow(completions):
+    time.sleep(0.3)
+    return [0.0] * len(completions)
+
+
+def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_HEARTBEAT_SECONDS", 0.1)
+    made = run(
+        loop={"rewards": [RewardFunction(slow, dry_call=False)]}, trainer={"max_steps": 1}, callbacks=[Console()]
+    )
+    made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))  # it precedes the rollout
+    made.fit()
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 1: under way for 0 s" in lines
+    time.sleep(0.3)
+    assert "under way" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("at_ends", "interval", "printed"), [(False, 2, True), (True, 2, False), (False, 1, False)])
+def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, interval, printed):
+    settings = {"max_steps": 1, "val_check_interval": interval}
+    loop = {"validate_at_ends": at_ends}
+    run(loop=loop, data={"val": InMemory(ROWS)}, trainer=settings, callbacks=[Console()]).fit()
+    told = "val data: not used, because the run ends after 1 steps: set trainer.val_check_interval below 2"
+    assert (told in capsys.readouterr().out) is printed

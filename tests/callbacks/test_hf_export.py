@@ -31,6 +31,12 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
     assert found["val/greedy"] == made.metrics["val/greedy"]
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+def test_whoever_can_read_the_other_files_can_read_the_weights(run, tmp_path, adapter):
+    run(callbacks=[HFExport(adapter=adapter)], model={"actor": TinyModel(lora=LORA)}).fit()
+    assert len({path.stat().st_mode for path in (tmp_path / "export").iterdir()}) == 1
+
+
 def test_every_n_steps_leaves_a_directory_of_its_own(run, tmp_path):
     made = run(callbacks=[HFExport(every_n_steps=1)]).fit()
     assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-1", "export-2"]

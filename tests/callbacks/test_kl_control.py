@@ -12,7 +12,7 @@ RULE = AdaptiveKL(target=2.0, horizon=10)
 
 
 def a_module(coef=0.1):
-    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "experience": [None] * 4, "actor_learns": True}
+    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "last_rollout": [None] * 4, "actor_learns": True}
     return SimpleNamespace(**given, device=torch.device("cpu"), roles=SimpleNamespace(sum_over_ranks=torch.clone))
 
 
@@ -51,6 +51,12 @@ def test_a_resumed_run_steers_as_the_undisturbed_one():
         step(control, undisturbed, kl)
         step(again, resumed, kl)
     assert resumed.kl_coef == undisturbed.kl_coef != 0.1
+
+
+def test_a_module_that_does_not_log_the_kl_is_named():
+    module = a_module()
+    with pytest.raises(RuntimeError, match="KLControl needs the metric kl/ref, and SimpleNamespace does not log it"):
+        begun(module).on_train_batch_end(SimpleNamespace(callback_metrics={}), module, None, None, 0)
 
 
 def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():

@@ -9,8 +9,9 @@ from lightning_rlhf.callbacks import MetricsCSV
 from lightning_rlhf.callbacks.metrics_csv import read_metrics
 
 
-def a_trainer(directory, step=0, resumed=False, **metrics):
+def a_trainer(directory, step=0, resumed=False, fn="fit", **metrics):
     return SimpleNamespace(
+        state=SimpleNamespace(fn=fn),
         default_root_dir=str(directory),
         global_step=step,
         ckpt_path="last.ckpt" if resumed else None,
@@ -65,6 +66,14 @@ def test_a_validation_between_start_and_first_row_of_a_resumed_run_finds_the_tab
     assert read_metrics(path)[-1]["val/x"] == "9.0"
 
 
+def test_the_command_validate_writes_nothing(tmp_path):
+    path = written(tmp_path, range(1, 4), {0, 2})
+    before = path.read_bytes()
+    MetricsCSV().on_validation_end(a_trainer(tmp_path, 2, resumed=True, fn="validate", val_x=9.0), None)
+    MetricsCSV().on_validation_end(a_trainer(tmp_path, 0, fn="validate", val_x=9.0), None)
+    assert path.read_bytes() == before
+
+
 def test_a_new_run_begins_a_new_table(tmp_path):
     path = written(tmp_path, range(1, 4), {0})
     MetricsCSV().on_train_start(a_trainer(tmp_path), None)
@@ -94,3 +103,12 @@ def test_every_n_steps_counts_rollout_steps_and_not_validations(tmp_path):
 def test_no_steps_between_rows_are_refused():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         MetricsCSV(0)
+
+
+def test_a_second_fit_with_the_same_callback_has_a_table_of_its_own(tmp_path):
+    table = MetricsCSV()
+    for name in ("first", "second"):
+        table.setup(a_trainer(tmp_path / name), None, "fit")
+        table.on_train_start(a_trainer(tmp_path / name), None)
+        train(table, tmp_path / name, 1, loss_x=1.0)
+    assert [lines(tmp_path / name / "metrics.csv") for name in ("first", "second")] == [[(1, True)]] * 2

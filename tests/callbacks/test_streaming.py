@@ -52,7 +52,7 @@ def test_a_run_is_the_same_with_and_without_streaming(run, validates):
         assert all(torch.equal(one, other) for one, other in zip(weights, found[0][0], strict=True))
         assert metrics == found[0][1]
         assert samples == found[0][2]
-    assert found[0][1]["reward/letters/length"] > 0
+    assert found[0][1]["reward_letters/length"] > 0
     assert bool(found[0][2]) == validates
 
 

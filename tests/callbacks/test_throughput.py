@@ -46,6 +46,17 @@ def test_tokens_and_seconds_of_a_step():
     assert not absent & found.keys()
 
 
+def test_a_module_with_a_training_step_of_its_own_has_the_figures_of_the_whole_step():
+    class Own(PPOModule):
+        def training_step(self, batch, batch_idx):
+            rollout, _ = self.take_rollout()
+            self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
+
+    found = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
+    assert found["perf/tokens"] == TOKENS
+    assert not {"time/update_ms_per_token", "perf/mfu_update"} & found.keys()
+
+
 def test_a_batch_without_rollout_is_measured_too():
     module = SFTModule(TinyModel())
     ids = torch.tensor([[1, 3, 4, 2], [1, 5, 2, 0]])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.validation import Validation, draws, rows_of_all_ranks, sources_in
@@ -402,7 +403,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
             prompt = texts[tuple(ids)]
             number[prompt] = number.get(prompt, -1) + 1
             word = GREEDY[prompt] if sampling.temperature == 0 else SAMPLED[prompt][number[prompt] % 2]
-            said.append(Completion([encode[word], 2], [-1.0, -1.0], "stop", 0))
+            said.append(Completion([encode[word], 2], [-1.0, -1.0], "stop", made.engine.version))
         return said
 
     monkeypatch.setattr(made.engine, "generate", generate)
@@ -484,3 +485,22 @@ def test_a_validation_draws_no_global_random_numbers(run):
     for before, after in zip(states[::2], states[1::2], strict=True):
         assert before[0] == after[0]
         assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
+def test_with_averaged_weights_a_validation_measures_the_average_and_training_goes_on_with_the_others(run, monkeypatch):
+    made = run(data={"val": InMemory(ROWS)}, trainer={"max_steps": 2}, callbacks=[EMAWeightAveraging(decay=0.5)])
+    pushed, push = [], made.engine.update_weights
+
+    def update_weights(parameters, version):
+        taken = [(name, tensor.clone()) for name, tensor in parameters]
+        pushed.append((version, torch.cat([tensor.flatten() for _, tensor in taken])))
+        push(taken, version)
+
+    monkeypatch.setattr(made.engine, "update_weights", update_weights)
+    made.fit()
+    final = torch.cat([tensor.flatten() for _, tensor in made.module.roles.iter_full_params("actor")])
+    assert [version for version, _ in pushed] == [0, 0, 1, 2]  # validation, two rollouts, validation
+    assert torch.equal(pushed[0][1], pushed[1][1])
+    assert torch.equal(pushed[3][1], final)  # Lightning leaves the average in the module
+    assert not torch.equal(pushed[2][1], final)

@@ -73,16 +73,13 @@ def _elsewhere(tmp_path, monkeypatch):
     """Runs leave their files in a directory of the test's own; loggers are put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-rlhf"])
-    levels = {
-        name: logging.getLogger(name).level for name in ("lightning_rlhf", "lightning.pytorch", "lightning.fabric")
-    }
-    ours = logging.getLogger("lightning_rlhf")
-    handlers, propagate = list(ours.handlers), ours.propagate
-    ours.handlers = []  # a handler of an earlier test writes to a stream that is gone
+    loggers = [logging.getLogger(name) for name in ("lightning_rlhf", "lightning.pytorch", "lightning.fabric")]
+    before = [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers]
+    loggers[0].handlers = []  # a handler of an earlier test writes to a stream that is gone
     yield
-    ours.handlers, ours.propagate = handlers, propagate
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    for logger, level, handlers, propagate in before:
+        logger.setLevel(level)
+        logger.handlers, logger.propagate = handlers, propagate
 
 
 @pytest.fixture

@@ -19,6 +19,12 @@ TOKENIZER = {
     "init_args": {"characters": CHARACTERS},
 }
 NOTHING = MappingProxyType({})
+# The module that the rows of a data module are for, where it is not that of the configuration.
+MODULES = {
+    "lightning_rlhf.ConversationDataModule": "lightning_rlhf.SFTModule",
+    "lightning_rlhf.PreferenceDataModule": "lightning_rlhf.DPOModule",
+    "lightning_rlhf.UnpairedDataModule": "lightning_rlhf.KTOModule",
+}
 
 
 def needs_level(completions, level):
@@ -29,7 +35,9 @@ def needs_level(completions, level):
 def checked(config, tmp_path, capsys):
     """Runs ``data check`` with a configuration whose data are these rows."""
 
-    def checked(*arguments, given=None, rows=None, rewards=None, architecture=NOTHING, loop=NOTHING, **data):
+    def checked(
+        *arguments, given=None, rows=None, rewards=None, architecture=NOTHING, loop=NOTHING, module=None, **data
+    ):
         given = copy.deepcopy(given or config)
         own = given["data"]["init_args"]
         if rows is not None:
@@ -40,7 +48,10 @@ def checked(config, tmp_path, capsys):
         if rewards is not None:
             given["trainer"]["callbacks"][0]["init_args"]["rewards"] = rewards
         given["trainer"]["callbacks"][0]["init_args"] |= loop
-        given["data"]["class_path"] = data.pop("kind", given["data"]["class_path"])
+        given["data"]["class_path"] = kind = data.pop("kind", given["data"]["class_path"])
+        if module or (module := MODULES.get(kind)):
+            actor = given["model"]["init_args"]["actor"]
+            given["model"] = {"class_path": module, "init_args": {"actor": actor}}
         own |= data
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump(given))
@@ -147,6 +158,15 @@ def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skip
     assert (skipped.code, skipped.err, skipped.out) == (0, "", found.out)
 
 
+def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked):
+    found = checked(
+        rows=PROMPTS, rewards=[], kind="lightning_rlhf.PreferenceDataModule", module="lightning_rlhf.SFTModule"
+    )
+    assert found.code == 2
+    assert "cannot train on the rows of PreferenceDataModule: use ConversationDataModule as data module" in found.err
+    assert "column" not in found.err
+
+
 def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     rows = [{"prompt": "a" * 30}, {"prompt": "why?"}, {"prompt": "how?"}]
     cut = checked(rows=rows, rewards=[], too_long="cut_end")
@@ -162,13 +182,13 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     [
         ({"train": "nothing.jsonl"}, "no data at 'nothing.jsonl'"),
         ({"tokenizer": "./nothing"}, "no tokenizer at './nothing'"),
-        ({"batch_size": 3}, "2 rows make no batch of 3"),
+        ({"batch_size": 3}, "batch_size is 3, but the training data have only 2 rows"),
         ({"rewards": [{"function": "tests.cli.test_data_check.needs_level"}]}, "'level'"),
         ({"columns": {}}, "no column 'prompt', only ['answer', 'question']"),
         ({"tokenzier": "x"}, "did you mean 'tokenizer'?"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"bad_rows": "."}, "bad_rows '.' cannot be written: Is a directory"),
-        ({"rewards": [{"function": "tests.cli.test_data_check.nothing"}]}, "there is no 'nothing'"),
+        ({"rewards": [{"function": "tests.cli.test_data_check.nothing"}]}, "'nothing' was not found in"),
     ],
 )
 def test_what_would_end_a_run_ends_with_a_sentence_and_code_2(checked, change, said):
@@ -323,3 +343,10 @@ def test_the_quickstart_is_understood(path, capsys):
     tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
     code = command.run(["check", "--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
     assert (code, capsys.readouterr().err) == (0, "")
+
+
+def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(checked, tiny_export):
+    texts = checked(rows=[{"prompt": "who?"}], tokenizer=str(tiny_export))
+    assert "warning: the tokenizer has a chat template, which text columns do not use" in texts.out
+    messages = [{"prompt": [{"role": "user", "content": "who?"}]}]
+    assert "chat template, which" not in checked(rows=messages, tokenizer=str(tiny_export)).out

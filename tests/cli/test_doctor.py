@@ -16,7 +16,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_rlhf.cli import doctor
+from lightning_rlhf.cli import doctor, doctor_gpu
 from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.launch_environment import VARIABLES, Machine
 
@@ -211,8 +211,55 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "has_gpu", "faults"), [("0.19.8", False, 2), (None, False, 0), ("0.19.8", True, 0)]
+    ("answer", "cuda", "fault"),
+    [
+        ("580.95.05, 9.0\n580.95.05, 9.0", "13.0", None),
+        ("570.133.20, 9.0", "13.0", "needs NVIDIA driver 580 or newer, and this machine has 570.133.20"),
+        ("580.95.05, 7.0", "13.0", "needs GPUs of compute capability 7.5 (Turing) or newer, and GPU 0 has 7.0"),
+        ("570.133.20, 9.0", "12.8", None),
+        ("570.133.20, 9.0", None, None),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "13.0", None),
+    ],
 )
+def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch, answer, cuda, fault):
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
+    monkeypatch.setattr(doctor, "_answer", lambda *command: answer)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    doctor.devices(report)
+    assert [fault in told for told in report.faults] == ([True] if fault else [])
+    shown = findings(report, "gpus")
+    assert any("driver" in name for name in shown)
+
+
+def test_on_a_gpu_a_compiler_and_pythons_headers_are_wanted(report, monkeypatch, versions, tmp_path):
+    versions["deepspeed"] = None
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
+    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
+    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    doctor.tools(report)
+    assert report.faults == []
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    doctor.tools(report)
+    compiler, header = report.faults
+    assert "needs a C compiler; gcc or clang is not on the PATH" in compiler
+    assert f"needs Python's headers; {tmp_path / 'Python.h'} is missing" in header
+    monkeypatch.setenv("CC", "mycc")
+    assert "mycc is not on the PATH" in doctor_gpu.compiler_rows(os.environ)[0][2]
+
+
+def test_a_build_of_vllm_for_gpus_that_torch_does_not_find_is_a_fault(report, monkeypatch):
+    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    monkeypatch.setattr(doctor, "unusable_build", lambda: "update the driver")
+    doctor.engine(report)
+    assert report.faults == ["update the driver"]
+
+
+@pytest.mark.parametrize(("deepspeed", "has_gpu", "faults"), [("0.19.8", False, 2), (None, False, 0)])
 def test_a_compiler_is_wanted_where_deepspeed_must_build(report, monkeypatch, versions, deepspeed, has_gpu, faults):
     versions["deepspeed"] = deepspeed
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(has_gpu, 8, None)))

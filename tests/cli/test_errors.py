@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule
@@ -42,14 +45,12 @@ def _by_dotted_path():
         ({"accelerator": "tpu"}, "Requirement 'torch_xla"),
         ({"devices": 0}, "`Trainer(devices=0)` value is not a valid input using cpu accelerator."),
         ({"limit_train_batches": 1.5}, "You have passed invalid value 1.5 for limit_train_batches, it has to be in [0"),
-        ({"strategy": "nonsense"}, "You selected an invalid strategy name: `strategy='nonsense'`."),
-        ({"gradient_clip_val": 1.0}, "Automatic gradient clipping is not supported for manual optimization. Remove `T"),
         (
             {"val_check_interval": 100},
             "`val_check_interval` (100) must be less than or equal to the number of the trai",
         ),
     ],
-    ids=["accelerator", "devices", "limit", "strategy", "clipping", "interval"],
+    ids=["accelerator", "devices", "limit", "interval"],
 )
 def test_what_lightning_refuses_before_training_is_one_line_and_code_2(fit, config, settings, told):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
@@ -58,6 +59,97 @@ def test_what_lightning_refuses_before_training_is_one_line_and_code_2(fit, conf
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert line.startswith(f"lightning-rlhf: {told}")
+
+
+ROLE_STRATEGIES = (
+    "Available: auto, rlhf_single, rlhf_ddp, rlhf_fsdp, rlhf_fsdp_offload, rlhf_deepspeed_stage_1, "
+    "rlhf_deepspeed_stage_2, rlhf_deepspeed_stage_2_offload, rlhf_deepspeed_stage_3, rlhf_deepspeed_stage_3_offload"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"strategy": "nonsense"}, f"trainer.strategy 'nonsense' is not available. {ROLE_STRATEGIES}"),
+        (
+            {"strategy": "rlhf_fdsp"},
+            f"trainer.strategy 'rlhf_fdsp' is not available; did you mean 'rlhf_fsdp'? {ROLE_STRATEGIES}",
+        ),
+        ({"strategy": "ddp_spawn"}, f"trainer.strategy 'ddp_spawn' is not available. {ROLE_STRATEGIES}"),
+        ({"strategy": "ddp_notebook"}, f"trainer.strategy 'ddp_notebook' is not available. {ROLE_STRATEGIES}"),
+        (
+            {"strategy": "deepspeed_stage_3_offload_nvme"},
+            f"trainer.strategy 'deepspeed_stage_3_offload_nvme' is not available. {ROLE_STRATEGIES}",
+        ),
+        (
+            {"strategy": "deepspeed_stage_1_offload"},
+            "trainer.strategy 'deepspeed_stage_1_offload' is not available; did you mean "
+            f"'rlhf_deepspeed_stage_3_offload'? {ROLE_STRATEGIES}",
+        ),
+        (
+            {"strategy": "ddp", "num_nodes": 2},
+            "trainer.num_nodes is 2, but MASTER_ADDR and MASTER_PORT are not set, and neither torchrun nor SLURM",
+        ),
+        (
+            {"gradient_clip_val": 1.0},
+            "trainer.gradient_clip_val is 1.0, but gradients are clipped for each model by ",
+        ),
+        ({"accumulate_grad_batches": 4}, "trainer.accumulate_grad_batches is 4, but gradients are accumulated over mi"),
+        ({"max_steps": 0}, "trainer.max_steps is 0, so nothing would be trained: give at least 1"),
+        ({"barebones": True}, "trainer.barebones is True, but it turns off the logging and the checkpoints"),
+    ],
+)
+def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(fit, config, settings, told, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    config["trainer"] |= settings
+    result = fit(config)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith(f"lightning-rlhf: {told}")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("LearningRateFinder", {}, "set model.init_args.actor_optimizer.init_args.lr"),
+        ("BatchSizeFinder", {}, "set model.init_args.micro_batch_tokens"),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.1}, "use lightning.pytorch.callbacks.EMAWeightAveraging"),
+    ],
+)
+def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, name, arguments, told):
+    config["trainer"]["callbacks"].append({"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments})
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.splitlines()[-1].startswith(f"lightning-rlhf: {name} works with one model under automatic")
+    assert told in result.err
+
+
+def test_a_monitored_metric_that_nobody_logs_is_one_line_with_those_that_are(fit, config):
+    arguments = {"monitor": "val/nothing", "check_on_train_epoch_end": True}
+    config["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": arguments}
+    )
+    result = fit(config)
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert "val/nothing" in result.err.splitlines()[-1]
+    assert "reward/mean" in result.err.splitlines()[-1]
+
+
+def test_a_progress_bar_of_the_configuration_is_used_without_a_terminal(fit, config):
+    config["trainer"]["callbacks"].append({"class_path": "lightning.pytorch.callbacks.RichProgressBar"})
+    assert fit(config).code == 0
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_process_of_a_machine_prints_a_mistake(fit, config, monkeypatch, local_rank, lines):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    config["trainer"]["max_step"] = 3
+    assert len(fit(config).err.splitlines()) == lines
+    del config["trainer"]["max_step"]
+    config["trainer"]["max_steps"] = 0
+    assert len(fit(config).err.splitlines()) == lines
 
 
 def test_what_lightning_raises_in_training_keeps_its_traceback(fit, config, monkeypatch):
@@ -105,3 +197,52 @@ def test_a_refusal_of_a_constructor_of_ours_shows_no_traceback(fit, config, sett
     result = fit(config)
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
+
+
+def test_a_directory_that_cannot_be_made_is_refused(fit, config):
+    config["trainer"]["default_root_dir"] = "/proc/runs"
+    result = fit(config)
+    assert result.code == 2
+    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be made (No such file or directory): give an"
+    assert result.err.startswith(told)
+
+
+def test_a_timer_of_lightning_can_be_given_and_is_written_to_the_configuration(fit, config):
+    timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}
+    config["trainer"]["callbacks"].append(timer)
+    result = fit(config)
+    assert result.code == 0, result.err
+    saved = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())["trainer"]["callbacks"][-1]
+    assert saved["init_args"]["interval"] == "step"
+
+
+class StoreError(Exception):
+    """An error of a library that keeps metrics, of no built-in kind."""
+
+
+def test_a_logger_of_lightning_that_its_library_refuses_is_one_line_and_code_2(fit, config, monkeypatch):
+    def refuse(path):
+        raise StoreError("The filesystem tracking backend is in maintenance mode.\nUse sqlite:///mlflow.db.")
+
+    monkeypatch.setattr("lightning.pytorch.loggers.csv_logs.os", SimpleNamespace(fspath=refuse))
+    config["trainer"]["logger"] = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": "runs/x"},
+    }
+    result = fit(config)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line == (
+        "lightning-rlhf: trainer.logger: CSVLogger cannot be made: The filesystem tracking backend is in maintenance "
+        "mode. Use sqlite:///mlflow.db."
+    )
+
+
+def test_swa_is_refused_without_warnings_of_the_parser(fit, config):
+    config["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging", "init_args": {"swa_lrs": 1e-3}}
+    )
+    result = fit(config)
+    assert (result.code, result.warned) == (2, [])
+    (line,) = result.err.splitlines()
+    assert "EMAWeightAveraging" in line

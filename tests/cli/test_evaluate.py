@@ -240,7 +240,7 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
 @pytest.mark.parametrize(
     ("arguments", "rows", "code", "told"),
     [
-        (["--reward", "rewards.py:rihgt"], ROWS, 2, "reward function 'rewards.py:rihgt': there is no 'rihgt' in"),
+        (["--reward", "rewards.py:rihgt"], ROWS, 2, "reward function 'rewards.py:rihgt': 'rihgt' was not found in"),
         (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which a file"),
         (["--reward", "rewards.py:right"], [{"prompt": "", "responses": ["1"]}], 2, "reward function 'right' needs 'a"),
         (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),

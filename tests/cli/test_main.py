@@ -46,6 +46,7 @@ def judged_by(config):
 
 def test_a_run_leaves_its_files_and_no_warning(fit, config):
     result = fit(config)
+    assert "weights_only" not in result.out + result.err  # Lightning's remark at each save
     assert (result.code, result.err, result.warned) == (0, "", [])
     assert "warning" not in result.out.lower()
     left = {path.name for path in Path("runs/tiny").iterdir()}
@@ -59,7 +60,7 @@ def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(
     assert fit(config).code == 0
     finished = fit(config, "--ckpt_path", "last")
     assert (finished.code, finished.err) == (0, "")
-    assert "Nothing is left to do: max_steps is 2." in finished.out
+    assert "Nothing is left to do: max_steps is 2, and the checkpoint is of step 2." in finished.out
     further = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     told = (
         "Goes on from step 2; optimizers and schedules are the checkpoint's. Learning rates: actor 1e-06, critic 1e-05."
@@ -284,7 +285,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
         with pytest.raises(OSError, match="while the models load"):
             fit(config)
     else:
-        assert fit(config).code == 1
+        assert fit(config).code == 130
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
     assert not Path("runs/tiny-1").exists()
 
@@ -444,16 +445,39 @@ def interrupted(completions):
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_an_interrupted_run_says_how_to_go_on(fit, config, judged_by, every):
+def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_command_that_goes_on(
+    fit, config, judged_by, every
+):
     judged_by("interrupted")
     checkpoints = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": every}}
     config["trainer"]["callbacks"].append(checkpoints)
     result = fit(config)
-    go_on = {
-        1: "; the same command with --ckpt_path last goes on from runs/tiny/checkpoints/last.ckpt\n",
-        10: ", before a checkpoint was due: RunCheckpoint's every_n_steps says how often one is written\n",
-    }
-    assert (result.code, result.err) == (1, f"lightning-rlhf: interrupted after step 1{go_on[every]}")
+    goes_on = "the same command with --ckpt_path last goes on from step 1 (runs/tiny/checkpoints/last.ckpt)"
+    assert (result.code, result.err) == (130, f"lightning-rlhf: ended by Ctrl-C after step 1; {goes_on}\n")
+    assert fit(config, "--ckpt_path", "last").code == 0
+    steps = [line.split(",")[0] for line in Path("runs/tiny/metrics.csv").read_text().splitlines()]
+    assert steps == ["step", "1", "2"]
+
+
+def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_checkpoint(fit, cli, config):
+    rows = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
+    config["data"]["init_args"]["val"] = rows
+    assert fit(config).code == 0
+    table = Path("runs/tiny/metrics.csv").read_bytes()
+    assert len(table.splitlines()) == 1 + 2 + 2  # two steps, and a validation before and after them
+    for arguments, step in ((["--ckpt_path", "last"], 2), ([], 0)):
+        result = cli("validate", "--config", "config.yaml", *arguments)
+        assert result.code == 0, result.err
+        assert f"step {step}: val/" in result.out
+        assert Path("runs/tiny/metrics.csv").read_bytes() == table
+
+
+def test_a_run_without_checkpoints_that_is_interrupted_has_nothing_to_go_on_from(fit, config, judged_by):
+    judged_by("interrupted")
+    config["trainer"]["enable_checkpointing"] = False
+    result = fit(config)
+    sentence = "lightning-rlhf: ended by Ctrl-C after step 1; this run has no RunCheckpoint to resume from\n"
+    assert (result.code, result.err) == (130, sentence)
 
 
 def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touched(fit, config, monkeypatch):

@@ -32,6 +32,14 @@ def test_every_command_has_its_line_whichever_way_it_is_asked_for(call):
     assert all(len(line) < 100 for line in out.splitlines())
 
 
+def test_ctrl_c_while_libraries_are_imported_is_one_line(call, monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "import_module", interrupted)
+    assert call("doctor") == (130, "", "lightning-rlhf: ended by Ctrl-C\n")
+
+
 def test_it_takes_none_of_the_heavy_libraries():
     ask = "import sys; sys.argv = ['x']; from lightning_rlhf.__main__ import main; main(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -44,14 +44,14 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        ("model.class_path", "lightning_rlhf.PPOModul", "model (PPOModul): there is no 'PPOModul' in lightning_rlhf; did you mean 'PPOModule'?"),
+        ("model.class_path", "lightning_rlhf.PPOModul", "model (PPOModul): 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"),
         ("model.class_path", "lightning_rlhv.PPOModule", "model (PPOModule): No module named 'lightning_rlhv'"),
         ("model.class_path", "PPOModul", "model: expected the dotted path of a class, got 'PPOModul'"),
         (f"{LOOP}.engine", "vlm", "trainer.callbacks.engine (RolloutLoop): expected the dotted path of a class, got 'vlm'"),
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.data.addition.exactt"}],
-            "reward function 'lightning_rlhf.data.addition.exactt': there is no 'exactt' in "
+            "reward function 'lightning_rlhf.data.addition.exactt': 'exactt' was not found in "
             "lightning_rlhf.data.addition; did you mean 'exact'?",
         ),
     ],
@@ -115,15 +115,15 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, to
     [
         (
             "a: [b",
-            "the configuration is no YAML: did not find expected ',' or ']', line 2, column 1: indentation, or a bracket or quote that is not closed?",
+            "the configuration is not valid YAML: did not find expected ',' or ']', line 2, column 1: indentation, or a bracket or quote that is not closed?",
         ),
         (
             "model: x\n  y: 3",
-            "the configuration is no YAML: mapping values are not allowed in this context, line 2, column 4: indentation, or a bracket or quote that is not closed?",
+            "the configuration is not valid YAML: mapping values are not allowed in this context, line 2, column 4: indentation, or a bracket or quote that is not closed?",
         ),
         (
             "a:\n  b: 1\n\tc: 2",
-            "the configuration is no YAML: found a tab character that violates indentation, line 3, column 1: indentation, or a bracket or quote that is not closed?",
+            "the configuration is not valid YAML: found a tab character that violates indentation, line 3, column 1: indentation, or a bracket or quote that is not closed?",
         ),
         ("- 1\n- 2", "a configuration consists of keys such as 'model:' and 'trainer:', got '- 1'"),
         ("", "a configuration consists of keys such as 'model:' and 'trainer:', got ''"),
@@ -143,7 +143,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{MODEL}.actor_optimizer",
             {"class_path": "torch.optim.Adamw"},
-            "model.actor_optimizer (PPOModule): there is no 'Adamw' in torch.optim; did you mean 'Adam'?",
+            "model.actor_optimizer (PPOModule): 'Adamw' was not found in torch.optim; did you mean 'Adam'?",
         ),
         (
             f"{LOOP}.rewards",
@@ -192,6 +192,8 @@ def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceb
     ("module", "data", "wanted"),
     [
         ("SFTModule", "PromptDataModule", "Conversation"),
+        ("GRPOModule", "ConversationDataModule", "Prompt"),
+        ("OnlineDPOModule", "PreferenceDataModule", "Prompt"),
         ("RewardModule", "ConversationDataModule", "Preference"),
         ("DPOModule", "UnpairedDataModule", "Preference"),
         ("KTOModule", "PreferenceDataModule", "Unpaired"),
@@ -199,7 +201,7 @@ def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceb
 )
 def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, data, wanted):
     with pytest.raises(
-        ValueError, match=f"{module} does not learn from what {data} reads: give it a {wanted}DataModule"
+        ValueError, match=f"{module} cannot train on the rows of {data}: use {wanted}DataModule as data module"
     ):
         getattr(lightning_rlhf, module).check_reads(object.__new__(getattr(lightning_rlhf, data)))
     getattr(lightning_rlhf, module).check_reads(object.__new__(getattr(lightning_rlhf, f"{wanted}DataModule")))

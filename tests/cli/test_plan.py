@@ -95,6 +95,8 @@ def test_what_is_read_is_what_the_run_would_do(planned, config):
     work = run.work
     assert (work.responses, work.minibatch_size, work.update_epochs) == (8, 4, 3)
     assert (work.longest, work.micro_batch_tokens, work.asks_old, work.mixed) == (20, 40, True, True)
+    assert run.engine.dtype == "bfloat16"
+    assert planned("--gpus", "4", "--trainer.precision", "32-true").run.engine.dtype == "float32"
 
 
 def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config):
@@ -146,7 +148,7 @@ def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
 @pytest.mark.parametrize(
     ("engine", "read"),
     [
-        ("auto", (0.4, 1, None)),
+        ("auto", (0.4, 1, "float32")),
         (
             {"class_path": VLLM, "init_args": {"gpu_memory_utilization": 0.2, "arguments": {"dtype": "bfloat16"}}},
             (0.2, 1, "bfloat16"),
@@ -156,7 +158,7 @@ def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
                 "class_path": SHARED,
                 "init_args": {"ranks": 2, "engine": {"class_path": VLLM, "init_args": {"tensor_parallel_size": 2}}},
             },
-            (0.4, 2, None),
+            (0.4, 2, "float32"),
         ),
         ({"class_path": SERVER, "init_args": {"url": "http://127.0.0.1:8000"}}, None),
     ],

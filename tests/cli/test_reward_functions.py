@@ -60,6 +60,7 @@ def rows():
     "reward",
     [
         {"function": "my_rewards.py:brief"},
+        {"function": "my_rewards.brief"},
         {"function": "my_rewards.py:Short", "arguments": {"bonus": 2.0}},
         {"function": "my_rewards.py:compute_score", "timeout_s": 20.0, "on_error": "skip"},
         {"function": "my_rewards.py:of_messages", "messages": True},
@@ -73,7 +74,7 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
     assert fit(with_reward(**reward)).code == 0
     first = rows()[-1]
     assert float(first["reward/mine_std"]) >= 0
-    assert float(first["reward/mine/not_applicable"]) == 0
+    assert float(first["reward_mine/not_applicable"]) == 0
     saved = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())
     assert fit(saved).code == 0
     assert rows()[-1]["reward/mine"] == first["reward/mine"]
@@ -82,11 +83,11 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
 @pytest.mark.parametrize(
     ("reward", "told"),
     [
-        ({"function": "my_rewards.py:bref"}, "there is no 'bref' in my_rewards.py; did you mean 'brief'?"),
+        ({"function": "my_rewards.py:bref"}, "'bref' was not found in my_rewards.py; did you mean 'brief'?"),
         ({"function": "my_reward.py:brief"}, "there is no file my_reward.py; did you mean 'my_rewards.py'?"),
         (
-            {"function": "my_rewards.brief"},
-            "there is no module 'my_rewards' to import my_rewards from; a function in a",
+            {"function": "her_rewards.brief"},
+            "there is no module 'her_rewards' to import her_rewards from; a function in a",
         ),
         ({"function": "my_rewards.py:wrong_column"}, "'mine' needs 'answers', but a rollout offers only"),
         ({"function": "my_rewards.py:of_messages"}, "'mine' raised TypeError: string indices must be integers"),

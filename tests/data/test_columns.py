@@ -183,3 +183,14 @@ def test_what_was_understood_is_counted():
         "prompt <- prompt (messages), ground_truth <- reward_model.ground_truth (text), "
         "data_source <- data_source (text), extra_info <- extra_info (dict)": 1,
     }
+
+
+def test_a_column_that_often_holds_what_is_missing_is_named():
+    with pytest.raises(
+        BadRow, match=r"no column 'prompt', only \['answer', 'question'\]; if 'question' is meant, give"
+    ):
+        lookup({"question": "who?", "answer": "me"}, "prompt")
+    with pytest.raises(BadRow, match=r"if 'Prompt' is meant, give data.init_args.columns: \{prompt: Prompt\}$"):
+        lookup({"Prompt": "who?"}, "prompt")
+    with pytest.raises(BadRow, match=r"no column 'prompt', only \['text'\]$"):
+        lookup({"text": "who?"}, "prompt")

@@ -237,3 +237,13 @@ def test_a_csv_of_one_column_is_none_of_these(tmp_path):
     (tmp_path / "x.csv").write_bytes("\ufeffprompt\r\nwhy; or not?\r\n".encode())
     ((_, row),) = as_rows(str(tmp_path / "x.csv")).rows()
     assert row == {"prompt": "why; or not?"}
+
+
+def test_a_small_gzip_of_countless_blank_lines_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_rlhf.data.files._MOST_BLANK", 100)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' + b"\n" * 100 + b'{"prompt": "b"}\n' + b"\n" * 200))
+    rows = Files((str(path),)).rows()
+    assert [next(rows)[1]["prompt"] for _ in range(2)] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"rows.jsonl.gz': 100 lines before line 203 are blank"):
+        next(rows)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from lightning_rlhf import PromptDataModule
 from lightning_rlhf.data.resumable import EpochOrder, HeldOutBatches, ResumableLoader
+from tests.data.rows_given import module_of
+from tests.stand_ins import quiet_trainer
 
 
 def loader(shuffle=True, rows=11):
@@ -73,7 +76,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(ValueError, match="1 rows make no batch of 2"):
+    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 rows"):
         loader(rows=1)
 
 
@@ -136,3 +139,14 @@ def test_alone_held_out_batches_are_what_a_loader_would_make_but_none_is_of_one_
 def test_fewer_held_out_rows_than_ranks_are_refused():
     with pytest.raises(ValueError, match="2 validation rows cannot be shared by 3 ranks: give at least 3"):
         HeldOutBatches(2, 4, 0, 3)
+
+
+@pytest.mark.parametrize("strategy", ["rlhf_ddp", "rlhf_fsdp"])
+def test_a_trainer_that_would_replace_the_sampler_is_refused_with_the_remedy(strategy):
+    data = module_of(PromptDataModule, {"prompt": "a"})
+    options = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "logger": False}
+    data.trainer = quiet_trainer(**options)
+    with pytest.raises(ValueError, match=r"^PromptDataModule shares .* give Trainer\(use_distributed_sampler=False\)$"):
+        data.setup("fit")
+    data.trainer = quiet_trainer(**options, use_distributed_sampler=False)
+    data.setup("fit")

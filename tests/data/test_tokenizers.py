@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer, TokenizerSource, load_tokenizer
 from tests.helpers import properties
@@ -124,3 +125,11 @@ def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"^the tokenizer in '.*' cannot be read, its files are damaged: ") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_transformers_reloads_in_another_way_is_refused(tmp_path):
+    CHARACTERS.save_pretrained(tmp_path)
+    assert ids(load_tokenizer(str(tmp_path)), "1 + 2") == ids(CHARACTERS, "1 + 2")
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="was loaded as Qwen2Tokenizer, which splits texts"):
+        load_tokenizer(str(tmp_path))

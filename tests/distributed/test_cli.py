@@ -46,6 +46,7 @@ def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_
     printed, weights, metrics = run(tmp_path / "two", "ddp", 2)
     assert printed.count("step 1: ") == 1  # one of them speaks
     assert printed.count("Rollouts by") == 1
+    assert printed.count("RLHFDDPStrategy: 2 processes on 1 node\n") == 1
     assert "warning" not in printed.lower()
     _, alone, metrics_alone = run(tmp_path / "one", "auto", 1)
     assert weights.keys() == alone.keys()
@@ -81,3 +82,23 @@ def test_a_strategy_with_arguments_runs_from_its_class_path(tmp_path):
     documented = yaml.safe_load(SNIPPETS[1])["trainer"]["strategy"]
     documented["init_args"]["tensor_parallel_size"] = 1  # the model here has one head
     run(tmp_path / "two", documented, 2)
+
+
+@pytest.mark.slow
+def test_a_mistake_that_every_rank_finds_is_one_line_and_code_2(tmp_path):
+    config = copy.deepcopy(PPO)
+    config["trainer"] |= {"strategy": "ddp", "devices": 2}
+    config["model"]["init_args"]["minibatch_size"] = 3
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("lightning-rlhf: minibatch_size 3 does not divide the 4 responses of a step")

@@ -4,12 +4,16 @@ Everything is imported once, then each attempt is a fork: a line of JSON on stan
 standard output says how it ended. What an attempt prints goes to ``output.log`` in its directory.
 """
 
+import errno
 import importlib
 import io
 import json
 import os
+import shutil
 import signal
 import sys
+import time
+from pathlib import Path
 
 from lightning_rlhf import launch_environment
 
@@ -30,10 +34,32 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def send(signals):
+    for number in signals:
+        if number == "hang":
+            time.sleep(100)
+        elif number == "pause":
+            time.sleep(1)
+        elif number == "slow":
+            print("slow", flush=True)
+            until = time.monotonic() + 60
+            while "step 6:" not in Path("output.log").read_text() and time.monotonic() < until:
+                time.sleep(0.05)
+            print("slow is over", flush=True)
+        else:
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)  # the handler runs in the main thread, which need not be this one
+
+
 def die_at(place, number, when):
     """Make the ``number``-th call of ``module:name`` the last thing this process does.
 
-    ``when`` is before, after, or half: after half of the bytes that ``torch.save`` was to write to a file.
+    ``when`` is one of
+
+    - before, after, or half: after half of the bytes that ``torch.save`` was to write to a file;
+    - fail: the call raises; full: this and all later calls find the disk full; gone: the run's directory is removed;
+    - a list of signals, which this process sends itself one after the other, and then goes on; behind them ``hang``
+      lets it sleep instead.
     """
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
@@ -47,6 +73,14 @@ def die_at(place, number, when):
         calls += 1
         if calls == number and when == "before":
             die()
+        if calls == number and when == "fail":
+            raise RuntimeError("as the test wants it")
+        if calls >= number and when == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+        if calls == number and when == "gone":
+            shutil.rmtree("run")
+        if calls == number and isinstance(when, list):
+            send(when)
         if calls == number and when == "half":
             whole = io.BytesIO()
             real(args[0], whole)

@@ -74,11 +74,12 @@ def callback(name, **arguments):
     return {"class_path": f"lightning_rlhf.callbacks.{name}", "init_args": arguments}
 
 
-def checkpoints(every, best):
-    return [callback("RunCheckpoint", every_n_steps=every), callback("RunCheckpoint", best=best)]
+def checkpoints(every, best, background):
+    both = {"every_n_steps": every}, {"best": best}
+    return [callback("RunCheckpoint", background=background, **arguments) for arguments in both]
 
 
-def ppo(every=2, engine="TransformersEngine", **trainer):
+def ppo(every=2, engine="TransformersEngine", background=True, **trainer):
     """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
     module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
     return {
@@ -117,7 +118,7 @@ def ppo(every=2, engine="TransformersEngine", **trainer):
                     },
                 ),
                 callback("RolloutLog", table_every_n_steps=0),
-                *checkpoints(every, "val/digits_sampled"),
+                *checkpoints(every, "val/digits_sampled", background),
                 callback("Report"),
             ],
             **(trainer or {"max_steps": 12, "val_check_interval": 3, "check_val_every_n_epoch": None}),
@@ -164,11 +165,11 @@ class Forge:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
         )  # fmt: skip
 
-    def attempt(self, directory, config, *, resume=None, place=None, calls=None, arguments=()):
+    def attempt(self, directory, config, *, resume=None, place=None, calls=None, arguments=(), command="fit"):
         """One process; how it ended: 0, an exit code, or KILLED."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
-        line = ["fit", "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
+        line = [command, "--config", "config.yaml", *(["--ckpt_path", resume] if resume else []), *arguments]
         request = {"directory": str(directory), "arguments": line, "place": place, "calls": calls}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()

@@ -6,11 +6,13 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.faults.runs import output, ppo, rows
 from tests.strategies.test_checkpoint_io import Malicious
 
 LAST = "run/checkpoints/last.ckpt"
+SHARD = "critic/shard-00001-model-00001-of-00001.safetensors"
 
 
 def version_of(folder):
@@ -46,6 +48,26 @@ def garbled(folder):
     path.write_text(path.read_text().replace('"bytes": ', '"bytes": 1', 1))
 
 
+def with_right_sums(name, content):
+    """Whoever can write the files can write a manifest that fits them."""
+
+    def damage(folder):
+        file, path = version_of(folder) / name, folder / "manifest.json"
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save(content, file)
+        manifest = json.loads(path.read_text())["checkpoint"]
+        manifest["files"][name] = {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+        its_sum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({"sha256": its_sum, "checkpoint": manifest}))
+
+    return damage
+
+
 def hostile(folder):
     """Whoever can write the files can write a manifest that fits them."""
     state, path = version_of(folder) / "state.pt", folder / "manifest.json"
@@ -71,6 +93,10 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tm
         (added, "is damaged: v000002/actor/mine.safetensors was added"),
         (garbled, "is damaged: manifest.json does not have the content"),
         (hostile, "is no checkpoint of tensors and plain values"),
+        (with_right_sums("state.pt", {}), "is damaged: state.pt has no 'callbacks', which every run writes"),
+        (with_right_sums(SHARD, b"rubbish" * 9), "is not a file of safetensors"),
+        (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a file of safetensors"),
+        (with_right_sums("critic/optimizer.json", b"[" * 100_000), "is not the JSON of an optimizer's settings"),
         (unfinished, "is incomplete: it has no manifest.json"),
     ]:
         before = output(tmp_path)

@@ -28,7 +28,7 @@ DEATHS = {
     "behind an epoch's last batch": (_SAVE + "on_train_batch_end", 2, "after"),
     "between the weights of two models": ("safetensors.torch:save", 2, "before"),
     "while files are summed": (_MANIFEST + "digest", 2, "before"),
-    "with a version that no manifest names": (_MANIFEST + "_write", 1, "before"),
+    "with a version that no manifest names": (_MANIFEST + "write", 1, "before"),
     "with a manifest nobody renamed": (_MANIFEST + "_put", 1, "before"),
     "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
@@ -120,9 +120,10 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
 
 
 def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
-    assert forge.attempt(tmp_path, ppo(), place=(_LOOP + "verify", 9, "before")) == KILLED
+    config = ppo(background=False)
+    assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 9, "before")) == KILLED
     assert checkpoint(tmp_path, "best")["global_step"] < checkpoint(tmp_path, "last")["global_step"]
-    assert forge.attempt(tmp_path, ppo(), resume="run/checkpoints/best.ckpt") == 0
+    assert forge.attempt(tmp_path, config, resume="run/checkpoints/best.ckpt") == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 

@@ -19,7 +19,7 @@ def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
 @pytest.mark.parametrize(("every", "kept"), [(1, 7), (2, 6), (5, 5)])
 def test_every_n_steps_counts_rollouts(forge, tmp_path, every, kept):
     place = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop.verify"
-    assert forge.attempt(tmp_path, ppo(every), place=(place, 8, "before")) == KILLED
+    assert forge.attempt(tmp_path, ppo(every, background=False), place=(place, 8, "before")) == KILLED
     assert checkpoint(tmp_path)["global_step"] == kept
 
 
@@ -37,7 +37,7 @@ def test_fast_dev_run_counts_rollouts_and_writes_nothing(forge, tmp_path):
 
 
 def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge, tmp_path):
-    config = ppo()
+    config = ppo(background=False)  # the checkpoint of a step is whole when the next hook is called
     config["trainer"]["logger"] = {
         "class_path": "lightning.pytorch.loggers.CSVLogger",
         "init_args": {"save_dir": "log", "name": "", "version": "v"},

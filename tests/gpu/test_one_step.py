@@ -82,14 +82,12 @@ def test_one_ppo_step_moves_the_weights_and_passes_the_check(make_engine, precis
     data = PromptDataModule(
         InMemory([{"prompt": "abc"}] * 16), CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8
     )
-    loop = RolloutLoop(
-        [RewardFunction(share_of_a)], make_engine(), max_response_tokens=8, max_logprob_diff=BOUNDS["bfloat16"]
-    )
+    loop = RolloutLoop([RewardFunction(share_of_a)], make_engine(), max_response_tokens=8)
     trainer = quiet_trainer(
         accelerator="gpu", devices=1, precision=precision, callbacks=[loop], default_root_dir=tmp_path, max_steps=2
     )
     trainer.fit(module, datamodule=data)
-    before = FromConfig(architecture, seed=0).causal().lm.get_input_embeddings().weight
+    before = FromConfig(architecture, seed=0).causal().lm.get_input_embeddings().weight  # the same on every device
     after = module.actor.lm.get_input_embeddings().weight.detach().cpu()
     assert trainer.global_step == 2
     assert not torch.equal(before, after)
@@ -111,3 +109,73 @@ def test_the_engine_leaves_the_trainer_its_memory(tmp_path):
         engine.close()
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info()[0] > 0.9 * total
+
+
+def losses(engine, tmp_path, steps=3):
+    """The loss of each step of a run whose engine is given."""
+    module = PPOModule(
+        FromConfig(ON_GPU | {"vocab_size": 11}, seed=0),
+        actor_optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        critic_optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        minibatch_size=8,
+    )
+    rows = InMemory([{"prompt": "abc"}] * 8 * steps)
+    data = PromptDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8)
+    loop = RolloutLoop([RewardFunction(share_of_a)], engine, max_response_tokens=8, validate_at_ends=False)
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed",
+        callbacks=[loop],
+        default_root_dir=tmp_path,
+        max_steps=steps,
+        deterministic=True,
+    )
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == steps
+    return float(trainer.callback_metrics["loss/policy"]), module.actor
+
+
+def test_an_engine_that_sleeps_gets_every_push_and_leaves_its_memory(tmp_path):
+    if not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    free = []
+
+    class Watching(VLLMEngine):
+        def sleep(self):
+            before = torch.cuda.mem_get_info()[0]
+            super().sleep()
+            free.append(torch.cuda.mem_get_info()[0] - before)
+
+    # The check of engine and actor, which is on, would find weights that were lost in the sleep.
+    losses(Watching(gpu_memory_utilization=0.3, sleep_while_learning=True), tmp_path)
+    assert len(free) == 4  # at the start, and after each of three rollouts
+    assert min(free) > 0.15 * torch.cuda.mem_get_info()[1]
+
+
+def test_a_deterministic_engine_and_trainer_repeat_a_run(tmp_path):
+    if not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    runs = [losses(VLLMEngine(0.3, deterministic=True), tmp_path / name) for name in ("first", "second")]
+    assert runs[0][0] == runs[1][0]
+    pairs = zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True)
+    assert all(torch.equal(first, second) for first, second in pairs)
+
+
+def test_the_cache_has_the_same_size_whatever_the_trainer_loads(tmp_path):
+    if not vllm_installed():
+        pytest.skip("vLLM is not installed")
+    blocks = set()
+    for number, width in enumerate((128, 2048)):
+        model = FromConfig(ON_GPU | {"vocab_size": 11}, seed=0)
+        critic = FromConfig(ON_GPU | {"vocab_size": 11, "hidden_size": width, "intermediate_size": 4 * width}, seed=0)
+        loop = RolloutLoop([RewardFunction(share_of_a)], VLLMEngine(0.3), max_response_tokens=8)
+        data = PromptDataModule(
+            InMemory([{"prompt": "abc"}] * 8), CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8
+        )
+        trainer = quiet_trainer(
+            accelerator="gpu", devices=1, callbacks=[loop], default_root_dir=tmp_path / str(number), max_steps=1
+        )
+        trainer.fit(PPOModule(model, critic=critic, minibatch_size=8), datamodule=data)
+        blocks.add(loop.engine_description.rpartition("cache of ")[2])
+    assert len(blocks) == 1

@@ -66,7 +66,7 @@ def test_the_report_shows_everything_it_promises(runs):
         "Where the time of the steps went",
     ):
         assert part in printed
-    assert printed.rstrip().endswith("run directory: runs/quickstart/ppo")
+    assert printed.rstrip().endswith("ended after step 20: max_steps is 20; results are in runs/quickstart/ppo")
 
 
 def test_the_export_is_what_transformers_and_vllm_load(runs):

@@ -1,10 +1,12 @@
 """From a rollout to experience: what each part of it is made of, against the models asked directly."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, ReMaxModule, RLHFModule
 from lightning_rlhf.modules.sums import Sums
@@ -222,6 +224,41 @@ def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
     assert stepped(**options).metrics["policy/updates"] == 8
     # before the second mini-batch's update the actor has moved; that update is still made
     assert stepped(**options, target_kl=1e-9).metrics["policy/updates"] == 2
+
+
+def test_target_kl_with_a_loss_that_measures_no_kl_is_refused_by_the_name_of_the_module():
+    class Own(RLHFModule):
+        def losses(self):
+            return {
+                "actor": lambda rows, sums: self.aggregated(self.actor_scores("actor", rows.rollout).logprobs, rows)
+            }
+
+    assert stepped(Own, update_epochs=2).metrics["policy/updates"] == 4
+    with pytest.raises(
+        RuntimeError, match=r"target_kl is 1e-09, and the actor's loss of Own measures no KL: call sums"
+    ):
+        stepped(Own, update_epochs=2, target_kl=1e-9)
+
+
+def test_metrics_of_a_step_without_updates_are_nan_and_not_those_of_the_step_before():
+    good = rollout_of(ROWS, dtype=torch.float64)
+    nothing = replace(good, kept=torch.zeros_like(good.kept))
+    seen = []
+
+    class Recorded(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    module = RLHFModule(TinyModel(), minibatch_size=3, correction=RolloutCorrection())
+    fit(module, [good, nothing, good], callbacks=[Recorded()])
+    first, second, third = seen
+    assert first.keys() == second.keys() == third.keys()
+    of_updates = {"kl/approx", "loss/policy", "policy/entropy", "policy/clip_fraction", "grad_norm/actor"}
+    assert of_updates <= {name for name, value in second.items() if math.isnan(value)}
+    for name in of_updates:
+        assert math.isfinite(first[name]), name
+        assert math.isfinite(third[name]), name
+    assert second["policy/updates"] == 0
 
 
 def test_what_bypass_rejects_is_told():

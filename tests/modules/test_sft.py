@@ -113,3 +113,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_it_is_bui
     ):
         quiet_trainer().fit(module, datamodule=data)
     assert not module.built
+
+
+def test_a_wrong_data_module_is_named_before_its_columns_are_looked_for():
+    data = PreferenceDataModule(InMemory([{"prompt": "a", "completion": "b"}]), LETTERS)
+    with pytest.raises(
+        ValueError, match=r"^SFTModule cannot train on the rows of PreferenceDataModule: use ConversationDataModule as"
+    ):
+        quiet_trainer().fit(SFTModule(TinyModel()), datamodule=data)

@@ -238,3 +238,19 @@ def test_discounts_outside_the_unit_interval_are_refused(name, value):
 def test_both_ends_of_the_unit_interval_are_allowed(name):
     for value in (0, 1):
         GAE(**{name: value})
+
+
+def test_integer_rewards_are_refused_and_not_cut_off():
+    ones = torch.ones(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"token_rewards must be of a floating-point dtype, got torch.int64"):
+        AdvantageInputs(ones, ones.bool(), torch.arange(2))
+
+
+def test_gae_adds_up_in_float64_whatever_the_dtype():
+    steps = 2000
+    rewards = torch.full((1, steps), 1 / 2000, dtype=torch.bfloat16)
+    mask = torch.ones(1, steps, dtype=torch.bool)
+    inputs = AdvantageInputs(rewards, mask, torch.zeros(1, dtype=torch.long), values=torch.zeros_like(rewards))
+    advantages, returns = GAE(gae_lambda=1.0, whiten=False)(inputs)
+    assert advantages.dtype == returns.dtype == torch.bfloat16
+    assert float(advantages[0, 0]) == pytest.approx(float(rewards.double().sum()), rel=0.005)

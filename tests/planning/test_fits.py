@@ -18,19 +18,31 @@ def run(name="rlhf_fsdp", work=WORK, capacity=80, engine=None, **options):
     return Run([Role("actor", model, trained=True)], strategy(name, **options), work, engine, capacity * GIB)
 
 
-def test_the_smallest_number_fits_and_half_of_it_does_not():
-    wanted = run(checkpointing=True, reduce_every=True, capacity=40)
-    enough = smallest(wanted)
-    assert enough == 4
-    assert plan(wanted, enough).fits
-    assert not plan(wanted, enough // 2).fits
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize("capacity", [24, 40, 80])
+def test_the_smallest_number_fits_and_every_smaller_one_does_not(capacity, options):
+    wanted = run(checkpointing=True, reduce_every=True, capacity=capacity, **options)
+    step = options.get("tensor_parallel_size", 1)
+    fitting = [gpus for gpus in range(step, 33, step) if plan(wanted, gpus).fits]
+    assert smallest(wanted) == fitting[0]
+
+
+def test_the_smallest_number_need_not_be_a_power_of_two():
+    counts = [smallest(run(checkpointing=True, reduce_every=True, capacity=capacity)) for capacity in range(20, 80, 5)]
+    assert {3, 5, 6, 7} & set(counts)
 
 
 def test_the_refusal_names_the_largest_term_and_the_smallest_number():
-    told = refusal(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
+    wanted = run(checkpointing=True, reduce_every=True, capacity=40)
+    told = refusal(plan(wanted, 2))
     assert told.startswith("does not fit on 2 GPUs of 40 GiB: each would need ")
-    assert f"most of all for {OPTIMIZER}, 28.4 GiB (shard it" in told
-    assert told.endswith("; with rlhf_fsdp, the smallest number that would do is 4")
+    assert f"most of all for {OPTIMIZER}, 28.4 GiB (use more GPUs, offload it" in told
+    assert told.endswith(f"; with rlhf_fsdp, the smallest number that would do is {smallest(wanted)}")
+
+
+def test_a_run_that_shards_everything_is_not_advised_to_shard():
+    assert "shard" not in refusal(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
+    assert "shard" in refusal(plan(run("rlhf_ddp"), 2))
 
 
 def test_where_no_number_would_do_it_says_so():

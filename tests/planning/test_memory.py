@@ -182,3 +182,12 @@ def test_the_engine_fills_its_share_with_cache():
     assert engine_bytes(Engine(0.0, sequences=3), ACTOR, WORK, 0)[terms.CACHE] == 3 * 32 * 2 * 4 * 2 * 32
     # A share too small for the weights and one text is not made to fit.
     assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)
+
+
+@pytest.mark.parametrize(("size", "dtype", "each"), [(1, "float32", 4), (1, "bfloat16", 2), (2, "bfloat16", 1)])
+def test_each_engine_has_a_copy_of_the_weights_in_the_hosts_memory(size, dtype, each):
+    engine = Engine(0.4, tensor_parallel_size=size, dtype=dtype)
+    _, host, _ = memory([ACTOR, REF], strategy("rlhf_fsdp"), WORK, engine, 8, 0)
+    assert host == {terms.PUSHED: each * ACTOR.model.elements}
+    _, host, _ = memory([ACTOR, REF], strategy("rlhf_fsdp"), WORK, Engine(0.0), 8, 0)
+    assert host == {}

@@ -53,6 +53,12 @@ def _files():
         "sys.path += ['/usr/lib/python3/dist-packages', '{site}']\nimport numpy; escaped()",
     )
     yield "read the trainer's packages", "anyone", "escaped(os.listdir('{site}'))"
+    yield (
+        "lock a library that other programs read",
+        "anyone",
+        "import fcntl; file = open('/usr/lib/os-release' if os.path.exists('/usr/lib/os-release') else ctypes.__file__)\n"
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB); escaped()",
+    )
     yield "write into the root folder", "never", "open('/escaped', 'w'); escaped()"
     yield "write among the libraries", "never", "open('/usr/lib/escaped', 'w'); escaped()"
     yield "write over the program", "never", "os.chmod('/program.py', 0o777); open('/program.py', 'w'); escaped()"

@@ -124,6 +124,25 @@ def starts_a_process_and_waits():
     os.waitpid(os.fork() or os.execv("/bin/sleep", ["sleep", "1234"]), 0)
 
 
+def starts_a_session():
+    if os.fork() == 0:
+        os.setsid()
+        os.execv("/bin/sleep", ["sleep", "4321"])
+    time.sleep(0.2)
+    return 1.0
+
+
+def starts_a_session_by_a_process_that_ends():
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execv("/bin/sleep", ["sleep", "4321"])
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.2)
+    return 1.0
+
+
 def prints_a_gigabyte():
     for _ in range(1000):
         print("x" * 1_000_000)

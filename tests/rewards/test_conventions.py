@@ -88,14 +88,14 @@ def test_verls_functions_of_one_sample():
 def test_verls_dictionary_is_a_score_and_numbers_to_log():
     found = scores(math_dapo)
     assert found.rewards["math_dapo"].tolist() == [1, -1]
-    assert found.told["reward/math_dapo/acc"] == (1.0, 2.0)
-    assert "reward/math_dapo/pred" not in found.told  # text has no mean
+    assert found.told["reward_math_dapo/acc"] == (1.0, 2.0)
+    assert "reward_math_dapo/pred" not in found.told  # text has no mean
 
 
 def test_verls_functions_of_a_batch():
     found = scores(compute_score_batched)
     assert found.rewards["compute_score_batched"].tolist() == [1, 0]
-    assert found.told["reward/compute_score_batched/length"] == (17.0, 2.0)
+    assert found.told["reward_compute_score_batched/length"] == (17.0, 2.0)
 
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
@@ -154,6 +154,16 @@ def test_a_function_that_reads_messages_from_text_is_told_of_the_option():
         rewards(accuracy_reward)
 
 
+def reads_another_text_by_name(completions, ground_truth):
+    return [float(truth["final"] in text) for text, truth in zip(completions, ground_truth, strict=True)]
+
+
+def test_the_option_for_messages_is_not_named_where_another_text_is_indexed():
+    with pytest.raises(RuntimeError, match="raised TypeError: string indices must be integers") as caught:
+        rewards(reads_another_text_by_name)
+    assert "messages: true" not in str(caught.value)
+
+
 def test_trls_async_functions_are_given_the_whole_batch():
     assert rewards(judged_elsewhere) == [None, 1]
 
@@ -161,9 +171,9 @@ def test_trls_async_functions_are_given_the_whole_batch():
 def test_what_a_function_logs_is_told_as_means():
     found = scores(that_logs)
     assert found.rewards["that_logs"].tolist() == [7, 100]
-    assert found.told["reward/that_logs/share"] == (0.25, 1.0)
-    assert found.told["reward/that_logs/length"] == (12.0, 2.0)
-    assert "reward/that_logs/extracted" not in found.told
+    assert found.told["reward_that_logs/share"] == (0.25, 1.0)
+    assert found.told["reward_that_logs/length"] == (12.0, 2.0)
+    assert "reward_that_logs/extracted" not in found.told
 
 
 def test_a_number_cannot_be_called_like_one_that_is_counted():
@@ -187,9 +197,9 @@ def reward_func(queries, prompts, labels, **kwargs):
 def test_openrlhfs_functions():
     found = scores(reward_func)
     assert found.rewards["reward_func"].tolist() == [1, 0]
-    assert found.told["reward/reward_func/dummy"] == (2.0, 2.0)
-    assert found.told["reward/reward_func/scores"] == (1.0, 2.0)
-    assert found.told["reward/reward_func/one"] == (1.0, 1.0)
+    assert found.told["reward_reward_func/dummy"] == (2.0, 2.0)
+    assert found.told["reward_reward_func/scores"] == (1.0, 2.0)
+    assert found.told["reward_reward_func/one"] == (1.0, 1.0)
     assert rewards(lambda queries, labels: torch.tensor([1.0, 2.0])) == [1, 2]
 
 

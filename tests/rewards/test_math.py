@@ -236,7 +236,7 @@ def test_an_honest_answer_is_judged_however_many_hostile_ones_stand_before_it(mo
             scores = Scoring(jury).finish(columns)
         reward.close()
         assert scores.rewards["math"].tolist() == [0.0] * 8 + [1.0] + [0.0] * 3
-        assert scores.told["reward/math/given_up"] == (11.0, 12.0)
+        assert scores.told["reward_math/given_up"] == (11.0, 12.0)
 
 
 def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):

@@ -1,8 +1,11 @@
 """Whatever a reward function does: its fault is counted or told, it ends in time, and nothing else suffers."""
 
+import contextlib
 import math
 import multiprocessing
+import os
 import re
+import subprocess
 import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 from pebble.pool.process import PoolManager
 
+from lightning_rlhf.rewards import worker
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.scoring import Scoring
@@ -18,11 +22,10 @@ from lightning_rlhf.rewards.sources import BySource
 
 FILE = Path(__file__).with_name("misbehaving.py")
 LIMIT = 2.0
-# os._exit(0) is among them: pebble takes that for a regular end, so it is the time that runs out.
 HANGS = {
     "sleeps", "spins", "ignores_the_end", "deadlocks", "waits_for_a_thread_that_never_ends", "backtracks",
     "computes_for_ever_without_python", "swallows_every_error", "reads_what_nobody_writes",
-    "starts_a_process_and_waits", "ends_its_process",
+    "starts_a_process_and_waits",
 }  # fmt: skip
 FAULTS = {
     "raises": "raised KeyError: 'level'",
@@ -31,6 +34,7 @@ FAULTS = {
     "interrupts": "raised KeyboardInterrupt: ",
     "exits": "raised SystemExit: 3",
     "exits_with_nothing": "raised SystemExit: ",
+    "ends_its_process": "ended the process it worked in (exit code 0)",
     "ends_its_process_with_seven": "ended the process it worked in (exit code 7)",
     "kills_its_process": "ended the process it worked in (killed by signal 9)",
     "terminates_its_process": "ended the process it worked in (killed by signal 15)",
@@ -56,6 +60,7 @@ FINE = {
     "prints_a_gigabyte", "prints_to_stderr", "imports_torch", "forgets_a_thread", "changes_folder", "sees_a_gpu",
     "sees_a_launcher", "uses_an_alarm",
 }  # fmt: skip
+SESSIONS = {"starts_a_session", "starts_a_session_by_a_process_that_ends"}
 
 
 def right(completions):
@@ -97,7 +102,7 @@ def told_of(jury, name, place=1):
 def test_there_are_forty_misbehaviours():
     source = FILE.read_text()
     functions = set(re.findall(r"^def ([a-z]\w+)\(\):", source, re.MULTILINE))
-    assert HANGS | set(FAULTS) | FINE | {"returns_nothing"} == functions
+    assert HANGS | set(FAULTS) | FINE | SESSIONS | {"returns_nothing"} == functions
     assert len(functions) >= 40
 
 
@@ -135,7 +140,7 @@ def test_an_async_function_that_loses_a_pool_of_its_own_is_an_error_of_the_funct
     with Jury([RewardFunction(loses_a_pool_of_its_own, on_error="skip", max_error_rate=1.0)]) as jury:
         scores = offered(jury, ["right"])
     assert math.isnan(scores.rewards["loses_a_pool_of_its_own"].item())
-    assert scores.told["reward/loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
+    assert scores.told["reward_loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", sorted(HANGS))
@@ -148,15 +153,15 @@ def test_what_hangs_is_ended_and_holds_up_nothing_else(jury, name):
     assert math.isnan(values[1])
     assert values[::2] == [1, 1]
     assert scores.rewards["right"].tolist() == [1, 0, 1]
-    assert scores.told["reward/skipped/timeouts"] == (1.0, 3.0)
-    assert scores.told["reward/skipped/errors"] == (0.0, 3.0)
+    assert scores.told["reward_skipped/timeouts"] == (1.0, 3.0)
+    assert scores.told["reward_skipped/errors"] == (0.0, 3.0)
 
 
 @pytest.mark.parametrize("name", sorted(FINE))
 def test_what_is_odd_but_no_fault_is_judged(patient, name):
     scores = offered(patient, [name])
     assert scores.rewards["zero"].tolist() == [1]
-    assert scores.told["reward/zero/errors"] == (0.0, 1.0)
+    assert scores.told["reward_zero/errors"] == (0.0, 1.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of another's child")
@@ -192,11 +197,11 @@ def test_none_is_counted_as_not_applicable_and_faults_by_their_kind(jury, patien
     assert [math.isnan(value) for value in skipped] == [False, True, True, True, False, False, True, False]
     assert [None if math.isnan(value) else value for value in zero] == [1, 0, None, 0, 1, 1, 0, 1]
     for name, scores in (("skipped", one), ("zero", other)):
-        assert scores.told[f"reward/{name}/errors"] == (3.0, 8.0)
-        assert scores.told[f"reward/{name}/timeouts"] == (0.0, 8.0)
-        assert scores.told[f"reward/{name}/not_applicable"] == (1.0, 8.0)
-    assert one.told["reward/right/not_applicable"] == (0.0, 8.0)
-    assert "reward/right/errors" not in one.told  # a fault of it ends the run
+        assert scores.told[f"reward_{name}/errors"] == (3.0, 8.0)
+        assert scores.told[f"reward_{name}/timeouts"] == (0.0, 8.0)
+        assert scores.told[f"reward_{name}/not_applicable"] == (1.0, 8.0)
+    assert one.told["reward_right/not_applicable"] == (0.0, 8.0)
+    assert "reward_right/errors" not in one.told  # a fault of it ends the run
 
 
 @pytest.mark.parametrize(("rate", "ends"), [(0.5, False), (0.49, True), (0.0, True)])
@@ -310,3 +315,78 @@ def test_a_fault_of_one_source_names_its_row_once():
         Scoring(jury).finish(columns_of("right", "wrong"))
     assert str(raised.value).startswith("reward function 'all' raised KeyError: 'level' (completion 1 of 2, ")
     assert str(raised.value).count("completion ") == 1
+
+
+def running(number):
+    """Whether ``sleep <number>`` runs."""
+    commands = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(file.read_text().split("\0")[:2])
+    return ["sleep", number] in commands
+
+
+@pytest.mark.parametrize("how", sorted(SESSIONS))
+def test_what_a_function_started_in_a_session_of_its_own_ends_with_it(how):
+    reward = RewardFunction(f"{FILE}:judge", name="zero", timeout_s=60.0)
+    with Jury([reward]) as jury:
+        assert offered(jury, [how]).rewards["zero"].tolist() == [1.0]
+        assert running("4321")
+        time.sleep(2 * worker._LOOK_SECONDS)
+    end = time.monotonic() + 10
+    while running("4321") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not running("4321")
+
+
+def test_a_process_group_that_is_killed_leaves_no_semaphores():
+    script = (
+        "import os, signal\n"
+        "from lightning_rlhf.rewards.adapter import RewardFunction\n"
+        "from lightning_rlhf.rewards.dispatch import Jury\n"
+        "from lightning_rlhf.rewards.scoring import Scoring\n"
+        "def fine(solution_str, ground_truth): return 1.0\n"
+        "if __name__ == '__main__':\n"
+        "    reward = RewardFunction('tests/rewards/misbehaving.py:judge', timeout_s=60.0)\n"
+        "    with Jury([reward]) as jury:\n"
+        "        scoring = Scoring(jury)\n"
+        "        scoring.finish({'completions': ['x'], 'ground_truth': ['x'], 'prompts': ['x']})\n"
+        "        os.killpg(0, signal.SIGKILL)\n"
+    )
+    before = set(Path("/dev/shm").glob("sem.mp-*"))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, start_new_session=True, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == -9, done.stderr.decode()
+    end = time.monotonic() + 10
+    while set(Path("/dev/shm").glob("sem.mp-*")) - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not set(Path("/dev/shm").glob("sem.mp-*")) - before
+
+
+class OwnStop(BaseException):
+    """Not an Exception."""
+
+
+def stops(completions):
+    raise OwnStop("enough")
+
+
+def moves(completions):
+    os.chdir("/")
+    return [1.0] * len(completions)
+
+
+def test_an_exception_of_a_base_class_of_its_own_is_a_fault_like_others():
+    with pytest.raises(RuntimeError, match="'stops' raised OwnStop: enough"):
+        RewardFunction(stops)(completions=["a"])
+    assert math.isnan(RewardFunction(stops, on_error="skip", max_error_rate=1.0)(completions=["a"])[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"per_sample": True}])
+def test_a_function_that_changes_the_working_directory_is_named_and_the_directory_restored(options):
+    here = Path.cwd()
+    with pytest.raises(RuntimeError, match="'moves' changed the working directory to /, where the run's relative"):
+        RewardFunction(moves, **options)(completions=["a"])
+    assert Path.cwd() == here

@@ -49,7 +49,7 @@ def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is
         "    raise AttributeError(name)\n"
     )
     assert load_function("lazy.py:late") is load_function("lazy.py:Child.right")
-    with pytest.raises(ValueError, match=r"there is no 'lat' in lazy\.py"):
+    with pytest.raises(ValueError, match=r"'lat' was not found in lazy\.py"):
         load_function("lazy.py:lat")
     with pytest.raises(ValueError, match=r"broken in lazy\.py cannot be imported: no such thing"):
         load_function("lazy.py:broken")
@@ -74,9 +74,9 @@ def test_a_function_of_a_module_is_found(reference):
         ("my_rewards.py", "a function is given as .* got 'my_rewards.py'"),
         (":brief", "a function is given as .* got ':brief'"),
         ("my_rewards.py:", "a function is given as .* got 'my_rewards.py:'"),
-        ("my_rewards.py:breif", "there is no 'breif' in my_rewards.py; did you mean 'brief'?"),
-        ("my_rewards.py:zzz", "there is no 'zzz' in my_rewards.py; there are Judge, LIMIT, brief, math"),
-        ("my_rewards.py:Judge.wrong", "there is no 'wrong' in my_rewards.py"),
+        ("my_rewards.py:breif", "'breif' was not found in my_rewards.py; did you mean 'brief'?"),
+        ("my_rewards.py:zzz", "'zzz' was not found in my_rewards.py; available: Judge, LIMIT, brief, math"),
+        ("my_rewards.py:Judge.wrong", "'wrong' was not found in my_rewards.py"),
         ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is no function: it is int 3"),
         ("my_reward.py:brief", r"there is no file my_reward.py; did you mean 'my_rewards.py'? (looked in "),
         ("/nowhere/x.py:f", "there is no file /nowhere/x.py"),
@@ -84,8 +84,8 @@ def test_a_function_of_a_module_is_found(reference):
         ("wrong.py:f", "wrong.py cannot be imported: ZeroDivisionError: division by zero"),
         ("folder/file:f", "there is no file folder/file"),
         ("no_such_package:f", "there is no module 'no_such_package' to import no_such_package from; a function in a "),
-        ("os.path.joins", "there is no 'joins' in os.path; did you mean 'join'?"),
-        ("os.path:joins", "there is no 'joins' in os.path; did you mean 'join'?"),
+        ("os.path.joins", "'joins' was not found in os.path; did you mean 'join'?"),
+        ("os.path:joins", "'joins' was not found in os.path; did you mean 'join'?"),
     ],
 )
 def test_what_cannot_be_found_is_told(folder, reference, told):

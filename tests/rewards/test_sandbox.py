@@ -130,6 +130,11 @@ def verdict(program, number, architecture, *arguments):
             place += true if {0x15: accumulator == k, 0x35: accumulator >= k}[code] else false
 
 
+def test_young_calls_for_mounts_and_locks_on_shared_files_are_refused():
+    young = {"open_tree_attr": (467, 467), "statmount": (457, 457), "listmount": (458, 458), "flock": (73, 32)}
+    assert young.items() <= _DENIED.items()
+
+
 @pytest.mark.parametrize(("machine", "column", "architecture"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
 def test_the_filter_refuses_what_is_listed_and_nothing_else(monkeypatch, machine, column, architecture):
     monkeypatch.setattr("platform.machine", lambda: machine)

@@ -43,8 +43,8 @@ def test_functions_know_of_the_run_and_their_further_numbers_are_logged():
     with Jury([reward]) as jury:
         found = Scoring(jury, TrainerState(7)).finish({"completions": ["x", "y", "xyz"], **columns})
     assert found.rewards["right"].tolist() == [1, 7, -1]
-    assert found.told["reward/right/length"] == (4.0, 2.0)
-    assert found.told["reward/right/not_applicable"] == (0.0, 3.0)
+    assert found.told["reward_right/length"] == (4.0, 2.0)
+    assert found.told["reward_right/not_applicable"] == (0.0, 3.0)
 
 
 def test_the_first_pattern_that_fits_is_taken():

@@ -10,6 +10,7 @@ import time
 import types
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ClassVar
 
 BABBLE = {-1: b"\xff", -2: b"[]", -3: b'{"id": "0"}'}
 
@@ -29,6 +30,8 @@ class StubCore:
         if "kill" in arguments:
             os.kill(os.getpid(), arguments["kill"])
         self.running, self.version, self.deaf = {}, -1, arguments.get("deaf", False)
+
+    cache_size: ClassVar = {"blocks": 7, "block_size": 32}
 
     @property
     def busy(self):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_rlhf.rollout.choose import choose_engine
+from lightning_rlhf.rollout.choose import choose_engine, weight_bytes
+from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine
 from tests.rollout.engines import source_of
@@ -63,3 +64,64 @@ def test_where_it_would_leave_accelerators_idle_transformers_generates(machine, 
     engine, reason = choose_engine(source_of(head_dim=32).hf_config())
     assert type(engine) is TransformersEngine
     assert reason == "VLLMEngine would leave the npu devices idle"
+
+
+# -- how many GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(machine, monkeypatch):
+    """Eight GPUs whose engines get 0.4 of so many times the bytes of the small model."""
+
+    def gpus(multiple):
+        machine(vllm=True, gpu=True)
+        total = multiple * weight_bytes(source_of().hf_config(), "bfloat16") / 0.4
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+
+    return gpus
+
+
+def sizes(engine):
+    if isinstance(engine, SharedEngine):
+        return engine.ranks, engine._engine._tensor_parallel_size
+    return 1, engine._tensor_parallel_size
+
+
+def test_the_bytes_of_a_model_are_counted_without_making_it():
+    config = source_of().hf_config()
+    own = sum(parameter.numel() for parameter in source_of().causal().parameters())
+    assert weight_bytes(config, "float32") == 4 * own
+    assert weight_bytes(config, "bfloat16") == 2 * own
+
+
+@pytest.mark.parametrize(
+    ("multiple", "ranks", "dtype", "size"),
+    [
+        (2.1, 1, "bfloat16", 1),
+        (1.9, 1, "bfloat16", 2),
+        (2.1, 1, "float32", 2),
+        (0.9, 1, "bfloat16", 4),
+        (0.3, 1, "bfloat16", 8),
+        (2.1, 2, "bfloat16", 2),
+        (0.9, 2, "bfloat16", 4),
+    ],
+)
+def test_weights_take_less_than_half_of_the_memory_of_engines(gpus, multiple, ranks, dtype, size):
+    gpus(multiple)
+    engine, _ = choose_engine(source_of().hf_config(), ranks, dtype, world_size=8)
+    assert sizes(engine) == (size, size)
+
+
+def test_a_model_that_no_engine_of_the_machine_holds_is_refused(gpus):
+    gpus(0.2)
+    with pytest.raises(ValueError, match=r"the actor's weights take 0.0 GiB, .* on 8 GPUs .* VLLMServerEngine"):
+        choose_engine(source_of().hf_config(), 1, "bfloat16", world_size=8)
+    gpus(1.5)
+    with pytest.raises(ValueError, match=r"on 1 GPUs .*the run 3 processes"):
+        choose_engine(source_of().hf_config(), 1, "bfloat16", world_size=3)
+
+
+def test_one_process_has_one_gpu(gpus):
+    gpus(0.2)
+    assert sizes(choose_engine(source_of().hf_config(), 1, "bfloat16", world_size=1)[0]) == (1, 1)

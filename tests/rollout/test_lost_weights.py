@@ -102,7 +102,7 @@ def test_the_check_of_a_run_names_the_weight_that_vllm_lost(engines, fault, tmp_
     fault.write_text(f"skip {name}")
     engine = VLLMEngine(arguments={"worker_extension_cls": "tests.rollout.forgetful.Forgetful"})
     try:
-        with pytest.raises(RuntimeError, match="engine and actor disagree by") as error:
+        with pytest.raises(RuntimeError, match="engine and actor have the same weights, but") as error:
             Run(tmp_path, loop={"engine": engine, "check_rows": 2, "validate_at_ends": False}).fit()
     finally:
         fault.write_text("nothing")

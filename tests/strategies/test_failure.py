@@ -55,10 +55,34 @@ def ranks():
 def test_what_failed_is_told_to_all_others_who_may_end_when_it_has(ranks):
     ranks[2].send(kind="failed", text="rank 2 failed: why")
     for other in (0, 1, 3):
-        assert next_message(ranks[other]) == {"kind": "failed", "text": "rank 2 failed: why"}
+        assert next_message(ranks[other]) == {"kind": "failed", "text": "rank 2 failed: why", "code": 1}
     ranks[2].hang_up()
     for other in (0, 1, 3):
         assert next_message(ranks[other]) == {"kind": "end"}
+
+
+def test_every_rank_learns_the_exit_code_of_the_one_that_failed(ranks):
+    ranks[1].send(kind="failed", text="rank 1 failed: a mistake", code=2)
+    assert [next_message(ranks[other])["code"] for other in (0, 2, 3)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("own", "code", "printed"),
+    [(False, 2, True), (True, 2, False), (False, 1, True), (True, 1, True)],
+    ids=["a mistake of another", "the same mistake", "a failure of another", "two failures"],
+)
+def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, own, code, printed):
+    said, left = [], []
+    monkeypatch.setattr(failure, "_say", said.append)
+    monkeypatch.setattr(FailureWatch, "_end_soon", lambda watch: None)
+    monkeypatch.setattr(FailureWatch, "_end_others", lambda watch: None)
+    monkeypatch.setattr(os, "_exit", left.append)
+    watch = FailureWatch(1, 2, 0)
+    watch._reporting = own
+    watch._learn("rank 0 failed: why", code)
+    watch._leave()
+    assert left == [code]
+    assert bool(said) is printed
 
 
 def test_only_the_first_failure_counts(ranks):
@@ -175,6 +199,14 @@ def raised_from(error, cause):
 )
 def test_an_error_that_follows_from_anothers_end_is_known(error, lost):
     assert failure._lost_a_peer(error) is lost
+
+
+def test_a_place_is_not_in_frozen_code_nor_in_deepspeed():
+    places = []
+    for library in ("<frozen _collections_abc>", f"{Path(torch.__file__).parent.parent}/deepspeed/runtime/engine.py"):
+        exec(compile("note()", library, "exec"), {"note": lambda: places.append(failure._place(sys._getframe(1)))})
+    assert len(places) == 2
+    assert all(place.startswith(f"{__file__}:") for place in places), places
 
 
 def test_a_place_is_the_innermost_line_that_is_not_of_a_library():

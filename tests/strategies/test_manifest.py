@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,13 +107,13 @@ def python(code, *arguments):
     return subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
 
 
-def written(path, number=1, folders=("actor",)):
+def written(path, number=1, folders=("actor",), keep=1):
     version = manifest.begin(path)
     for folder in folders:
         (version / folder).mkdir()
         save_file({"number": torch.full((50,), float(number))}, version / folder / "shard-00001-x.safetensors")
     (version / "state.pt").write_bytes(bytes([number]) * 100)
-    manifest.publish(version)
+    manifest.publish(version, keep)
     return version
 
 
@@ -154,10 +155,83 @@ def test_leftovers_are_what_no_manifest_names(path, tmp_path):
     (path / "mine").mkdir()
     manifest.remove_leftovers(path)
     assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "mine", "v000001"]
-    manifest.begin(tmp_path / "first.ckpt")
-    manifest.remove_leftovers(tmp_path / "first.ckpt")
-    assert not (tmp_path / "first.ckpt").exists()
     manifest.remove_leftovers(tmp_path / "none.ckpt")
+
+
+def test_a_first_save_that_was_interrupted_is_replaced_by_the_next(tmp_path):
+    half = manifest.begin(tmp_path / "first.ckpt")
+    (half / "state.pt").write_bytes(b"half")
+    assert manifest.never_finished(tmp_path / "first.ckpt")
+    assert manifest.begin(tmp_path / "first.ckpt") == half
+    assert list(half.iterdir()) == []
+    manifest.publish(half)
+    assert not manifest.never_finished(tmp_path / "first.ckpt")
+    assert sorted(entry.name for entry in half.parent.iterdir()) == ["manifest.json", "v000001"]
+
+
+def test_no_version_is_removed_where_the_manifest_is_lost_until_a_newer_one_is_whole(path):
+    (path / "manifest.json").unlink()
+    assert not manifest.never_finished(path)
+    with pytest.raises(ValueError, match=r"it has no manifest\.json, its manifest is lost; resume from another"):
+        manifest.verified(path)
+    manifest.remove_leftovers(path)
+    version = manifest.begin(path)
+    assert sorted(entry.name for entry in path.iterdir()) == ["v000001", "v000002"]
+    manifest.publish(version)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002"]
+
+
+def test_several_versions_are_kept_and_each_can_be_read_by_its_path(path):
+    for number in (2, 3, 4):
+        written(path, number=number, keep=3)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000002", "v000003", "v000004"]
+    assert manifest.verified(path).name == "v000004"
+    assert manifest.verified(path / "v000002") == path / "v000002"
+    manifest.begin(path)
+    with pytest.raises(ValueError, match=r"v000005 of a checkpoint was never finished; .* v000004, v000003, v000002"):
+        manifest.verified(path / "v000005")
+    (path / "v000002/state.pt").write_bytes(b"other")
+    with pytest.raises(ValueError, match=r"is damaged: v000002/state\.pt does not have the size"):
+        manifest.verified(path / "v000002")
+    written(path, number=6)
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "v000005"]
+
+
+def dangling(path):
+    (path / "v000001/state.pt").unlink()
+    (path / "v000001/state.pt").symlink_to(path / "nowhere")
+
+
+def brackets(path):
+    (path / "manifest.json").write_text("[" * 200_000)
+
+
+def rewritten(**changes):
+    def damage(path):
+        content = {"format": 1, "version": "v000001", "files": {}, **changes}
+        manifest.write(path, {key: value for key, value in content.items() if value is not None})
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (dangling, "state.pt is a link, and was written as a file"),
+        (brackets, "manifest.json does not have the content"),
+        (rewritten(format=None), "has format None, and this release reads 1"),
+        (rewritten(version=7), "names versions or files as no release"),
+        (rewritten(files=None), "names versions or files as no release"),
+        (rewritten(files={"/etc/passwd": {"bytes": 1, "sha256": ""}}), "names versions or files as no release"),
+        (rewritten(files={"a": {"bytes": "1", "sha256": ""}}), "names versions or files as no release"),
+        (rewritten(earlier=["v000001"]), "names versions or files as no release"),
+        (rewritten(version="../other"), "names versions or files as no release"),
+    ],
+)
+def test_a_damaged_or_rewritten_manifest_is_one_sentence(path, damage, sentence):
+    damage(path)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        manifest.verified(path)
 
 
 def test_nothing_is_removed_where_the_manifest_cannot_be_read(path):
@@ -225,14 +299,8 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path):
 
 
 def test_another_format_says_which(path):
-    manifest._write(path, {"format": 2, "version": "v000001", "files": {}})
+    manifest.write(path, {"format": 2, "version": "v000001", "files": {}})
     with pytest.raises(ValueError, match="has format 2, and this release reads 1"):
-        manifest.verified(path)
-
-
-def test_a_manifest_cannot_point_elsewhere(path):
-    manifest._write(path, {"format": 1, "version": "../other", "files": {}})
-    with pytest.raises(ValueError, match="resume with the release that wrote it"):
         manifest.verified(path)
 
 

@@ -1,0 +1,119 @@
+"""Check and measure a machine with an NVIDIA GPU: twelve points in at most ten minutes, and one block to send back.
+
+    .venv/bin/python -m benchmarks.gpu_acceptance
+
+Run it in the repository. Each point runs in a process of its own and prints one line of JSON; a point that fails or
+takes too long does not end the others. vLLM is not needed. ``--device cpu`` runs the same code in a small form on a
+machine without a GPU: that shows that the points run, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Number of a point to its name and the most seconds that it may take, in the order of what each can find.
+POINTS = {
+    1: ("machine", 60),
+    2: ("building", 60),
+    3: ("steps", 150),
+    4: ("engine_gap", 90),
+    5: ("two_updates", 60),
+    6: ("strategies", 150),
+    7: ("memory", 100),
+    8: ("speed", 100),
+    9: ("push", 100),
+    10: ("start_order", 60),
+    11: ("resume", 150),
+    12: ("quickstart", 300),
+}
+_RESULT = "result of the point: "
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the points and print the block; exit code 0 if all were run and passed, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_acceptance", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--points", type=int, nargs="+", default=list(POINTS), choices=list(POINTS), metavar="N")
+    parser.add_argument("--seconds", type=float, default=570.0, help="time for all points (default: %(default)s)")
+    parser.add_argument("--in-this-process", type=int, choices=list(POINTS), metavar="N", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.in_this_process is not None:
+        return run_here(options.in_this_process, options.device)
+    end, lines = time.monotonic() + options.seconds, []
+    for number in options.points:
+        lines.append(json.dumps(run_apart(number, options.device, end)))
+        print(lines[-1], flush=True)
+    passed = sum(json.loads(line)["ok"] for line in lines)
+    print(f"\n===== lightning-rlhf GPU acceptance: {passed} of {len(lines)} points passed =====")
+    print(*lines, "===== end =====", sep="\n")
+    return 0 if passed == len(lines) else 1
+
+
+def run_here(number: int, device: str) -> int:
+    """Run one point in this process and print its figures as the last line."""
+    from benchmarks import acceptance_measurements, acceptance_points
+
+    name = POINTS[number][0]
+    point = getattr(acceptance_points, name, None) or getattr(acceptance_measurements, name)
+    with tempfile.TemporaryDirectory(prefix=f"acceptance_{name}_") as folder:
+        try:
+            found = point(device, Path(folder))
+        except Exception as error:
+            traceback.print_exc()
+            found = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+    print(_RESULT + json.dumps(found), flush=True)
+    return 0
+
+
+def run_apart(number: int, device: str, end: float) -> dict[str, Any]:
+    """Run one point in a process of its own, which is killed with all its children when its time is over.
+
+    Args:
+        number: number of the point.
+        device: ``cuda`` or ``cpu``.
+        end: time on the monotonic clock at which all points must have ended.
+
+    Returns:
+        Number, name, whether it passed, seconds, and the figures or the error.
+    """
+    name, most = POINTS[number]
+    left = end - time.monotonic()
+    limit = min(float(most if device == "cuda" else 3 * most), left)
+    line: dict[str, Any] = {"point": number, "name": name, "ok": False, "device": device}
+    if left < 5:
+        return {**line, "error": "not run: the time for all points is over"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+    command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", device, "--in-this-process", str(number)]
+    environment = {**os.environ, **hidden}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {**line, "seconds": round(time.monotonic() - began, 1), "error": f"killed after {limit:.0f} s"}
+    line["seconds"] = round(time.monotonic() - began, 1)
+    results = [text.removeprefix(_RESULT) for text in output.splitlines() if text.startswith(_RESULT)]
+    if not results:
+        return {**line, "error": f"exit code {process.returncode}; {' '.join(output.split())[-500:]}"}
+    return {**line, **json.loads(results[-1])}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""A description of a run's data, models and settings, so that a resume can report each change since its checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_rlhf.models.loading import ModelSource, Pretrained
+from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.seeding import run_seed
+
+from .rollout_loop import RolloutLoop
+
+# The place in the data that a checkpoint holds is a number of batches: under another of these it means other rows.
+WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
+_ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling")
+_NOT_THE_RESULT = ("micro_batch_tokens", "kl_coef")  # how a step is computed; steered by a callback, and restored
+
+
+def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
+    """Describe data, seed, batch sizes, sampling, rewards, models and algorithm of a run, each as a short text.
+
+    Rows, and the source code of reward functions, are described by the beginning of their SHA-256.
+
+    Args:
+        trainer: with its data module set up.
+        module: of the run.
+    """
+    found = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
+    found |= _data_settings(trainer.datamodule)
+    for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
+        found |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
+        found |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
+    found |= {f"source of the {role}": _source(source) for role, source in module.sources.items()}
+    found["module"] = type(module).__name__
+    return found | _module_settings(module)
+
+
+def changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """Name each setting that differs, with a sentence part that gives both values.
+
+    Args:
+        then: settings of the run that wrote the checkpoint.
+        now: settings of this run.
+    """
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return {name: f"{name} is {now.get(name, 'absent')}, and was {then.get(name, 'absent')}" for name in names}
+
+
+def _data_settings(data: Any) -> dict[str, str]:
+    found = {}
+    for part, examples in getattr(data, "examples", {}).items():
+        rows = {"train": "training rows", "val": "validation rows"}[part]
+        found[rows] = f"{len(examples)} with SHA-256 {_digest(examples)}"
+    if hasattr(data, "batch_size"):
+        found["batch_size"] = str(data.batch_size)
+    if hasattr(data, "shuffle"):
+        found["order of the data"] = _text(data.sampler) if data.sampler else f"shuffle: {data.shuffle}".lower()
+    return found
+
+
+def _module_settings(module: RoleModule) -> dict[str, str]:
+    """Arguments of the constructors that the module keeps under their names, as far as they are plain values."""
+    found = {}
+    for kind in reversed(type(module).__mro__):
+        if issubclass(kind, RoleModule) and "__init__" in vars(kind):
+            for name in inspect.signature(kind.__init__).parameters:
+                value = vars(module).get(name)
+                plain = value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value)
+                if name in vars(module) and plain and name not in _NOT_THE_RESULT:
+                    found[name] = _text(value)
+    return found
+
+
+def _reward(reward: RewardFunction) -> str:
+    function = reward.call.function
+    try:
+        code = _digest(inspect.getsource(function if inspect.isroutine(function) else type(function)))
+    except (OSError, TypeError):  # no source: built in, or made at run time
+        code = "unknown"
+    return f"weight {reward.weight:g}, source code {code}"
+
+
+def _source(source: ModelSource) -> str:
+    if isinstance(source, Pretrained) and Path(source.path).is_dir():
+        sizes = [(file.name, file.stat().st_size) for file in sorted(Path(source.path).glob("*.safetensors"))]
+        return f"{_text(source)} of {sum(size for _, size in sizes)} bytes"
+    return _text(source)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return f"a {type(value).__name__}" if " at 0x" in text else text  # an address differs in every process
+
+
+def _digest(value: Any) -> str:
+    total = hashlib.sha256()
+    _add(total, value)
+    return total.hexdigest()[:12]
+
+
+def _add(total: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        total.update(value.contiguous().numpy().tobytes())
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _add(total, getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            total.update(repr(key).encode())
+            _add(total, value[key])
+    elif isinstance(value, (list, tuple)):
+        total.update(f"[{len(value)}".encode())
+        if value and all(type(part) is int for part in value):
+            total.update(repr(value).encode())
+        else:
+            for part in value:
+                _add(total, part)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes)):
+        total.update(repr(value).encode())
+    else:
+        total.update(type(value).__name__.encode())

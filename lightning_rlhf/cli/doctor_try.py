@@ -1,0 +1,181 @@
+"""``lightning-rlhf doctor --try``: run kernels, the rollout engine and two steps of PPO on a small random model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.rewards.adapter import RewardFunction
+
+Row = tuple[str, str, str]  # name, finding, and a fault, empty where there is none
+
+# Heads of 64, which all attention kernels of vLLM have; vocabulary of the tokenizer.
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 128,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of results near 1, TF32 included
+_STEPS = 2
+
+
+def try_out() -> Iterator[Row]:
+    """Run the kernels, then two steps of PPO by the engine that ``auto`` chooses; yield one row for each finding.
+
+    The check of engine and actor runs in both steps, so that both pushes are compared with the actor.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for dtype in _TOLERANCE:
+        yield _reported(f"kernels in {str(dtype).removeprefix('torch.')}", partial(kernels, device, dtype))
+    for precision in ("32-true", "bf16-mixed"):
+        with tempfile.TemporaryDirectory() as folder:
+            yield _reported(f"PPO in {precision}", partial(steps, device, precision, Path(folder)))
+
+
+def _reported(name: str, attempt: Callable[[], str]) -> Row:
+    """Run an attempt; what CUDA, vLLM and this project raise becomes a fault, and the next attempt still runs."""
+    began = time.monotonic()
+    try:
+        finding = attempt()
+    except (RuntimeError, ValueError, OSError, ArithmeticError, ImportError) as error:
+        words = " ".join(str(error).split())
+        return name, "failed", f"{name}: {type(error).__name__}: {words}"
+    return name, f"{finding}; {time.monotonic() - began:.1f} s", ""
+
+
+def kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Compare a matrix product, attention and their gradients on a device with float64 on the CPU.
+
+    Args:
+        device: device to run on.
+        dtype: dtype to compute in.
+
+    Returns:
+        The largest difference.
+
+    Raises:
+        ArithmeticError: a result differs by more than rounding.
+    """
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, 64, 64, generator=draw, dtype=torch.float64) for _ in range(3)]
+    expected = _attention(inputs)
+    results = _attention([values.to(device, dtype) for values in inputs])
+    pairs = zip(results, expected, strict=True)
+    worst = max(((ours.cpu().double() - right).abs().max() / right.abs().max()).item() for ours, right in pairs)
+    if not worst <= _TOLERANCE[dtype]:
+        raise ArithmeticError(f"attention on {device} differs by {worst:.2g} from float64 on the CPU")
+    return f"matrix product, attention and gradients on {device} within {worst:.1g} of float64"
+
+
+def _attention(inputs: list[Tensor]) -> list[Tensor]:
+    query, key, value = (values.clone().requires_grad_() for values in inputs)
+    result = scaled_dot_product_attention(query, key, value, is_causal=True) @ value.transpose(-1, -2) / 8
+    result.square().mean().backward()
+    return [result.detach(), *(values.grad for values in (query, key, value) if values.grad is not None)]
+
+
+def steps(device: torch.device, precision: str, folder: Path) -> str:
+    """Run two steps of PPO on a random model with the engine of ``auto``.
+
+    Args:
+        device: device of the trainer.
+        precision: precision of the Trainer.
+        folder: directory of the run.
+
+    Returns:
+        The engine, the seconds of push and step, and the difference of the log-probabilities.
+
+    Raises:
+        ArithmeticError: weights are not finite, or did not change.
+    """
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    source = FromConfig(ARCHITECTURE, seed=0)
+    module = PPOModule(source, actor_optimizer=adam, critic_optimizer=adam, minibatch_size=8)
+    rows = InMemory([{"prompt": "abc"}] * 8 * _STEPS)
+    data = PromptDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8)
+    loop = RolloutLoop([RewardFunction(share_of_a)], max_response_tokens=16, check_rows=8, validate_at_ends=False)
+    with _quiet():
+        trainer = Trainer(
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            strategy="rlhf_single",
+            precision=precision,  # type: ignore[arg-type]
+            max_steps=_STEPS,
+            callbacks=[loop],
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, datamodule=data)
+    actor: Any = module.actor
+    after = digest(actor)
+    if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
+        raise ArithmeticError("weights are not finite after two steps of PPO")
+    if after == digest(source.causal()):
+        raise ArithmeticError("weights are the same after two steps of PPO as before")
+    metrics: dict[str, Any] = trainer.callback_metrics
+    mean, largest = (float(metrics[f"rollout/logprob_diff_{which}"]) for which in ("mean", "max"))
+    return (
+        f"{loop.engine_description}; {_STEPS} pushes, the last in {float(metrics['time/sync_s']):.2f} s; engine and "
+        f"actor differ by {mean:.1g} nats on average, {largest:.1g} at most; weights learnt"
+    )
+
+
+def share_of_a(completions: list[str]) -> list[float]:
+    """Return the share of the letter a in each completion."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def digest(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the messages of Lightning about small Trainers."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_rlhf")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

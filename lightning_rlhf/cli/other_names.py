@@ -1,0 +1,78 @@
+"""Options of TRL, peft, transformers and verl, and what they are called in a configuration here."""
+
+from __future__ import annotations
+
+_OPTIMIZER = "model.init_args.actor_optimizer, as {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-6}}"
+_SCHEDULE = (
+    "model.init_args.actor_lr_scheduler, as {class_path: lightning_rlhf.modules.schedules.RunSchedule, init_args: "
+    "{kind: cosine, warmup_ratio: 0.03}}"
+)
+_LORA = "model.init_args.actor, as {class_path: lightning_rlhf.Pretrained, init_args: {path: ..., lora: {rank: 16}}}"
+_LOOP = "RolloutLoop under trainer.callbacks"
+_KEPT_TOKENS = "is not offered: the probabilities of engine and trainer would be over different tokens"
+OTHER_NAMES = {
+    "beta": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
+    "kl_coef": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
+    "kl_loss_coef": "kl_loss.coef of the module",
+    "learning_rate": _OPTIMIZER,
+    "lr": _OPTIMIZER,
+    "optim": _OPTIMIZER,
+    "weight_decay": _OPTIMIZER,
+    "lr_scheduler_type": _SCHEDULE,
+    "warmup_ratio": _SCHEDULE,
+    "warmup_steps": _SCHEDULE,
+    "r": f"lora.rank of {_LORA}",
+    "lora_r": f"lora.rank of {_LORA}",
+    "lora_rank": f"lora.rank of {_LORA}",
+    "lora_alpha": f"lora.alpha of {_LORA}",
+    "peft_config": f"lora of {_LORA}",
+    "epsilon": "policy_loss.clip_range of the module",
+    "cliprange": "policy_loss.clip_range of the module",
+    "clip_ratio": "policy_loss.clip_range of the module",
+    "cliprange_value": "value_loss.clip_range of the module",
+    "lam": "advantages.gae_lambda of the module",
+    "num_iterations": "update_epochs of the module",
+    "num_ppo_epochs": "update_epochs of the module",
+    "ppo_epochs": "update_epochs of the module",
+    "ppo_mini_batch_size": "minibatch_size of the module, counted in responses",
+    "loss_type": "aggregation of the module",
+    "loss_agg_mode": "aggregation of the module",
+    "gradient_accumulation_steps": "micro_batch_tokens of the module, the tokens of one forward pass",
+    "gradient_checkpointing": "activation_checkpointing of the strategy",
+    "per_device_train_batch_size": "data.init_args.batch_size, counted over all devices",
+    "train_batch_size": "data.init_args.batch_size",
+    "max_prompt_length": "data.init_args.max_tokens",
+    "num_generations": f"group_size of {_LOOP}",
+    "max_completion_length": f"max_response_tokens of {_LOOP}",
+    "max_new_tokens": f"max_response_tokens of {_LOOP}",
+    "reward_funcs": f"rewards of {_LOOP}",
+    "reward_weights": f"weight of each entry of rewards of {_LOOP}",
+    "top_p": _KEPT_TOKENS,
+    "top_k": _KEPT_TOKENS,
+    "min_p": _KEPT_TOKENS,
+    "use_vllm": f"engine of {_LOOP}; its default, auto, uses vLLM where it runs",
+    "num_train_epochs": "trainer.max_epochs",
+    "total_epochs": "trainer.max_epochs",
+    "output_dir": "trainer.default_root_dir",
+    "bf16": "trainer.precision: bf16-mixed",
+    "report_to": "trainer.logger",
+    "save_steps": "every_n_steps of lightning_rlhf.callbacks.RunCheckpoint under trainer.callbacks",
+    "eval_steps": "trainer.val_check_interval",
+    "logging_steps": "every_n_steps of lightning_rlhf.callbacks.Console under trainer.callbacks",
+    "seed": "seed_everything",
+}
+ENGINES = {
+    "vllm": "lightning_rlhf.rollout.vllm_engine.VLLMEngine",
+    "hf": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+    "transformers": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+}
+
+
+def called_here(name: str) -> str:
+    """Return the end of a sentence about an unknown option that other libraries have; empty for any other.
+
+    Args:
+        name: last part of the option.
+    """
+    ours = OTHER_NAMES.get(name, "")
+    return f", which {ours}" if ours.startswith("is not") else f"; here it is {ours}" if ours else ""

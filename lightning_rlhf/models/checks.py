@@ -1,0 +1,63 @@
+"""Checks of a model's files before its weights are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def check_sizes(config: PretrainedConfig, name: str) -> None:
+    """Validate that the sizes of an architecture are positive.
+
+    Args:
+        config: of the model.
+        name: of its source, for the message.
+
+    Raises:
+        ValueError: one is not.
+    """
+    own: Any = config.get_text_config()
+    for size in _SIZES:
+        value = getattr(own, size, None)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{name} has {size} {value}, expected at least 1")
+
+
+def check_shards(directory: Path) -> None:
+    """Validate that the index of a directory's weights names safetensors files in that directory.
+
+    Args:
+        directory: of a model; anything else, such as a hub id, is left to transformers.
+
+    Raises:
+        ValueError: the index is damaged, or leads outside, or to a file of another kind.
+    """
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is damaged: {type(error).__name__}: {error}") from None
+    for file in sorted(map(str, files)):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ValueError(f"{index} names {file!r}: weights are read from *.safetensors beside it only")
+        if not (directory / file).is_file():
+            raise ValueError(f"{index} names {file!r}, which is missing")
+
+
+def memory_error(error: RuntimeError, name: str) -> ValueError | None:
+    """Return an error that names the model where torch could not allocate memory for it, else None.
+
+    Args:
+        error: of torch.
+        name: of the model's source.
+    """
+    if "allocate" not in str(error):
+        return None
+    return ValueError(f"{name} needs more memory than this machine has: {str(error).splitlines()[0]}")

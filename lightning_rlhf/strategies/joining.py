@@ -1,0 +1,87 @@
+"""Start of a run of several processes: check the launch, and report a wait for processes that do not come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from torch.distributed.constants import default_pg_timeout
+
+log = logging.getLogger(__name__)
+_NODES_SECONDS = 8.0  # nodes of one job start within seconds of each other
+_PROCESSES_SECONDS = 60.0  # processes of one machine import torch first, which takes a busy machine half a minute
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
+    """Validate that the processes of several nodes can find each other.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        nodes: number of nodes of the run.
+
+    Raises:
+        ValueError: no launcher started this process, and the address of the first node is not set.
+    """
+    missing = [name for name in _ADDRESS if name not in os.environ]
+    if nodes > 1 and isinstance(environment, LightningEnvironment) and missing:
+        raise ValueError(
+            f"trainer.num_nodes is {nodes}, but {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set, and "
+            f"neither torchrun nor SLURM started this process, so the nodes cannot find each other: use one of the "
+            f"launchers in examples/cluster, or start the same command on every node with MASTER_ADDR and MASTER_PORT "
+            f"of the first node and NODE_RANK from 0 to {nodes - 1}"
+        )
+
+
+@contextmanager
+def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout: timedelta | None) -> Iterator[None]:
+    """Log one line if the processes of a run do not find each other within seconds; end with a message at the timeout.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        nodes: number of nodes of the run.
+        processes: number of processes per node.
+        timeout: of the wait; None is torch's default.
+
+    Raises:
+        RuntimeError: not all processes came within the timeout.
+    """
+    seconds = (timeout or default_pg_timeout).total_seconds()
+    line = _waiting_line(environment, nodes, processes)
+    after = _NODES_SECONDS if nodes > 1 else _PROCESSES_SECONDS
+    ending = f"the run ends if they do not come within {seconds:.0f} s (timeout of the strategy)"
+    timer = threading.Timer(after, lambda: log.warning("%s; %s", line, ending))
+    timer.daemon = True
+    if environment.local_rank() == 0:
+        timer.start()
+    try:
+        yield
+    except dist.DistError as error:
+        raise RuntimeError(f"{line}; not all came within {seconds:.0f} s: {' '.join(str(error).split())}") from None
+    finally:
+        timer.cancel()
+
+
+def _waiting_line(environment: ClusterEnvironment, nodes: int, processes: int) -> str:
+    """Return the address, who is waited for, and how they are started."""
+    all_of = f"all {nodes * processes} processes of this run ({nodes} nodes with {processes} each)"
+    where = f"waiting at {environment.main_address}, port {environment.main_port}, for {all_of}"
+    if nodes == 1:
+        return where
+    if isinstance(environment, LightningEnvironment):
+        return (
+            f"{where}: neither torchrun nor SLURM started this process, so start the same command on every node with "
+            f"MASTER_ADDR and MASTER_PORT as here and NODE_RANK from 0 to {nodes - 1} (it is {environment.node_rank()} "
+            f"here), or use a launcher (examples/cluster)"
+        )
+    return (
+        f"{where}: {type(environment).__name__} gave this process MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; start "
+        f"the launcher on every node, with the same address, which all must reach"
+    )

@@ -1,0 +1,117 @@
+"""Copies of finished checkpoints in a folder that fsspec reaches by a URL: object stores, other machines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from lightning_rlhf.strategies import manifest
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path names a place behind a protocol, as in ``s3://bucket/run/last.ckpt``."""
+    return "://" in str(path)
+
+
+def check_url(url: str) -> None:
+    """Refuse a URL that fsspec cannot reach, before anything is trained.
+
+    Args:
+        url: of a folder.
+
+    Raises:
+        ValueError: the protocol is unknown, or the package for it is missing.
+    """
+    try:
+        fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"RunCheckpoint cannot copy to {url!r}: {error}; give the URL of a folder that fsspec can write, such as "
+            f"s3://bucket/run with the package s3fs installed"
+        ) from error
+
+
+@contextmanager
+def _network_errors() -> Iterator[None]:
+    """Raise the errors of a store's own client, which need not be OSErrors, as OSErrors."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # of botocore, aiohttp, google's client, ...
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+@_network_errors()
+def upload(version: Path, url: str) -> None:
+    """Copy a finished version, then its manifest, then remove the versions that the manifest no longer names.
+
+    A copy that is interrupted leaves the manifest of the copy before, and the files that it names.
+
+    Args:
+        version: folder of it, in the folder of its checkpoint.
+        url: of the copy of the checkpoint.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    fs, root = fsspec.core.url_to_fs(url)
+    for file in sorted(file for file in version.rglob("*") if file.is_file()):
+        target = f"{root}/{version.name}/{file.relative_to(version).as_posix()}"
+        fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        fs.put_file(str(file), target)
+    fs.put_file(str(version.parent / manifest.NAME), f"{root}/{manifest.NAME}")
+    kept = {manifest.NAME, *manifest.kept_versions(version.parent)}
+    fs.invalidate_cache()
+    for entry in fs.ls(root, detail=False):
+        if (name := entry.rstrip("/").rpartition("/")[2]) not in kept and manifest.is_version(name):
+            fs.rm(entry, recursive=True)
+
+
+@_network_errors()
+def exists(url: str) -> bool:
+    """Whether a copy was ever finished there."""
+    fs, root = fsspec.core.url_to_fs(url)
+    return bool(fs.exists(f"{root}/{manifest.NAME}"))
+
+
+@_network_errors()
+def newest(url: str) -> int:
+    """Return the largest number of a version that a copy has files of; 0 without any."""
+    fs, root = fsspec.core.url_to_fs(url)
+    if not fs.exists(root):
+        return 0
+    names = [entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(root, detail=False)]
+    return max([int(name.removeprefix("v")) for name in names if manifest.is_version(name)], default=0)
+
+
+@_network_errors()
+def download(url: str, folder: Path) -> None:
+    """Fetch the version that counts of a copy into a local checkpoint folder, to be verified there.
+
+    Args:
+        url: of the copy of the checkpoint.
+        folder: replaced.
+
+    Raises:
+        FileNotFoundError: there is no finished copy.
+        ValueError: its manifest is damaged.
+        OSError: it could not be read.
+    """
+    fs, root = fsspec.core.url_to_fs(url)
+    if not fs.exists(f"{root}/{manifest.NAME}"):
+        raise FileNotFoundError(f"no checkpoint at {url}: there is no {manifest.NAME}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fs.get_file(f"{root}/{manifest.NAME}", str(folder / manifest.NAME))
+    content: dict[str, Any] = manifest.read(folder)
+    for name in content["files"]:
+        target = folder / content["version"] / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fs.get_file(f"{root}/{content['version']}/{name}", str(target))
+    manifest.write(folder, {**content, "earlier": {}})

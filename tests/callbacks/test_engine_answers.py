@@ -1,0 +1,82 @@
+"""An engine's answers are compared with the request: a wrong one ends the run with a message, whatever engine it is."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_rlhf.rollout.vllm_requests import as_completion
+from lightning_rlhf.types import Completion
+from tests.callbacks.conftest import exact
+from tests.stand_ins import VOCABULARY, ScriptedEngine
+
+
+class Faulty(ScriptedEngine):
+    """Changes the first completion of each call."""
+
+    def __init__(self, texts, tokenizer, change, streams):
+        super().__init__(texts, tokenizer)
+        self.change, self.streams = change, streams
+
+    def generate(self, prompts, sampling, seeds, finished=None):
+        completions = super().generate(prompts, sampling, seeds)
+        completions[:1] = self.change(completions[0])
+        if self.streams and finished is not None:
+            finished(0, completions[0])
+        return completions
+
+
+def changed(**fields):
+    return lambda completion: [replace(completion, **fields)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (changed(policy_version=7), "the engine answered with policy version 7, but 0 was pushed last"),
+        (
+            changed(token_ids=[3] * 300, logprobs=[-1.0] * 300),
+            "the engine returned 300 tokens where at most 4 were requested",
+        ),
+        (
+            changed(token_ids=[VOCABULARY], logprobs=[-1.0]),
+            f"the engine returned token {VOCABULARY}; the actor has tokens 0 to {VOCABULARY - 1}",
+        ),
+        (changed(logprobs=[float("nan")] * 2), "the engine returned log-probabilities that are not finite"),
+        (changed(logprobs=[float("-inf")] * 2), "the engine returned log-probabilities that are not finite"),
+        (changed(token_ids=[-1], logprobs=[-1.0]), "the engine returned token -1; the actor has tokens 0 to"),
+    ],
+    ids=["version", "length", "token", "NaN", "minus infinity", "negative token"],
+)
+def test_a_wrong_answer_ends_the_run_before_it_is_learnt_from(run, change, told, streams):
+    made = run()
+    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change, streams)
+    with pytest.raises(RuntimeError, match=told):
+        made.fit()
+    assert made.trainer.global_step == 0
+
+
+def test_a_missing_answer_ends_the_run(run):
+    made = run()
+    made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, lambda completion: [], False)
+    with pytest.raises(RuntimeError, match=r"the engine returned \d completions for \d prompts"):
+        made.fit()
+
+
+@pytest.mark.parametrize("value", [0.5, float("inf")])
+def test_a_log_probability_that_cannot_be_is_no_completion(value):
+    with pytest.raises(ValueError, match=rf"must not be positive, got {value} at token 1"):
+        Completion([3, 4], [-1.0, value], "stop", 0)
+
+
+def test_a_log_probability_that_rounds_to_zero_is_one():
+    assert Completion([3], [1e-6], "stop", 0).logprobs == [1e-6]
+
+
+def test_an_answer_of_vllm_without_a_field_is_named():
+    with pytest.raises(RuntimeError, match="vLLM's answer has no 'logprobs'; it has id, token_ids"):
+        as_completion({"id": "0", "token_ids": [1]})
+
+
+def test_a_plain_function_is_a_reward(run):
+    assert "reward/exact" in run(loop={"rewards": [exact], "val_metric": "exact"}).fit().metrics

@@ -1,0 +1,106 @@
+"""The comparison of engine and actor: a few tokens may differ by much, a lost weight is found."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks.engine_check import gap_statistics
+from lightning_rlhf.rollout.engine import engine_dtype
+from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from tests.callbacks.conftest import Run
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ([], [0, 0, 0]),
+        ([0.5], [0.5, 0.5, 0.5]),
+        ([0.1] * 98 + [3.0], [(9.8 + 3) / 99, 3, 3]),  # fewer than a hundred tokens: the percentile is the maximum
+        ([0.1] * 99 + [3.0], [(9.9 + 3) / 100, 0.1, 3]),
+        ([0.1] * 197 + [2.0, 3.0, 4.0], [(19.7 + 9) / 200, 2, 4]),
+        ([0.1, math.nan], [math.inf, math.inf, math.inf]),
+    ],
+    ids=["none", "one", "99 tokens", "100 tokens", "200 tokens", "nan"],
+)
+def test_the_statistics_of_a_rollout(gaps, expected):
+    assert gap_statistics(torch.tensor(gaps)).tolist() == pytest.approx(expected)
+
+
+class Noisy(TransformersEngine):
+    """Adds a difference to the log-probabilities of every n-th token."""
+
+    def __init__(self, nats, every):
+        super().__init__()
+        self.nats, self.every, self.tokens = nats, every, 0
+
+    def generate(self, prompts, sampling, seeds, finished=None):
+        completions = super().generate(prompts, sampling, seeds)
+        for completion in completions:
+            for i in range(len(completion.logprobs)):
+                self.tokens += 1
+                completion.logprobs[i] -= self.nats * (self.tokens % self.every == 0)
+        return completions
+
+
+def fit(tmp_path, nats, every, bound):
+    loop = {"engine": Noisy(nats, every), "check_rows": 64, "group_size": 64, "max_logprob_diff": bound}
+    loop |= {"validate_at_ends": False, "max_response_tokens": 8}
+    return Run(tmp_path, loop=loop, model={"minibatch_size": 128}, trainer={"max_steps": 1}).fit()
+
+
+def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
+    # 64 rows of up to 8 tokens: one of 200 tokens differs by 9 nats, 0.045 on average
+    assert fit(tmp_path, 9.0, 200, 1.0).metrics["rollout/logprob_diff_max"] == pytest.approx(9, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("nats", "every", "told"),
+    [
+        (0.09, 1, "by 0.09 nats on average (allowed: 0.05) and 0.09 at the 99th percentile (allowed: 1, max_logprob"),
+        (1.2, 30, "at the 99th percentile (allowed: 1, max_logprob_diff), 1.2 at most: "),
+        (math.nan, 200, "by inf nats on average"),
+    ],
+    ids=["all a little", "some much", "not a number"],
+)
+def test_many_tokens_that_differ_are_an_error(tmp_path, nats, every, told):
+    with pytest.raises(RuntimeError, match=re.escape(told)):
+        fit(tmp_path, nats, every, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "source", "engine"),
+    [
+        ("32-true", "float32", "float32"),
+        ("32-true", "bfloat16", "bfloat16"),
+        ("bf16-mixed", "float32", "bfloat16"),
+        ("bf16-mixed", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_engine_computes_in_the_dtype_of_the_actor(tmp_path, precision, source, engine):
+    assert engine_dtype(precision, source) == engine
+
+
+def test_under_mixed_precision_the_engine_is_started_in_bfloat16_and_says_so(tmp_path):
+    for precision, dtype in (("32-true", "float32"), ("bf16-mixed", "bfloat16")):
+        made = Run(
+            tmp_path,
+            loop={"engine": TransformersEngine(), "check_rows": 2, "validate_at_ends": False},
+            trainer={"precision": precision, "max_steps": 2},
+        ).fit()
+        assert made.loop.engine_description == f"transformers' generate on cpu in {dtype}"
+
+
+def test_a_lost_weight_is_found_under_mixed_precision(tmp_path):
+    class Forgetful(TransformersEngine):
+        def update_weights(self, parameters, version):
+            super().update_weights(parameters, version)
+            with torch.no_grad():
+                self._running.model.layers[1].self_attn.o_proj.weight.zero_()
+
+    loop = {"engine": Forgetful(), "check_rows": 4, "validate_at_ends": False}
+    with pytest.raises(
+        RuntimeError, match=r"the first parameter that differs is model.layers.1.self_attn.o_proj.weigh"
+    ):
+        Run(tmp_path, loop=loop, trainer={"precision": "bf16-mixed"}).fit()

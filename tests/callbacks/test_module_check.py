@@ -1,0 +1,26 @@
+"""A callback that reads models by their roles refuses a module of another kind in a sentence."""
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_rlhf.callbacks import Console, HFExport, KLControl, RolloutLog, Throughput
+from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
+from tests.stand_ins import quiet_trainer
+
+
+@pytest.mark.parametrize(
+    ("callback", "kind"),
+    [
+        (Console(), "RoleModule"),
+        (Throughput(), "RoleModule"),
+        (HFExport(), "RoleModule"),
+        (RolloutLog(), "RLHFModule"),
+        (KLControl(AdaptiveKL(target=1.0, horizon=10)), "RLHFModule"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_another_module_is_refused_before_training(callback, kind, tmp_path):
+    trainer = quiet_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
+    told = rf"{type(callback).__name__} works with a lightning_rlhf {kind} \(.*\), got BoringModel: leave the"
+    with pytest.raises(ValueError, match=told):
+        trainer.fit(BoringModel())

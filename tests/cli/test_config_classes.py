@@ -1,0 +1,116 @@
+"""Classes beside the configuration are found, and nothing but a class of the right kind is called."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf import __main__
+from lightning_rlhf.cli.config_classes import check_classes
+from lightning_rlhf.cli.main import Stopped
+from lightning_rlhf.cli.understood import module_of, understood
+
+OWN = """
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rlhf import PPOModule
+
+
+class Greeting(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("a callback of a file beside the configuration")
+
+
+class OwnModule(PPOModule):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def _import_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize("beside", ["configuration", "working directory"])
+def test_a_class_in_a_file_here_or_beside_the_configuration_is_found(cli, config, tmp_path, monkeypatch, beside):
+    name = f"own_classes_{beside[:4]}"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = tmp_path if beside == "configuration" else elsewhere
+    (folder / f"{name}.py").write_text(OWN)
+    config["model"]["class_path"] = f"{name}.OwnModule"
+    config["trainer"]["callbacks"].append({"class_path": f"{name}.Greeting"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(elsewhere)
+    result = cli("fit", "--config", "../run.yaml")
+    assert result.code == 0, result.err
+    assert "a callback of a file beside the configuration" in result.out
+    assert "OwnModule: actor" in result.out
+
+
+def test_a_file_here_replaces_no_installed_package(fit, config, tmp_path):
+    Path("yaml.py").write_text("raise ValueError('not this one')")
+    assert fit(config).code == 0
+    assert sys.path[-1] == str(tmp_path)
+
+
+SHELL = {"class_path": "os.system", "init_args": {"command": "touch ran"}}
+
+
+@pytest.mark.parametrize("key", ["actor_optimizer", "actor_lr_scheduler", "critic_optimizer"])
+def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, config, key):
+    config["model"]["init_args"][key] = SHELL
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    result = cli("fit", "--config", "run.yaml")
+    assert result.code == 2
+    told = f"model.{key}: class_path must name a class, got 'os.system', a builtin_function_or_method"
+    assert result.err == f"lightning-rlhf: {told}\n"
+    with pytest.raises(Stopped, match=told.removeprefix("model.")):
+        module_of(understood(["--config", "run.yaml"]))
+    assert not Path("ran").exists()
+
+
+def test_a_class_of_another_kind_is_not_called(fit, config):
+    config["model"]["init_args"]["actor_optimizer"] = {
+        "class_path": "subprocess.Popen",
+        "init_args": {"args": "touch ran", "shell": True},
+    }
+    result = fit(config)
+    assert result.code == 2
+    assert "Expected 'subprocess.Popen' to be a subclass of" in result.err
+    assert not Path("ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_plan_reads_a_correction_that_a_class_method_makes(config, monkeypatch, capsys):
+    correction = "lightning_rlhf.objectives.corrections.RolloutCorrection.bypass_ppo_clip"
+    config["model"]["init_args"]["correction"] = {"class_path": correction}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "plan", "--config", "run.yaml", "--gpus", "1"])
+    assert not __main__.main()
+    assert "a step: " in capsys.readouterr().out
+
+
+def test_a_class_method_that_returns_something_else_is_not_called():
+    with pytest.raises(ValueError, match="x: class_path must name a class, got 'pathlib\\.Path\\.cwd'"):
+        check_classes({"x": {"class_path": "pathlib.Path.cwd"}})
+
+
+def test_aliases_that_multiply_are_refused_at_once(fit):
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 10)]
+    result = fit("\n".join(["l0: &l0 [1, 2, 3, 4, 5, 6, 7, 8, 9]", *levels]))
+    assert result.code == 2
+    assert "values when its aliases are written out, allowed are 100000" in result.err
+
+
+def test_a_class_of_ours_explains_itself_by_its_plain_name():
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_rlhf", "fit", "--model.help", "GRPOModule"],
+        cwd=root, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--model.kl_loss.coef" in done.stdout

@@ -1,0 +1,67 @@
+"""Options of TRL, peft and verl are answered with the name that they have here."""
+
+import inspect
+
+import pytest
+
+from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
+from lightning_rlhf.callbacks import Console, RolloutLoop, RunCheckpoint
+from lightning_rlhf.cli.other_names import ENGINES, OTHER_NAMES, called_here
+from lightning_rlhf.cli.parser import _parameters
+from lightning_rlhf.rewards.resolve import load_function
+
+MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (f"{MODEL}.beta", 0.04, "model (PPOModule): unknown option 'beta'; here it is kl_loss.coef (a penalty in the"),
+        (
+            f"{MODEL}.learning_rate",
+            1e-6,
+            "model (PPOModule): unknown option 'learning_rate'; here it is model.init_args",
+        ),
+        (f"{MODEL}.r", 16, "model (PPOModule): unknown option 'r'; here it is lora.rank of model.init_args.actor"),
+        (
+            f"{LOOP}.top_p",
+            0.9,
+            "trainer.callbacks (RolloutLoop): unknown option 'top_p', which is not offered: the p",
+        ),
+        (f"{LOOP}.num_generations", 8, "trainer.callbacks (RolloutLoop): unknown option 'num_generations'; here it is"),
+        (
+            f"{LOOP}.engine",
+            "vllm",
+            "trainer.callbacks.engine (RolloutLoop): expected the dotted path of a class, got 'vllm'; write "
+            "lightning_rlhf.rollout.vllm_engine.VLLMEngine",
+        ),
+        ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
+    ],
+)
+def test_the_name_here_is_given(fit, config, path, value, told):
+    *parents, last = path.split(".")
+    place = config
+    for key in parents:
+        place = place[int(key) if key.isdigit() else key]
+    place[last] = value
+    result = fit(config)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert line.startswith(f"lightning-rlhf: {told}")
+
+
+def test_an_option_of_the_command_line_too(fit, config):
+    assert "'--learning_rate'; here it is model.init_args" in fit(config, "--learning_rate", "1e-6").err
+
+
+def test_the_names_that_are_given_exist():
+    classes = (GRPOModule, Pretrained, PromptDataModule, RolloutLoop, RunCheckpoint, Console)
+    known = {name for cls in classes for name in _parameters(cls)} | set(inspect.signature(RolloutLoop).parameters)
+    for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",
+                 "micro_batch_tokens", "batch_size", "max_tokens", "group_size", "max_response_tokens", "rewards",
+                 "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip
+        assert name in known, name
+        assert any(name in text for text in OTHER_NAMES.values()), name
+    for engine in ENGINES.values():
+        load_function(engine)
+    assert called_here("minibatch_size") == ""

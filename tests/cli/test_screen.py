@@ -1,0 +1,77 @@
+"""Lightning's messages are shown but for those of every run, and the last line gives the reason of the end."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.screen import RoutineFilter
+
+LIGHTNING = "lightning.pytorch.callbacks"
+
+
+def test_a_profile_is_printed_and_routine_is_not(fit, config):
+    config["trainer"]["profiler"] = "simple"
+    result = fit(config)
+    assert result.code == 0
+    assert "FIT Profiler Report" in result.out
+    for routine in ("GPU available", "TPU available", "Tip", "Seed set", "`Trainer.fit` stopped"):
+        assert routine not in result.out + result.err
+
+
+def test_a_run_of_its_own_length_says_so_in_its_last_line(fit, config):
+    result = fit(config)
+    assert result.out.splitlines()[-1] == "ended after step 2: max_steps is 2; results are in runs/tiny"
+    assert result.err == ""
+
+
+def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
+    config["trainer"]["callbacks"].append(
+        {
+            "class_path": f"{LIGHTNING}.EarlyStopping",
+            "init_args": {
+                "monitor": "reward/mean", "verbose": True, "patience": 1, "min_delta": 100.0,
+                "check_on_train_epoch_end": True,
+            },
+        }
+    )  # fmt: skip
+    config["trainer"] |= {"max_steps": 50, "limit_train_batches": 1}
+    result = fit(config)
+    assert "Monitored metric reward/mean did not improve in the last 1 records" in result.out
+    told = "ended after step 2: EarlyStopping stopped it: reward/mean did not improve; results are in runs/tiny"
+    assert result.out.splitlines()[-1] == told
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_steps": -1, "max_epochs": 1}, "ended after step 3: max_epochs is 1; results are in runs/tiny"),
+        (
+            {"max_steps": 50, "max_time": "00:00:00:00"},
+            "ended after step 0: max_time is over; results are in runs/tiny",
+        ),
+    ],
+)
+def test_the_last_line_names_what_ended_the_run(fit, config, settings, told):
+    config["trainer"] |= settings
+    assert fit(config).out.splitlines()[-1] == told
+
+
+def test_warnings_pass_the_filter_whatever_they_say():
+    shown = RoutineFilter().filter
+    assert not shown(logging.LogRecord("x", logging.INFO, "", 0, "GPU available: False, used: False", None, None))
+    assert shown(logging.LogRecord("x", logging.WARNING, "", 0, "GPU available: False, used: False", None, None))
+    assert shown(logging.LogRecord("x", logging.INFO, "", 0, "Metric x improved", None, None))
+
+
+def test_loggers_are_given_the_configuration_as_hyperparameters(fit, config):
+    config["trainer"]["logger"] = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": "logs"},
+    }
+    assert fit(config).code == 0
+    (written,) = Path("logs").rglob("hparams.yaml")
+    logged = yaml.safe_load(written.read_text())
+    assert logged["data"]["init_args"]["batch_size"] == 4
+    assert logged["model"]["class_path"] == "lightning_rlhf.PPOModule"

@@ -1,0 +1,248 @@
+"""Several versions, saves by time, and copies behind a URL, from which a run goes on whose own disk is gone."""
+
+import shutil
+
+import fsspec
+import pytest
+
+from lightning_rlhf.callbacks import RunCheckpoint
+from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
+from lightning_rlhf.strategies import manifest, remote
+from tests.faults.runs import assert_same, callback, checkpoint, output, ppo, rows
+from tests.stand_ins import quiet_trainer
+
+
+def with_checkpoints(every, max_steps=12, **arguments):
+    config = ppo(every, max_steps=max_steps, val_check_interval=3, check_val_every_n_epoch=None)
+    config["trainer"]["callbacks"] = [
+        entry for entry in config["trainer"]["callbacks"] if not entry["class_path"].endswith(".RunCheckpoint")
+    ]
+    config["trainer"]["callbacks"].append(callback("RunCheckpoint", every_n_steps=every, **arguments))
+    return config
+
+
+@pytest.mark.slow
+def test_an_earlier_version_leads_to_the_undisturbed_end_too(forge, undisturbed, tmp_path):
+    config = with_checkpoints(2, keep_last=3)
+    assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, keep_last=3)) == 0
+    last = tmp_path / "run/checkpoints/last.ckpt"
+    assert manifest.kept_versions(last) == ["v000004", "v000003", "v000002"]
+    assert manifest.step_of(last) == 8
+    assert forge.attempt(tmp_path, config, resume="run/checkpoints/last.ckpt/v000002") == 0
+    reference = undisturbed(with_checkpoints(2))
+    assert rows(tmp_path) == rows(reference)
+    for file in ("export/model.safetensors", "export/config.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (reference / "run" / file).read_bytes()
+
+
+def test_minutes_are_due_beside_steps(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    kept = RunCheckpoint(every_n_steps=1000, every_n_minutes=2)
+    trainer = quiet_trainer(callbacks=[kept], max_steps=10_000, enable_checkpointing=True, default_root_dir=tmp_path)
+    monkeypatch.setattr("lightning_rlhf.callbacks.checkpoint.training_ends", lambda trainer: False)
+    kept._saved_at = 0.0
+    due = []
+    monkeypatch.setattr(type(trainer), "global_step", 7)
+    for clock[0] in (1.0, 119.0, 120.0):
+        due.append(kept._due(trainer))
+    assert due == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"every_n_minutes": 0}, "every_n_minutes must be positive or null, got 0"),
+        ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
+        ({"best": "val/x", "keep_last": 2}, "every_n_minutes and keep_last are for the last checkpoint"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        RunCheckpoint(**arguments)
+
+
+def test_a_url_that_nobody_can_write_is_refused_before_training(tmp_path):
+    kept = RunCheckpoint(copy_to="nowhere://bucket/run")
+    trainer = quiet_trainer(
+        callbacks=[kept], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
+    )
+    with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; give the URL of a folder that"):
+        kept.setup(trainer, None, "fit")
+
+
+def finished(folder, number):
+    version = manifest.begin(folder)
+    (version / "actor").mkdir()
+    (version / "actor/optimizer.json").write_text(str(number))
+    (version / "state.pt").write_bytes(bytes([number]) * 1000)
+    manifest.publish(version)
+    return version
+
+
+@pytest.fixture
+def bucket():
+    url = "memory://bucket/run/last.ckpt"
+    yield url
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_a_copy_is_verified_like_any_other_and_holds_one_version(tmp_path, bucket):
+    for number in (1, 2):
+        remote.upload(finished(tmp_path / "last.ckpt", number), bucket)
+    files = fsspec.filesystem("memory").find("/bucket")
+    assert {file.split("last.ckpt/")[1] for file in files} == {
+        "manifest.json",
+        "v000002/actor/optimizer.json",
+        "v000002/state.pt",
+    }
+    remote.download(bucket, tmp_path / "fetched")
+    assert manifest.verified(tmp_path / "fetched").name == "v000002"
+    assert (tmp_path / "fetched/v000002/state.pt").read_bytes() == b"\2" * 1000
+
+
+def test_a_copy_that_was_interrupted_leaves_the_one_before(tmp_path, bucket, monkeypatch):
+    remote.upload(finished(tmp_path / "last.ckpt", 1), bucket)
+    fs = type(fsspec.filesystem("memory"))
+    put = fs.put_file
+
+    def fail(self, source, target, **options):
+        if "state.pt" in target:
+            raise OSError("the network is gone")
+        put(self, source, target, **options)
+
+    monkeypatch.setattr(fs, "put_file", fail)
+    version = finished(tmp_path / "last.ckpt", 2)
+    with pytest.raises(OSError, match="the network is gone"):
+        remote.upload(version, bucket)
+    remote.download(bucket, tmp_path / "fetched")
+    assert manifest.verified(tmp_path / "fetched").name == "v000001"
+
+
+def test_a_damaged_copy_is_found_out(tmp_path, bucket):
+    remote.upload(finished(tmp_path / "last.ckpt", 1), bucket)
+    fsspec.filesystem("memory").pipe_file("/bucket/run/last.ckpt/v000001/state.pt", b"other")
+    remote.download(bucket, tmp_path / "fetched")
+    with pytest.raises(ValueError, match=r"state\.pt does not have the size and SHA-256"):
+        manifest.verified(tmp_path / "fetched")
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at memory://bucket/none: there is no manifest\.json"):
+        remote.download("memory://bucket/none", tmp_path / "fetched")
+
+
+def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_path):
+    url = f"file://{tmp_path}/store/run"
+    assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, copy_to=url)) == 0
+    shutil.rmtree(tmp_path / "run")
+    assert forge.attempt(tmp_path, with_checkpoints(2, copy_to=url), resume="last") == 0
+    assert "has no last.ckpt yet" not in output(tmp_path)
+    reference = undisturbed(with_checkpoints(2))
+    assert checkpoint(tmp_path)["global_step"] == 12
+    for file in ("export/model.safetensors", "export/config.json"):
+        assert (tmp_path / "run" / file).read_bytes() == (reference / "run" / file).read_bytes()
+    ours, theirs = ([dict(row) for row in rows(directory)[-3:]] for directory in (tmp_path, reference))
+    assert ours == theirs
+    assert not (tmp_path / "run/checkpoints/fetched.ckpt").exists()
+
+
+def test_a_copy_that_fails_is_a_warning_and_the_end_of_a_run_whose_last_one_failed(tmp_path, caplog):
+    kept = RunCheckpoint(copy_to=f"file://{tmp_path}/file/run")
+    (tmp_path / "file").touch()
+    kept.dirpath = str(tmp_path)
+    kept._copy(finished(tmp_path / "last.ckpt", 1))
+    assert isinstance(kept._copy_failed, OSError)
+    (tmp_path / "file").unlink()
+    kept._copy(finished(tmp_path / "last.ckpt", 2))
+    assert kept._copy_failed is None
+
+
+def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
+    url = f"file://{tmp_path}/store"
+    kept = RunCheckpoint(copy_to=url)
+    trainer = quiet_trainer(callbacks=[kept], enable_checkpointing=True, default_root_dir=tmp_path / "run")
+    assert checkpoint_to_resume(trainer) is None
+    best = finished(tmp_path / "run/checkpoints/best.ckpt", 1)
+    with pytest.raises(ValueError, match=r"has best\.ckpt and no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
+        checkpoint_to_resume(trainer)
+    remote.upload(best, f"{url}/last.ckpt")
+    assert checkpoint_to_resume(trainer) == f"{url}/last.ckpt"
+    last = finished(tmp_path / "run/checkpoints/last.ckpt", 3).parent
+    assert checkpoint_to_resume(trainer) == str(last)
+    (last / manifest.NAME).unlink()
+    assert checkpoint_to_resume(trainer) == str(last)  # and whoever reads it refuses: its manifest is lost
+
+
+def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, tmp_path):
+    assert forge.attempt(tmp_path, ppo(1, max_steps=2)) == 0
+    (tmp_path / "run/checkpoints/last.ckpt/manifest.json").unlink()
+    table = rows(tmp_path)
+    for resume in ("last", "run/checkpoints/last.ckpt"):
+        assert forge.attempt(tmp_path, ppo(1, max_steps=3), resume=resume) == 2
+        last = output(tmp_path).strip().splitlines()[-1]
+        assert "it has no manifest.json, its manifest is lost; resume from another" in last
+    assert rows(tmp_path) == table
+    assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
+    config = ppo(every=4)
+    place = ("lightning_rlhf.strategies.manifest:publish", 2, ["slow"])
+    assert forge.attempt(tmp_path, config, place=place) == 0
+    assert_same(tmp_path, undisturbed(config))
+    written = output(tmp_path).index("slow")
+    steps = [output(tmp_path).index(f"step {step}:") for step in (4, 6)]
+    assert steps[0] < written < steps[1] < output(tmp_path).index("slow is over")
+
+
+def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
+    url = f"file://{tmp_path}/store/run"
+    assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=4, copy_to=url)) == 0
+    assert remote.newest(f"{url}/last.ckpt") == 1
+    shutil.rmtree(tmp_path / "run")
+    assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=8, copy_to=url), resume="last") == 0
+    assert manifest.kept_versions(tmp_path / "run/checkpoints/last.ckpt") == ["v000002"]
+    assert manifest.kept_versions(tmp_path / "store/run/last.ckpt") == ["v000002"]
+    # a run from the beginning would replace the copy
+    assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=8, copy_to=url)) == 2
+    assert "holds a checkpoint of an earlier run, which this run would replace" in output(tmp_path).splitlines()[-1]
+    assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
+
+
+def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
+    config = with_checkpoints(2, max_steps=2)
+    assert forge.attempt(tmp_path, config, resume="last", command="validate") == 2
+    assert "run has no last checkpoint to validate: leave out --ckpt_path" in output(tmp_path).splitlines()[-1]
+
+
+def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):
+    config = with_checkpoints(100, max_steps=12)
+    stop = {"monitor": "val/digits_sampled", "mode": "min", "patience": 1, "strict": True}
+    config["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": stop}
+    )
+    assert forge.attempt(tmp_path, config) == 0
+    steps = [line.split(":")[0] for line in output(tmp_path).splitlines() if "reward/mean" in line]
+    assert len(steps) < 12
+    assert f"step {checkpoint(tmp_path)['global_step']}" == steps[-1]
+
+
+def test_errors_of_a_store_s_own_client_are_a_warning_like_any_other(tmp_path, monkeypatch):
+    class OfTheClient(Exception):
+        pass
+
+    def fail(url):
+        raise OfTheClient("no credentials")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", fail)
+    kept = RunCheckpoint(copy_to="memory://bucket")
+    kept._copy(finished(tmp_path / "last.ckpt", 1))
+    assert "OfTheClient: no credentials" in str(kept._copy_failed)
+
+
+def test_a_checkpoint_of_another_branch_is_not_taken_for_the_run_s_own(tmp_path):
+    kept = RunCheckpoint()
+    kept.dirpath = str(tmp_path)
+    version = manifest.begin(kept.path)
+    manifest.publish(version, step=47)
+    assert kept.saved_step is None
+    kept._own_steps.add(47)
+    assert kept.saved_step == 47

@@ -1,0 +1,131 @@
+"""A resume reports what has changed since the checkpoint, and refuses what would repeat or lose rows."""
+
+import shutil
+
+import pytest
+
+from lightning_rlhf.callbacks.run_settings import WHICH_ROWS, changes
+from tests.faults.runs import output, ppo
+
+OTHER_DATA = "the checkpoint's place in the data would mean other rows, so that some would be learnt from twice"
+
+
+def changed(**data):
+    config = ppo(1, max_steps=2)
+    config["data"]["init_args"] |= data
+    return config
+
+
+def with_loop(**arguments):
+    config = ppo(1, max_steps=2)
+    config["trainer"]["callbacks"][0]["init_args"] |= arguments
+    return config
+
+
+def with_model(**arguments):
+    config = ppo(1, max_steps=2)
+    config["model"]["init_args"] |= arguments
+    return config
+
+
+def with_seed(seed):
+    return ppo(1, max_steps=2) | {"seed_everything": seed}
+
+
+def problems(rows):
+    return {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": rows}}
+
+
+REFUSED = {
+    "seed": (with_seed(8), "seed_everything is 8, and was 7"),
+    "half of the rows": (changed(train=problems(11)), "training rows is 11 with SHA-256"),
+    "order": (changed(shuffle=False), "order of the data is shuffle: false, and was shuffle: true"),
+    "batch size": (changed(batch_size=2), "batch_size is 2, and was 4"),
+}
+WARNED = {
+    "temperature": (with_loop(temperature=0.5), "temperature is 0.5, and was 1.0"),
+    "response length": (with_loop(max_response_tokens=5), "max_response_tokens is 5, and was 6"),
+    "reward weight": (with_loop(rewards=[{"function": "tests.faults.runs.digits", "weight": 2.0}]), "weight 2, source"),
+    "reward": (
+        with_loop(rewards=[{"function": "tests.faults.test_run_settings.digits"}]),
+        "reward digits is weight 1, source code ",
+    ),
+    "mini-batch": (with_model(minibatch_size=8), "minibatch_size is 8, and was 4"),
+    "KL coefficient": (with_model(kl_reward={"coef": 0.2}), "kl_reward is KLTerm(coef=0.2"),
+    "reference": (
+        with_model(ref={"class_path": "lightning_rlhf.FromConfig", "init_args": {"seed": 3}}),
+        "source of the ref is",
+    ),
+}
+
+
+def digits(completions):
+    """Another function of the same name."""
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def begun(forge, tmp_path_factory):
+    """A directory with a run of two steps, to be copied."""
+    directory = tmp_path_factory.mktemp("begun")
+    assert forge.attempt(directory, ppo(1, max_steps=2)) == 0
+    return directory
+
+
+def resumed(forge, begun, directory, config):
+    shutil.copytree(begun, directory, dirs_exist_ok=True)
+    (directory / "output.log").unlink()
+    config["trainer"]["max_steps"] = 3
+    if isinstance(config["model"]["init_args"].get("ref"), dict):
+        config["model"]["init_args"]["ref"]["init_args"]["architecture"] = config["model"]["init_args"]["actor"][
+            "init_args"
+        ]["architecture"]
+    return forge.attempt(directory, config, resume="last"), output(directory)
+
+
+@pytest.mark.parametrize("change", [*REFUSED])
+def test_what_would_repeat_or_lose_rows_is_refused(forge, begun, tmp_path, change):
+    config, sentence = REFUSED[change]
+    code, said = resumed(forge, begun, tmp_path, config)
+    assert code == 2
+    assert sentence in said.splitlines()[-1]
+    assert OTHER_DATA in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_path):
+    config, sentence = REFUSED["batch size"]
+    config["trainer"]["callbacks"].append(
+        {"class_path": "lightning_rlhf.callbacks.RunState", "init_args": {"allow_other_data": True}}
+    )
+    code, said = resumed(forge, begun, tmp_path, config)
+    assert code == 0, said[-2000:]
+    assert f"Since the checkpoint: {sentence}." in said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [name if name in ("temperature", "reward") else pytest.param(name, marks=pytest.mark.slow) for name in WARNED],
+)
+def test_what_else_has_changed_is_one_line(forge, begun, tmp_path, change):
+    config, sentence = WARNED[change]
+    code, said = resumed(forge, begun, tmp_path, config)
+    assert code == 0, said[-2000:]
+    lines = [line for line in said.splitlines() if line.startswith("Since the checkpoint: ")]
+    assert len(lines) == 1
+    assert sentence in lines[0]
+
+
+def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_no_line(forge, begun, tmp_path):
+    before = (begun / "run/config.yaml").read_text()
+    code, said = resumed(forge, begun, tmp_path / "more", ppo(1, max_steps=2))  # one more step is another configuration
+    assert code == 0
+    assert "Since the checkpoint" not in said
+    assert (tmp_path / "more/run/config-2.yaml").read_text() == before
+    assert "max_steps: 3" in (tmp_path / "more/run/config.yaml").read_text()
+
+
+def test_names_of_settings_that_come_or_go_are_changes():
+    then, now = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
+    assert changes(then, now) == {"a": "a is absent, and was 1", "c": "c is 3, and was absent"}
+    assert set(WHICH_ROWS) == {"seed_everything", "training rows", "order of the data", "batch_size"}

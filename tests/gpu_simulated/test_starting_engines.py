@@ -1,0 +1,311 @@
+"""When engines start on GPUs: alone on their GPU, before any role is built, so that vLLM measures only itself.
+
+vLLM's own memory accounting runs against a pretended card of 80 GiB that trainer and engine share.
+"""
+
+import importlib.util
+import logging
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rlhf.callbacks import rollout_loop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.rollout.engine import limit_gpu_memory
+from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.rollout.vllm_extension import WeightReceiver
+from lightning_rlhf.rollout.weight_sync import WeightSender
+from tests.callbacks.conftest import ROWS, Run
+from tests.stand_ins import ScriptedEngine
+
+GIB = 1 << 30
+SHARE = 0.4
+pytestmark = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+
+
+class Card:
+    """A GPU of which only the use of memory is pretended, in bytes."""
+
+    total = 80 * GIB
+
+    def __init__(self):
+        self.trainer = self.engine = self.peak = 0
+
+    def memory_stats(self, device=None):
+        return {"allocated_bytes.all.peak": self.peak, "allocated_bytes.all.current": self.engine}
+
+    def get_memory_info(self, device=None):
+        return self.total - self.trainer - self.engine, self.total
+
+    def memory_reserved(self, device=None):
+        return self.engine
+
+    def nothing(self, device=None):
+        return None
+
+    empty_cache = reset_peak_memory_stats = nothing
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    for name in ("memory_stats", "get_memory_info", "memory_reserved", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(card, name))
+    return card
+
+
+@pytest.fixture
+def accounting(monkeypatch):
+    """vLLM's module ``mem_utils``, loaded without the rest of vLLM."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent
+    platform = types.SimpleNamespace(is_integrated_gpu=lambda index: False, current_device=lambda: 0)
+    for name, content in (
+        ("vllm", {"__path__": []}),
+        ("vllm.utils", {"__path__": [str(folder / "utils")]}),
+        ("vllm.logger", {"init_logger": logging.getLogger}),
+        ("vllm.platforms", {"current_platform": platform}),
+    ):
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("vllm.utils.mem_constants", "vllm.utils.mem_utils"):
+        spec = importlib.util.spec_from_file_location(name, folder / "utils" / f"{name.rpartition('.')[2]}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+class Measuring(ScriptedEngine):
+    """Sizes its cache as vLLM's worker does, between ``start`` and ``wait``; 14 GiB of weights, 2 of activations."""
+
+    def __init__(self, card, accounting):
+        super().__init__(["a"], None)
+        self.card, self.accounting, self.cache = card, accounting, None
+
+    def start(self, setup):
+        super().start(setup)
+        self.before = self.accounting.MemorySnapshot(device=torch.device("cuda", 0))
+
+    def wait(self):
+        if self.cache is None:
+            requested = math.ceil(self.before.total_memory * SHARE)
+            self.card.engine = 14 * GIB
+            with self.accounting.memory_profiling(self.before, weights_memory=self.card.engine) as profile:
+                self.card.peak = self.card.engine + 2 * GIB
+            self.cache = (requested - profile.non_kv_cache_memory) / GIB
+            self.calls.append("ready")
+        return "measured"
+
+
+@pytest.fixture
+def started(card, accounting, monkeypatch, tmp_path):
+    """Begins a run; returns its engine, and what happened in which order."""
+
+    def started(gibibytes_of_a_role, devices):
+        card.trainer = card.engine = card.peak = 0
+        engine = Measuring(card, accounting)
+        monkeypatch.setattr(rollout_loop, "gpus", lambda device: devices)
+        run = Run(tmp_path, loop={"engine": engine, "validate_at_ends": False}, trainer={"max_steps": 0})
+        build = run.module.build_role
+
+        def build_role(name):
+            card.trainer += gibibytes_of_a_role * GIB
+            engine.calls.append(f"build {name}")
+            return build(name)
+
+        run.module.build_role = build_role
+        engine.tokenizer = run.engine.tokenizer
+        run.fit()
+        return engine
+
+    return started
+
+
+def test_on_gpus_the_engine_is_ready_before_any_role_is_built(started):
+    assert started(7, ("0",)).calls[:4] == ["start", "ready", "build actor", "build critic"]
+
+
+def test_on_cpus_the_engine_gets_ready_while_roles_are_built(started):
+    assert started(7, ()).calls[:4] == ["start", "build actor", "build critic", "ready"]
+
+
+def test_the_size_of_the_cache_does_not_depend_on_the_trainer(started):
+    assert {started(size, ("0",)).cache for size in (0, 3, 7, 20)} == {SHARE * 80 - 16}
+
+
+def test_it_would_depend_on_the_trainer_if_roles_were_built_meanwhile(started):
+    assert [started(size, ()).cache for size in (0, 3, 7, 20)] == pytest.approx([16, 10, 2, -24])
+
+
+def test_vllm_sizes_the_cache_as_this_file_does():
+    source = Path(importlib.util.find_spec("vllm").origin).with_name("v1") / "worker" / "gpu_worker.py"
+    assert "self.requested_memory\n            - profile_result.non_kv_cache_memory" in source.read_text()
+    assert "assert init_free_memory >= free_gpu_memory" in source.read_text()
+
+
+# -- memory after the start --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What was asked of torch.cuda's allocator, in order."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda f, device: calls.append(round(f, 6)))
+    return calls
+
+
+def test_the_trainer_is_limited_to_what_the_engine_leaves(cuda):
+    limit_gpu_memory(torch.device("cuda", 0), 0.4)
+    limit_gpu_memory(torch.device("cuda", 0), 0.0)
+    limit_gpu_memory(torch.device("cpu"), 0.4)
+    assert cuda == ["empty", 0.6, "empty", 1.0]
+
+
+class Sharing(ScriptedEngine):
+    gpu_share, sleeps = 0.4, False
+
+    def sleep(self):
+        self.calls.append("sleep")
+
+
+class Sleeping(Sharing):
+    sleeps = True
+
+
+def limits(monkeypatch, kind, tmp_path):
+    """The calls of an engine in a run of two steps with a validation, and the memory that it leaves the trainer."""
+    run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
+    engine = kind(run.engine.texts, run.engine.tokenizer)
+    run.loop._engine_choice = engine
+    monkeypatch.setattr(rollout_loop, "gpus", lambda device: ("0",))
+    monkeypatch.setattr(rollout_loop, "limit_gpu_memory", lambda device, share: engine.calls.append(share))
+    learn = run.module.training_step
+    run.module.training_step = lambda *batch: (engine.calls.append("learn"), learn(*batch))[1]
+    run.fit()
+    return [call for call in engine.calls if not str(call).startswith("generate")]
+
+
+def test_an_engine_that_stays_awake_keeps_its_share_all_the_time(monkeypatch, tmp_path):
+    calls = limits(monkeypatch, Sharing, tmp_path)
+    step = [0.4, "update_weights 0", "learn", 0.4, "update_weights 1", "learn"]
+    assert calls == ["start", 0.4, *step, "close", 0.0]
+
+
+def test_an_engine_that_sleeps_leaves_all_memory_while_the_trainer_learns_and_gets_every_push(monkeypatch, tmp_path):
+    calls = limits(monkeypatch, Sleeping, tmp_path)
+    step = [0.4, "update_weights 0", "sleep", 0.0, "learn", 0.4, "update_weights 1", "sleep", 0.0, "learn"]
+    assert calls == ["start", 0.4, "sleep", 0.0, *step, "close", 0.0]
+
+
+def test_after_a_validation_a_sleeping_engine_is_pushed_the_same_weights_again(monkeypatch, tmp_path):
+    run = Run(tmp_path, data={"val": InMemory(ROWS)}, trainer={"max_steps": 1})
+    engine = Sleeping(run.engine.texts, run.engine.tokenizer)
+    run.loop._engine_choice = engine
+    run.fit()
+    pushes = [call for call in engine.calls if call.startswith(("update", "sleep"))]
+    assert pushes == ["update_weights 0", "sleep", "update_weights 0", "sleep", "update_weights 1", "sleep"]
+
+
+# -- vLLM's sleep mode ------------------------------------------------------------------------------------------------
+
+
+class StandInLLM:
+    """The methods of ``vllm.LLM`` that sleeping uses, in the order in which they were called."""
+
+    def __init__(self):
+        self.calls = []
+
+    def sleep(self, level=1, mode="abort"):
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        self.calls.append(f"wake {tags}")
+        return tags == ["kv_cache"]
+
+    def collective_rpc(self, method, kwargs=None):
+        self.calls.append(method)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        return True
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """A core without vLLM around a stand-in."""
+    for name, names in (
+        ("vllm", ("LLM", "SamplingParams", "TokensPrompt")),
+        ("vllm.lora", ()),
+        ("vllm.lora.request", ("LoRARequest",)),
+        ("vllm.sampling_params", ("RequestOutputKind",)),
+    ):
+        module = types.ModuleType(name)
+        module.__dict__.update(dict.fromkeys(names, object))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "lightning_rlhf.rollout.vllm_core", raising=False)
+    from lightning_rlhf.rollout.vllm_core import VLLMCore
+
+    core = VLLMCore.__new__(VLLMCore)
+    core._llm, core._version, core._asleep, core._adapter = StandInLLM(), -1, False, None
+    yield core
+    sys.modules.pop("lightning_rlhf.rollout.vllm_core", None)
+
+
+def test_weights_are_woken_before_the_push_and_the_cache_after_it(core):
+    core.load({}, 0)
+    core.sleep()
+    core.sleep()
+    core.load({}, 1)
+    awake = ["receive_weights", "reset"]
+    assert core._llm.calls == [
+        *awake, "sleep 2", "wake ['weights']", "receive_weights", "wake ['kv_cache']", "reset",
+    ]  # fmt: skip
+
+
+def test_an_engine_that_stays_asleep_is_an_error(core):
+    core.sleep()
+    core._llm.wake_up = lambda tags: False
+    with pytest.raises(RuntimeError, match="vLLM did not wake up"):
+        core.load({}, 1)
+
+
+def signature(path, name):
+    """Parameters of a function of vLLM, read from its source without importing it."""
+    import ast
+
+    tree = ast.parse((Path(importlib.util.find_spec("vllm").origin).parent / path).read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for argument in found[0].args.args]
+
+
+def test_vllm_has_what_sleeping_and_reloading_call():
+    assert signature("entrypoints/llm.py", "sleep")[:2] == ["self", "level"]
+    assert signature("entrypoints/llm.py", "wake_up") == ["self", "tags"]
+    assert signature("v1/worker/gpu_worker.py", "wake_up") == ["self", "tags"]
+    worker = (Path(importlib.util.find_spec("vllm").origin).parent / "v1/worker/gpu_worker.py").read_text()
+    assert "with set_current_vllm_config(self.vllm_config):\n            self.model_runner.reload_weights(" in worker
+    tags = (Path(importlib.util.find_spec("vllm").origin).parent / "entrypoints/llm.py").read_text()
+    assert '("weights", "kv_cache", "scheduling")' in tags
+
+
+class Worker(WeightReceiver):
+    """A worker of vLLM, whose own ``reload_weights`` wraps that of its model runner."""
+
+    def __init__(self):
+        self.model_runner, self.loaded = types.SimpleNamespace(model=torch.nn.Module()), None
+
+    def reload_weights(self, weights_iterator):
+        self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
+
+
+def test_weights_are_loaded_by_the_workers_own_method():
+    sender, worker = WeightSender(), Worker()
+    worker.receive_weights(**sender.write([("a", torch.tensor([1.0, 2.0]))]))
+    assert worker.loaded["a"].tolist() == [1.0, 2.0]
+    sender.close()

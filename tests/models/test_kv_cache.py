@@ -1,0 +1,63 @@
+"""On a CPU the cache of vLLM holds one text of the full length, however long the model's texts are."""
+
+import argparse
+
+import pytest
+from transformers import AutoConfig
+
+from lightning_rlhf.cli import serve
+from lightning_rlhf.models import kv_cache
+from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
+from tests.planning.fakes import source
+
+SMOLLM2 = AutoConfig.for_model(
+    "llama", num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3
+)
+
+
+def test_a_token_of_a_real_model_takes_what_its_layers_keep():
+    assert bytes_per_token(SMOLLM2, "float32") == 2 * 30 * 3 * 64 * 4
+    assert bytes_per_token(SMOLLM2, "bfloat16") == 2 * 30 * 3 * 64 * 2
+
+
+def test_latent_attention_keeps_its_latent_vector():
+    assert bytes_per_token(source("deepseek_v3").hf_config(), "float32") == 2 * (24 + 8) * 4
+
+
+def test_the_cache_holds_a_text_of_the_full_length():
+    assert cpu_cache_bytes(SMOLLM2, "float32", 128) == 1 << 28  # never less
+    size = cpu_cache_bytes(SMOLLM2, "float32", 8192)
+    assert size >= 8192 * bytes_per_token(SMOLLM2, "float32") > 1 << 28
+    assert size % (32 * bytes_per_token(SMOLLM2, "float32")) == 0
+
+
+def test_the_longest_text_that_memory_holds_takes_at_most_half_of_it(monkeypatch):
+    free = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
+    monkeypatch.setattr(kv_cache.os, "sysconf", free.__getitem__)
+    longest = longest_in_memory(SMOLLM2, "float32")
+    assert 11_000 < longest < 12_000
+    assert cpu_cache_bytes(SMOLLM2, "float32", longest) <= 1 << 29
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    monkeypatch.setattr(serve, "longest_in_memory", lambda config, dtype: 48)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def test_serve_shortens_texts_that_do_not_fit_and_prints_why(small_memory, tmp_path, capsys):
+    model = exported(tmp_path)
+    given = argparse.Namespace(model=model, dtype="auto", max_model_len=None)
+    assert serve._fitting(given, 64) == 48
+    assert "too much for this machine's free memory: serving texts of at most 48 (--max-model-len)" in (
+        capsys.readouterr().out
+    )
+    assert serve._fitting(given, 32) == 32
+    given.max_model_len = 64
+    with pytest.raises(ValueError, match="free memory: give --max-model-len 48 or less"):
+        serve._fitting(given, 64)
+
+
+def exported(folder):
+    source("llama").causal().save_pretrained(folder)
+    return str(folder)

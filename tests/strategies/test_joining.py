@@ -1,0 +1,60 @@
+"""A run whose other processes do not come reports where it waits and for whom, and ends."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+from lightning_rlhf.strategies import joining
+from tests.distributed.launch import free_port
+
+
+@pytest.fixture(autouse=True)
+def _launched_by_nobody(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_several_nodes_without_an_address_are_refused_before_anything_starts(monkeypatch):
+    with pytest.raises(ValueError, match="num_nodes is 2, but MASTER_ADDR and MASTER_PORT are not set, and neither"):
+        joining.check_launch(LightningEnvironment(), 2)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    with pytest.raises(ValueError, match="but MASTER_PORT is not set"):
+        joining.check_launch(LightningEnvironment(), 2)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    joining.check_launch(LightningEnvironment(), 2)
+
+
+def test_one_node_or_a_launcher_needs_no_address_of_ours():
+    joining.check_launch(LightningEnvironment(), 1)
+    joining.check_launch(TorchElasticEnvironment(), 2)
+
+
+def test_processes_that_do_not_come_end_the_wait_with_the_address_and_the_remedy(monkeypatch, caplog):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(joining, "_NODES_SECONDS", 0.1)
+    timeout = timedelta(seconds=2)
+    where = (
+        f"waiting at 127.0.0.1, port {port}, for all 2 processes of this run (2 nodes with 1 each): neither torchrun"
+    )
+    with (
+        pytest.raises(RuntimeError) as end,
+        joining.joining(LightningEnvironment(), 2, 1, timeout),
+    ):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=timeout
+        )
+    assert where in caplog.text
+    assert "NODE_RANK from 0 to 1 (it is 0 here)" in caplog.text
+    assert str(end.value).startswith(where)
+    assert "; not all came within 2 s: " in str(end.value)
+
+
+def test_processes_that_come_leave_nothing_on_the_screen(caplog, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with joining.joining(LightningEnvironment(), 2, 1, None):
+        pass
+    assert not caplog.text

@@ -1,0 +1,93 @@
+"""The acceptance on a GPU, here in its small form on a CPU: every point runs, and no failure ends the others."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import acceptance_measurements, acceptance_points, gpu_acceptance
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def block(text):
+    """The lines of JSON in the block to send back, and how many passed."""
+    _, block = text.split("===== lightning-rlhf GPU acceptance: ")
+    head, *lines = block.strip().splitlines()
+    assert lines.pop() == "===== end ====="
+    return [json.loads(line) for line in lines], head.removesuffix(" =====")
+
+
+def test_every_point_has_its_code():
+    for name, _ in gpu_acceptance.POINTS.values():
+        assert hasattr(acceptance_points, name) != hasattr(acceptance_measurements, name), name
+
+
+def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys):
+    answers = {
+        1: "raise SystemExit(3)",
+        2: f"print('noise'); print({gpu_acceptance._RESULT + json.dumps({'ok': True, 'figure': 4})!r})",
+        3: "import time; time.sleep(60)",
+        4: "print('never reached')",
+    }
+    monkeypatch.setattr(gpu_acceptance, "POINTS", {n: (f"point{n}", 10 if n != 3 else 2) for n in answers})
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        gpu_acceptance.subprocess,
+        "Popen",
+        lambda command, **options: popen([sys.executable, "-c", answers[int(command[-1])]], **options),
+    )
+    began = time.monotonic()
+    assert gpu_acceptance.main(["--points", "1", "2", "3", "--device", "cuda"]) == 1
+    assert time.monotonic() - began < 30
+    lines, passed = block(capsys.readouterr().out)
+    assert passed == "1 of 3 points passed"
+    assert [line["ok"] for line in lines] == [False, True, False]
+    assert lines[0]["error"].startswith("exit code 3")
+    assert lines[1]["figure"] == 4
+    assert lines[2]["error"] == "killed after 2 s"
+    assert gpu_acceptance.main(["--points", "4", "--seconds", "1"]) == 1
+    lines, _ = block(capsys.readouterr().out)
+    assert lines[0]["error"] == "not run: the time for all points is over"
+
+
+def test_an_error_in_a_point_is_its_result(monkeypatch, capsys):
+    def broken(device, folder):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(acceptance_points, "machine", broken)
+    assert gpu_acceptance.run_here(1, "cpu") == 0
+    last = capsys.readouterr().out.splitlines()[-1].removeprefix(gpu_acceptance._RESULT)
+    assert json.loads(last) == {"ok": False, "error": "RuntimeError: CUDA error: device-side assert triggered"}
+
+
+@pytest.mark.parametrize("name", ["building", "engine_gap", "two_updates"])
+def test_quick_points_pass_on_a_cpu(name, tmp_path):
+    found = getattr(acceptance_points, name)("cpu", tmp_path)
+    assert found["ok"], found
+
+
+def test_stale_weights_in_the_second_update_would_be_found(monkeypatch, tmp_path):
+    module_of = acceptance_points.module_of
+
+    def frozen(name, **options):
+        module = module_of(name, **options)
+        module.optimizer_of = lambda role: (lambda parameters: acceptance_points.torch.optim.SGD(parameters, 0.0), None)
+        return module
+
+    monkeypatch.setattr(acceptance_points, "module_of", frozen)
+    assert not acceptance_points.two_updates("cpu", tmp_path)["ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_points_pass_on_a_cpu_in_their_small_form():
+    command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", "cpu", "--seconds", "800"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    lines, passed = block(done.stdout)
+    assert passed == "12 of 12 points passed", done.stdout + done.stderr
+    assert done.returncode == 0
+    assert [line["point"] for line in lines] == list(range(1, 13))

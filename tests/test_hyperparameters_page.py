@@ -1,0 +1,45 @@
+"""The YAML of docs/hyperparameters.md is that of a run, and every number that it names is an argument."""
+
+import inspect
+import re
+from pathlib import Path
+
+import yaml
+
+from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.cli.parser import _parameters
+from lightning_rlhf.modules.schedules import RunSchedule
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.rewards.resolve import load_function
+from tests.modules.test_schedules import optimizer
+from tests.stand_ins import TinyModel, responses, rollout_of
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_text()
+
+
+def test_its_schedule_can_be_made():
+    (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    given = yaml.safe_load(snippet)["actor_lr_scheduler"]
+    assert load_function(given["class_path"]) is RunSchedule
+    RunSchedule(optimizer(), **given["init_args"]).stretch(100)
+
+
+def test_its_numbers_are_arguments():
+    known = {*_parameters(PPOModule), *inspect.signature(PromptDataModule).parameters}
+    known |= set(inspect.signature(RolloutLoop).parameters)
+    named = re.findall(r"^\| [^|]+ \| `([\w.]+)", PAGE, re.MULTILINE)
+    assert len(named) >= 12
+    assert {name.rpartition(".")[2] for name in named} <= known
+
+
+def test_the_passes_that_it_leaves_out_are_not_made():
+    faster = PAGE.partition("## Faster")[2].partition("\n## ")[0]
+    assert "`correction: {bypass: true}`" in faster
+    assert "`coef` of `kl_reward` and `kl_loss` to 0" in faster
+    assert "ref" in GRPOModule(TinyModel(), kl_loss=KLTerm(0.04, "k3")).sources
+    module = GRPOModule(TinyModel(), kl_loss=KLTerm(0.0, "k3"), correction=RolloutCorrection(bypass=True))
+    assert set(module.sources) == {"actor"}
+    rollout = rollout_of(responses(2, seed=0))
+    assert module.old_scores(rollout).logprobs is rollout.rollout_logprobs  # no model was built that could be evaluated

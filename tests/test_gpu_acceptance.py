@@ -84,8 +84,6 @@ def test_stale_weights_in_the_second_update_would_be_found(monkeypatch, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_all_points_pass_on_a_cpu_in_their_small_form():
     command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", "cpu", "--seconds", "800"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -16,6 +16,7 @@ from lightning_rlhf.data.columns import Columns
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
+from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,8 +68,16 @@ class Answerer(Protocol):
     def identity(self) -> dict[str, Any]:
         """What decides about its answers, as plain values."""
 
-    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
-        """The prompts of a source.
+    def prompts(
+        self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
+    ) -> list[Prompt]:
+        """Read the prompts of a source.
+
+        Args:
+            source: a file, a hub id, or what else data modules read.
+            columns: our names to the data's.
+            on_bad_row: ``error`` or ``skip``.
+            as_messages: make a user's message of each prompt that is text.
 
         Raises:
             ValueError: rows that cannot be used.
@@ -147,14 +156,16 @@ class ServerAnswerer:
         """See :class:`Answerer`; where the server is does not matter."""
         return {"model": self._model, "engine": "server"}
 
-    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
+    def prompts(
+        self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
+    ) -> list[Prompt]:
         """See :class:`Answerer`."""
         found = Columns(columns, PromptDataModule.questions)
 
         def convert(row: Row) -> Prompt:
             fields = found.find(row)
             name = "messages" if "messages" in fields else "prompt"
-            value = fields[name]
+            value = TextMessages()(name, fields[name]) if as_messages else fields[name]
             if isinstance(value, str):
                 return Prompt(plain(row), fields.text(name), [], [])
             messages = messages_of(value, "prompt")

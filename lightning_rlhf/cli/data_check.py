@@ -129,11 +129,11 @@ def unused_template(data: RowsDataModule) -> list[str]:
         data: read.
     """
     columns = [column for report in data.reports.values() for column in report.understood]
-    if not getattr(data.tokenizer, "chat_template", None) or any("(messages)" in column for column in columns):
+    if not getattr(data.tokenizer, "chat_template", None) or any("messages)" in column for column in columns):
         return []
     return [
-        "the tokenizer has a chat template, which text columns do not use: a chat model is used to conversations, "
-        "lists of {role, content} in place of the texts (docs/data.md)"
+        "the tokenizer has a chat template, which text columns do not use: a chat model is used to conversations; "
+        "data.init_args.as_messages: true makes them of the texts (docs/data.md)"
     ]
 
 

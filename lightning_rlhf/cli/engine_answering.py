@@ -54,7 +54,9 @@ class EngineAnswerer:
         found = {"model": self._source.path, "dtype": self._source.dtype, "engine": type(self._engine).__name__}
         return {**found, "weights": fingerprint(self._source.path)}
 
-    def prompts(self, source: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Prompt]:
+    def prompts(
+        self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
+    ) -> list[Prompt]:
         """See :class:`~lightning_rlhf.cli.answering.Answerer`; a prompt without room for a response is a bad row."""
         room = positions(self._config) or _NO_LIMIT
         if room <= self._sampling.max_tokens:
@@ -63,7 +65,7 @@ class EngineAnswerer:
             )
         data = _PromptRows(
             source, self._source.path, columns=columns, max_tokens=room - self._sampling.max_tokens,
-            on_bad_row=on_bad_row,
+            on_bad_row=on_bad_row, as_messages=as_messages,
         )  # fmt: skip
         data.setup("fit")
         self._tokenizer = data.tokenizer

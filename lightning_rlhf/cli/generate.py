@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE", help=f"one of {', '.join(FORMATS)}")
     files.add_argument("--columns", nargs="+", default=[], metavar="OURS=YOURS", help="for example prompt=question")
+    files.add_argument(
+        "--as-messages", action="store_true", help="prompts of text are a user's messages to a chat model"
+    )
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     who = parser.add_argument_group("who answers")
     who.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")
@@ -71,7 +74,7 @@ def run(arguments: list[str]) -> int:
     try:
         check(given)
         answerer = _answerer(given)
-        prompts = answerer.prompts(given.prompts, pairs(given.columns), given.on_bad_row)
+        prompts = answerer.prompts(given.prompts, pairs(given.columns), given.on_bad_row, given.as_messages)
         check_names(prompts)
         settings = {
             **answerer.identity(), "prompts": digest(prompts), "n": given.n, "temperature": given.temperature,

@@ -39,7 +39,9 @@ class AnswersDataModule(RowsDataModule):
         if "messages" in fields:
             return self.marked_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
         if holds_messages(fields["completion"]):
-            before = messages_of(fields["prompt"], "prompt")
+            markers = self.text_messages is not None and self.text_messages.markers is not None
+            whole = markers and "prompt" not in fields  # a text that held the prompt too
+            before = [] if whole else messages_of(fields["prompt"], "prompt")
             messages = [*before, *messages_of(fields["completion"], "completion")]
             return self.marked_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")

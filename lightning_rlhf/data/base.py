@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, Sampl
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_rows
 from lightning_rlhf.data.samplers import Sampler
+from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_in
 from lightning_rlhf.seeding import run_seed
 
@@ -50,6 +52,9 @@ class RowsDataModule(LightningDataModule):
         sampler: gives the order of each epoch instead.
         chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's own column of this
             name wins.
+        as_messages: make messages of text, for a chat model: True makes a prompt a user's message and an answer an
+            assistant's; where one text holds a conversation, the text that begins a message of each role:
+            ``{user: "Human:", assistant: "Assistant:"}``. Columns that hold messages stay as they are.
     """
 
     questions: ClassVar[tuple[Question, ...]]
@@ -71,6 +76,7 @@ class RowsDataModule(LightningDataModule):
         shuffle: bool = True,
         sampler: Sampler | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        as_messages: bool | dict[str, str] = False,
     ) -> None:
         super().__init__()
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
@@ -85,6 +91,10 @@ class RowsDataModule(LightningDataModule):
         self.shuffle, self.sampler = shuffle, sampler
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         check_options(self.chat_template_kwargs)
+        if as_messages and split_after is not None:
+            raise ValueError("split_after splits plain text, which as_messages makes messages of: give one of them")
+        markers = as_messages if isinstance(as_messages, dict) else None
+        self.text_messages = TextMessages(markers) if as_messages else None
         self.examples: dict[str, list[Any]] = {}
         self.reports: dict[str, RowReport] = {}
         self.tokenizer: PreTrainedTokenizerBase
@@ -180,7 +190,8 @@ class RowsDataModule(LightningDataModule):
         return self.bad_rows
 
     def _row(self, row: Row) -> Any:
-        fields, self._cut, self._unknown = self.columns.find(row), None, []
+        fields = replace(self.columns.find(row), read=self.text_messages)
+        self._cut, self._unknown = None, []
         example = self.convert(fields)
         self._report.understood[fields.described()] += 1
         if self._cut is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,20 +44,24 @@ class Fields:
     Args:
         row: as it came.
         names: ours to the data's.
+        read: of our name and the value in the row, the value to use, such as messages made of text; None takes the
+            row's.
     """
 
     row: Row
     names: Mapping[str, str]
+    read: Callable[[str, Any], Any] | None = None
 
     def __contains__(self, ours: str) -> bool:
         return ours in self.names
 
     def __getitem__(self, ours: str) -> Any:
-        return lookup(self.row, self.names.get(ours, ours))
+        value = lookup(self.row, self.names.get(ours, ours))
+        return value if self.read is None else self.read(ours, value)
 
     def get(self, ours: str) -> Any:
         """The value of a field, None where the row has none."""
-        return lookup(self.row, self.names[ours]) if ours in self.names else None
+        return self[ours] if ours in self.names else None
 
     def text(self, ours: str) -> str:
         """The text of a field.
@@ -105,6 +109,8 @@ class Fields:
             value = lookup(self.row, theirs)
             messages = isinstance(value, list) and value and isinstance(value[0], dict)
             kind = "messages" if messages else "text" if isinstance(value, str) else _kind(value)
+            if kind == "text" and self[ours] is not value:
+                kind = "text as messages"
             shown.append(f"{ours} <- {theirs} ({kind})")
         return ", ".join(shown)
 

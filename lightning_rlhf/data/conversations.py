@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_rlhf.data.answers import AnswersDataModule, Marked, sequences
+from lightning_rlhf.data.chat import holds_messages, messages_of
 from lightning_rlhf.data.columns import ANSWER, AmbiguousColumns, Fields
 from lightning_rlhf.types import SequenceBatch
 
@@ -21,15 +22,17 @@ class ConversationDataModule(AnswersDataModule):
 
     def convert(self, fields: Fields) -> Marked:
         """The text with what is learnt marked."""
-        return self.fit_marked(self._plain(fields) if "text" in fields else self.answered(fields), "the text")
+        return self.fit_marked(self._text(fields) if "text" in fields else self.answered(fields), "the text")
 
-    def _plain(self, fields: Fields) -> Marked:
+    def _text(self, fields: Fields) -> Marked:
         if fields.get("prompt") is not None and "text" not in self.columns.given:
             prompt, text = fields.names["prompt"], fields.names["text"]
             raise AmbiguousColumns(
                 f"{text!r} could be the answer to {prompt!r} or be learnt whole; say which, under data.init_args: "
                 f"'columns: {{completion: {text}}}' or 'columns: {{text: {text}}}'"
             )
+        if self.text_messages is not None and holds_messages(fields["text"]):
+            return self.marked_messages(fields, messages_of(fields["text"], "text"), "conversation")
         text = fields.text("text")
         prompt, answer = self.split(text) if self.split_after is not None else ("", text)
         return self.marked_text(self.ids(prompt), answer)

@@ -21,7 +21,7 @@ def test_there_are_rows_and_configurations():
     assert [name for name, _ in FORMATS] == [
         f"{name}DataModule" for name in ("Prompt", "Conversation", "Preference", "Unpaired")
     ]
-    assert (len(ROWS), len(CONFIGS)) == (15, 3)
+    assert (len(ROWS), len(CONFIGS)) == (15, 4)
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS)
@@ -37,6 +37,9 @@ def test_each_configuration_reads_its_data(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data").mkdir()
     Letters().load().save_pretrained("runs/sft/export")
+    Letters(chat=True).load().save_pretrained("models/chat")
+    talks = [{side: f"\n\nHuman: why?\n\nAssistant: {side}" for side in ("chosen", "rejected")}] * 32
+    Path("data/hh_rlhf.jsonl").write_text("\n".join(map(json.dumps, talks)))
     questions = [{"question": "why?", "answer": "so"}, {"question": "a" * 99, "answer": "so"}]
     Path("data/arithmetic.jsonl").write_text("\n".join(map(json.dumps, questions)))
     Path("data/held_out.csv").write_text("question,answer\nwhy?,so\n")
@@ -52,7 +55,9 @@ def test_each_configuration_reads_its_data(config, tmp_path, monkeypatch):
     data = parser.instantiate_classes(parser.parse_string(config))["data"]
     data.setup("fit")
     batches = list(data.train_dataloader())
-    if data.sampler is None:
+    if "as_messages" in config:
+        assert "user: why?|assistant: chosen" in data.tokenizer.decode(batches[0].chosen.input_ids[0])
+    elif data.sampler is None:
         assert [batch.columns["ground_truth"] for batch in batches] == [["so", "so"]]
         assert data.reports["train"].dropped == {"the prompt longer than 64 tokens": 1}
         assert data.reports["val"].kept == 1

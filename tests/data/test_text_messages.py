@@ -1,0 +1,119 @@
+"""as_messages: text columns go through a chat model's template as the messages they are made into."""
+
+import pytest
+
+from lightning_rlhf.data.conversations import ConversationDataModule
+from lightning_rlhf.data.preferences import PreferenceDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.text_messages import TextMessages
+from lightning_rlhf.data.unpaired import UnpairedDataModule
+from tests.data.rows_given import first_batch, module_of, said_of
+
+USER, ASSISTANT = {"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}
+HH = {"user": "\n\nHuman:", "assistant": "\n\nAssistant:"}
+TALK = "\n\nHuman: why\n\nAssistant: so\n\nHuman: oh\n\nAssistant:"
+
+
+def same(kind, text, messages, **kwargs):
+    """Whether a row of text gives the batch of a row of messages."""
+    made, given = (module_of(kind, row, chat=True, **options) for row, options in ((text, kwargs), (messages, {})))
+    assert str(made.examples["train"]) == str(given.examples["train"])
+    return made
+
+
+@pytest.mark.parametrize("kind", [ConversationDataModule, UnpairedDataModule])
+def test_prompt_and_completion_become_a_conversation(kind):
+    text = {"prompt": "why", "completion": "so", "label": True}
+    same(kind, text, {"prompt": [USER], "completion": [ASSISTANT], "label": True}, as_messages=True)
+
+
+def test_a_pair_becomes_two_conversations():
+    given = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "no"}]}
+    same(PreferenceDataModule, {"prompt": "why", "chosen": "so", "rejected": "no"}, given, as_messages=True)
+
+
+def test_a_prompt_becomes_a_user_s_message_and_rewards_see_it():
+    batch = first_batch(module_of(PromptDataModule, {"prompt": "why", "answer": "so"}, chat=True, as_messages=True))
+    assert (batch.texts, batch.messages) == (["user: why|assistant:"], [[USER]])
+    assert batch.columns["ground_truth"] == ["so"]
+
+
+def test_named_columns_are_made_messages_and_the_report_shows_it():
+    row = {"question": "why", "answer": "so"}
+    names = {"prompt": "question", "completion": "answer"}
+    made = module_of(ConversationDataModule, row, chat=True, as_messages=True, columns=names)
+    (described,) = made.reports["train"].understood
+    assert described == "completion <- answer (text as messages), prompt <- question (text as messages)"
+    assert made.tokenizer.decode(made.examples["train"][0].ids).startswith("user: why|assistant: so")
+
+
+def test_messages_stay_as_they_are():
+    same(PromptDataModule, {"prompt": [USER]}, {"prompt": [USER]}, as_messages=True)
+
+
+def test_one_text_with_markers_becomes_its_turns():
+    assert TextMessages(HH)("chosen", TALK) == [USER, ASSISTANT, {"role": "user", "content": "oh"}]
+    assert TextMessages(HH)("chosen", f"{TALK} well ")[-1] == {"role": "assistant", "content": "well"}
+
+
+def test_preferences_with_markers_share_their_prompt():
+    said = [{**ASSISTANT, "content": content} for content in ("well", "no")]
+    before = [USER, ASSISTANT, {"role": "user", "content": "oh"}]
+    given = {"chosen": [*before, said[0]], "rejected": [*before, said[1]]}
+    text = {"chosen": f"{TALK} well", "rejected": f"{TALK} no"}
+    same(PreferenceDataModule, text, given, as_messages=HH)
+    made = module_of(PromptDataModule, text, chat=True, as_messages=HH)
+    assert made.examples["train"][0].text == "user: why|assistant: so|user: oh|assistant:"
+
+
+@pytest.mark.parametrize(("column", "options"), [("text", {}), ("chosen", {"columns": {"completion": "chosen"}})])
+def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, options):
+    given = {"messages": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "well"}]}
+    text = {column: "\n\nHuman: why\n\nAssistant: so\n\nHuman: why\n\nAssistant: well"}
+    same(ConversationDataModule, text, given, as_messages=HH, **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "markers", "said"),
+    [
+        ({"prompt": "why"}, HH, "the prompt begins with 'why', expected one of the texts of as_messages"),
+        ({"prompt": " "}, True, "the prompt is empty"),
+        (
+            {"messages": "why"},
+            True,
+            "as_messages: true makes one message of each text, and 'messages' may hold several",
+        ),
+    ],
+)
+def test_a_text_that_no_message_can_be_made_of_is_a_bad_row(row, markers, said):
+    assert said in said_of(PromptDataModule, row, chat=True, as_messages=markers)
+
+
+def test_a_tokenizer_without_a_template_is_a_bad_row():
+    assert "the tokenizer has no chat template" in said_of(PromptDataModule, {"prompt": "why"}, as_messages=True)
+
+
+@pytest.mark.parametrize(
+    ("markers", "said"),
+    [
+        (
+            {"human": "H:", "assistant": "A:"},
+            "as_messages has a marker for 'human', expected one of system, user, assis",
+        ),
+        ({"user": "H:"}, "as_messages needs the text that begins a message of the assistant"),
+        ({"user": "X:", "assistant": "X:"}, "as_messages needs a different text for each role"),
+    ],
+)
+def test_markers_that_cannot_be_meant_are_refused(markers, said):
+    with pytest.raises(ValueError, match=said):
+        TextMessages(markers)
+
+
+def test_split_after_is_refused_beside_it():
+    assert "give one of them" in said_of(PromptDataModule, {"prompt": "a"}, as_messages=True, split_after="a")
+
+
+def test_a_bad_text_is_a_bad_row_and_not_another_error():
+    with pytest.raises(BadRow):
+        TextMessages(HH)("chosen", "no marker")

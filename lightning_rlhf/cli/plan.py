@@ -10,11 +10,12 @@ from typing import Any
 
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from rich.table import Table
 
-from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.understood import ConfigCLI, module_of, understood
 from lightning_rlhf.modules.dpo import DPOModule
@@ -113,7 +114,16 @@ def run_of(config: Namespace) -> Run:
     if engine is not None and engine.dtype is None:
         actor = module.sources["actor"].dtype
         engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))
-    return Run(roles_of(module, chosen), chosen, work, engine, int(config["gpu_memory_gib"] * GIB))
+    capacity = int(config["gpu_memory_gib"] * GIB)
+    return Run(roles_of(module, chosen), chosen, work, engine, capacity, saves_in_background(config))
+
+
+def saves_in_background(config: Namespace) -> bool:
+    """Return whether a configuration's checkpoints are written while training goes on; without any, they are."""
+    checkpoints = [own for own in config["trainer"]["callbacks"] or () if is_made_of(own, Checkpoint)]
+    return not checkpoints or any(
+        is_made_of(own, RunCheckpoint) and own["init_args"]["background"] for own in checkpoints
+    )
 
 
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:

@@ -12,7 +12,7 @@ from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Wor
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 GATHERED, ACTIVATIONS, LOGITS, STEP = "gathered or cast weights", "activations", "logits of a chunk", "optimizer's step"
 ENGINE, CACHE, RUNTIME = "engine weights", "engine's KV cache", "CUDA context and NCCL"
-PUSHED = "weights pushed to the engine"
+PUSHED, SAVED = "weights pushed to the engine", "copy that a checkpoint is written from"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
 
@@ -188,8 +188,33 @@ def cache_bytes(engine: Engine, actor: Role) -> int:
     return engine.number(actor) * sum(layer.cached(engine.tensor_parallel_size) for layer in actor.model.layers)
 
 
+def saved_bytes(role: Role, strategy: Strategy, numbers: Precision, ranks: int) -> int:
+    """Bytes of a trained role's copy in the host's memory, from which a checkpoint is written.
+
+        rlhf_single, rlhf_ddp    w T + m T, on the first rank alone
+        rlhf_fsdp                w T/N + m T/N
+        ZeRO-1 to ZeRO-3         4 T/N + 8 T/N, whole parameters dealt to the ranks in turn
+
+    Args:
+        role: a model.
+        strategy: how it lies.
+        numbers: bytes of each number.
+        ranks: that have different data.
+    """
+    trained = elements(role, strategy, ranks)[1]
+    if strategy.kind == "zero":
+        return 3 * 4 * trained
+    return (numbers.weights + 2 * numbers.moment) * trained
+
+
 def memory(
-    roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engine | None, gpus: int, capacity: int
+    roles: Sequence[Role],
+    strategy: Strategy,
+    work: Work,
+    engine: Engine | None,
+    gpus: int,
+    capacity: int,
+    background_save: bool = False,
 ) -> tuple[Counter[str], Counter[str], str]:
     """Bytes of one GPU at its fullest moment and of the host for each GPU, by term, and which moment that is.
 
@@ -200,6 +225,7 @@ def memory(
         engine: on the same GPUs, or None.
         gpus: in all.
         capacity: bytes of a GPU.
+        background_save: whether checkpoints are written from a copy while training goes on.
     """
     ranks = gpus // strategy.tensor_parallel_size
     coming = moments(roles, strategy, work, ranks)
@@ -215,6 +241,8 @@ def memory(
         for term in _offloaded(role, strategy):
             host[term] += own.pop(term)
         held += own
+        if role.trained and (background_save or strategy.kind == "zero"):
+            host[SAVED] += saved_bytes(role, strategy, numbers, ranks)
     held += coming[when]
     if engine is not None:
         actor = next(role for role in roles if role.name == "actor")

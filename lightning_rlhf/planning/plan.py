@@ -45,6 +45,7 @@ class Run:
         work: of a step.
         engine: on the same GPUs; None if there is none or it is elsewhere.
         capacity: bytes of a GPU.
+        background_save: whether checkpoints are written from a copy in the host's memory while training goes on.
     """
 
     roles: Sequence[Role]
@@ -52,6 +53,7 @@ class Run:
     work: Work
     engine: Engine | None
     capacity: int
+    background_save: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,9 @@ def plan(run: Run, gpus: int) -> Plan:
             f"a mini-batch of {run.work.minibatch_size} texts leaves some of {gpus // split} ranks without one: "
             f"make it larger, or take fewer GPUs"
         )
-    used, host, fullest = memory_.memory(run.roles, run.strategy, run.work, run.engine, gpus, run.capacity)
+    used, host, fullest = memory_.memory(
+        run.roles, run.strategy, run.work, run.engine, gpus, run.capacity, run.background_save
+    )
     return Plan(run, gpus, used, host, fullest, traffic(run.roles, run.strategy, run.work, run.engine, gpus))
 
 

@@ -79,5 +79,7 @@ def in_host_memory(state: RoleState, tensors: bool = True) -> RoleState:
         state: this rank's part.
         tensors: False leaves out the tensors, where another rank writes the same ones.
     """
+    if state.copied:
+        return state
     copied = {key: tensor.to("cpu", copy=True) for key, tensor in state.tensors.items()} if tensors else {}
     return RoleState(copied, state.settings)

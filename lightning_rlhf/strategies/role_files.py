@@ -41,10 +41,12 @@ class RoleState:
             tensor (DTensor), the same tensors, or different ones.
         settings: the optimizer's class and its groups: names of parameters and plain values; the same on all ranks.
             None without an optimizer.
+        copied: whether the tensors are copies in host memory already, which training does not change.
     """
 
     tensors: dict[str, Tensor]
     settings: dict[str, Any] | None
+    copied: bool = False
 
 
 class _Writer(HuggingFaceStorageWriter):

@@ -151,7 +151,8 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
         if number % ranks.world() == ranks.rank():
             tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
         del values
-    return RoleState(tensors, None if pieces is None else settings_of(pieces.inner, pieces.groups(named)))
+    settings = None if pieces is None else settings_of(pieces.inner, pieces.groups(named))
+    return RoleState(tensors, settings, copied=True)
 
 
 def _values(name: str, tensor: Tensor, pieces: _Pieces | None) -> dict[str, Tensor]:

@@ -300,3 +300,12 @@ def test_the_command_of_the_document_is_found(config, tmp_path, monkeypatch, cap
         assert __main__.main() == 0
     assert "rlhf_ddp on 64 GPUs of 80 GiB" in capsys.readouterr().out
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("background", "counted"), [(True, True), (False, False)])
+def test_the_copy_that_a_checkpoint_is_written_from_is_counted_where_there_is_one(planned, config, background, counted):
+    checkpoint = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"background": background}}
+    config["trainer"]["callbacks"].append(checkpoint)
+    found = planned("--gpus", "1", given=config)
+    assert (found.code, found.err) == (0, "")
+    assert ("host: copy that a checkpoint" in " ".join(found.out.split())) == counted

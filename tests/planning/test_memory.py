@@ -12,6 +12,8 @@ from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import cache_bytes, engine_bytes, gathered, gradients, memory, resting
 from lightning_rlhf.planning.setup import Engine, Role, Work, Zero, precision, strategy
+from lightning_rlhf.strategies.background_save import in_host_memory
+from lightning_rlhf.strategies.role_state import native_state
 from tests.planning.fakes import processes, sharded, source, texts
 
 MODEL = architecture(source("qwen2").hf_config())
@@ -161,15 +163,40 @@ def test_roles_take_turns_but_their_optimizers_do_not():
 def test_offloading_moves_terms_to_the_host(name, on_the_host):
     there = {"reduce_every": True} if name == "rlhf_fsdp_offload" else {}
     used, host, _ = memory([ACTOR, REF], strategy(name, **there), WORK, None, 8, 0)
-    whole, none, _ = memory([ACTOR, REF], strategy(name.removesuffix("_offload"), **there), WORK, None, 8, 0)
-    assert set(host) == on_the_host
-    assert not set(none)
+    whole, before, _ = memory([ACTOR, REF], strategy(name.removesuffix("_offload"), **there), WORK, None, 8, 0)
+    assert set(host) - {terms.SAVED} == on_the_host
+    assert set(before) <= {terms.SAVED}
     assert all(used[term] == 0 and host[term] == whole[term] for term in on_the_host)
 
 
 def test_frozen_roles_alone_can_be_offloaded():
     _, host, _ = memory([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK, None, 8, 0)
+    assert host.pop(terms.SAVED) == 12 * partition.zero3_elements(MODEL.parameters, 8)
     assert host == {terms.PARAMETERS: held(REF, "rlhf_deepspeed_stage_3")[0]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_planned_copy_of_a_checkpoint_is_what_a_save_in_the_background_holds(dtype):
+    model = source("qwen2", dtype).causal()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    kept = in_host_memory(native_state(model, optimizer)).tensors.values()
+    role = Role("actor", MODEL, True, dtype)
+    _, host, _ = memory([role, REF], strategy("rlhf_single"), replace(WORK, mixed=False), None, 1, 0, True)
+    assert host == {terms.SAVED: sum(tensor.nbytes for tensor in kept if tensor.ndim)}
+    assert not memory([role, REF], strategy("rlhf_single"), WORK, None, 1, 0)[1]
+
+
+def test_the_planned_copy_of_a_checkpoint_by_hand():
+    def saved(name, role=ACTOR):
+        return memory([role], strategy(name), WORK, None, 8, 0, True)[1][terms.SAVED]
+
+    assert saved("rlhf_ddp") == 12 * P
+    assert saved("rlhf_fsdp") == 12 * partition.fsdp_elements(MODEL.parameters, 8)
+    assert saved("rlhf_deepspeed_stage_2") == 12 * -(-P // 16) * 2
+    assert saved("rlhf_ddp", REF) == 0
 
 
 def test_the_engine_fills_its_share_with_cache():

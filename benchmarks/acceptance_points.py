@@ -204,7 +204,9 @@ class _Keep(Callback):
     weights: dict[str, torch.Tensor]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = {name: tensor.cpu().clone() for name, tensor in pl_module.roles.iter_full_params("actor")}
+        self.weights = {
+            name: tensor.cpu().clone() for name, tensor in pl_module.role_strategy.iter_full_params("actor")
+        }
 
 
 def strategies(device: str, folder: Path) -> Figures:

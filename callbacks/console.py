@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.models.loading import Pretrained
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 

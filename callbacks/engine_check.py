@@ -7,7 +7,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.types import Rollout
 
@@ -39,12 +39,14 @@ def compare(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_log
         logprobs = module.actor_scores("actor", rows).logprobs
     gaps = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask]
     # One reduction, on every rank: a rank that fails alone would wait for the others below.
-    mean, percentile, largest = module.roles.max_over_ranks(gap_statistics(gaps)).tolist()
+    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps)).tolist()
     dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
     bound = max_logprob_diff or _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUND)
     if mean <= bound * _MEAN_SHARE and percentile <= bound:
         return
-    parameters = (module.roles.iter_adapters if engine.swaps_adapters else module.roles.iter_full_params)("actor")
+    parameters = (
+        module.role_strategy.iter_adapters if engine.swaps_adapters else module.role_strategy.iter_full_params
+    )("actor")
     name = engine.first_difference(parameters)
     deque(parameters, maxlen=0)  # every rank goes through all of them
     cause = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
 from .module_check import check_module
@@ -43,15 +43,15 @@ class KLControl(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One step of the controller, on the KL that all ranks measured; none while only the critic learns."""
-        if not pl_module.actor_learns:
+        """Update the coefficient from the KL over all ranks, unless only the critic was updated."""
+        if not pl_module.actor_is_updated:
             return
         assert pl_module.last_rollout is not None
         count = torch.tensor(float(len(pl_module.last_rollout)), device=pl_module.device)
-        responses = int(pl_module.roles.sum_over_ranks(count))
-        if "kl/ref" not in trainer.callback_metrics:
-            raise RuntimeError(f"KLControl needs the metric kl/ref, and {type(pl_module).__name__} does not log it")
-        kl = float(trainer.callback_metrics["kl/ref"])
+        responses = int(pl_module.data_ranks.sum(count))
+        if pl_module.kl_to_ref is None:
+            raise RuntimeError(f"KLControl needs the KL to the reference: {type(pl_module).__name__} sets no kl_to_ref")
+        kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, as it is logged
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 
     def state_dict(self) -> dict[str, float]:

@@ -116,11 +116,15 @@ class PolicyCheck(Callback):
     @torch.no_grad()
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
-        for rows, _ in module.in_step(token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)):
+        for rows, _ in module.equalize_over_ranks(
+            token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)
+        ):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
             with module.trainer.precision_plugin.forward_context():
-                scores[rows.to(scores.device)] = module.roles.role("reward_model")(join(part)[0], ends).squeeze(1)
+                scores[rows.to(scores.device)] = module.role_strategy.role("reward_model")(join(part)[0], ends).squeeze(
+                    1
+                )
         return scores
 
     def _say(self, metrics: dict[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 
 from .metrics_csv import MetricsCSV, read_metrics
 from .rollout_loop import RolloutLoop

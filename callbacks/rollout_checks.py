@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.positions import check_positions
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
 from lightning_rlhf.rewards.scoring import Scoring
 from lightning_rlhf.rollout.collect import Collector
@@ -85,12 +85,12 @@ def gaps(reward: RewardFunction, data: PromptDataModule) -> list[str]:
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
     """Ranks that split each tensor of a model between them, and so hold the same prompts."""
-    return trainer.world_size // module.roles.data_ranks
+    return trainer.world_size // module.data_ranks.size
 
 
 def _check_ranks(loop: RolloutLoop, data: PromptDataModule, module: RLHFModule) -> None:
     """Every rank needs something to generate, and something to learn in every mini-batch."""
-    ranks = module.roles.data_ranks
+    ranks = module.data_ranks.size
     if data.batch_size < ranks or module.minibatch_size < ranks:
         raise ValueError(
             f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "

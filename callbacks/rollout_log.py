@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.types import PromptBatch, Rollout
 
 from .module_check import check_module

@@ -17,7 +17,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import positions
 from lightning_rlhf.models.vocabulary import vocab_size
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rewards.conventions import TrainerState
 from lightning_rlhf.rewards.dispatch import Jury
@@ -29,7 +29,7 @@ from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, 
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
-from .clock import Clock, means_over_ranks, over_ranks
+from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .engine_check import compare
 from .rollout_checks import check_run, tensor_ranks
@@ -66,7 +66,7 @@ class RolloutLoop(Callback):
         dynamic_sampling: replaces prompts whose responses all earn the same; None learns from every prompt.
     """
 
-    hands_over_rollouts = True
+    provides_rollouts = True
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class RolloutLoop(Callback):
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self._pushed: int | None = None
+        self.tokens_per_s = 0.0  # generated in the last step, over all ranks
         self._vocabulary = 0  # tokens of the actor
         self._validated: int | None = None
         self._stop_token_ids: tuple[int, ...] = ()
@@ -187,7 +188,8 @@ class RolloutLoop(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
         """One rollout."""
-        clock, tokens, told, roles = Clock(), 0, list[Told](), pl_module.roles
+        clock, tokens, told, roles = Clock(), 0, list[Told](), pl_module.role_strategy
+        ranks = pl_module.data_ranks
         with clock("time/sync_s"):
             self.push_weights(trainer, pl_module)
 
@@ -195,11 +197,11 @@ class RolloutLoop(Callback):
             nonlocal tokens
             collector = self._collector(trainer, prompts, samples)
             with clock("time/generate_s"):
-                take = collector.take if roles.makes_for_share else None
+                take = collector.take if roles.is_group_leader else None
                 completions = self._generate(prompts, "train", prompts.epoch, samples, temperature, take)
             tokens += sum(len(completion.token_ids) for completion in completions)
             with clock("time/reward_s"):  # what is left to do
-                rollout, scores = roles.once_per_share(partial(collector.rollout, completions, temperature))
+                rollout, scores = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
             told.append(scores.told)
             return rollout
 
@@ -210,8 +212,8 @@ class RolloutLoop(Callback):
         else:
             together = self.engine is not None and self.engine.ranks > tensor_ranks(trainer, pl_module)
             anyone = partial(self._anyone, pl_module) if together else bool
-            rollout, counts = self.dynamic_sampling(batch, sample, roles.data_ranks, anyone)
-            metrics = self.dynamic_sampling.metrics(over_ranks(counts, roles.sum_over_ranks, pl_module.device))
+            rollout, counts = self.dynamic_sampling(batch, sample, ranks.size, anyone)
+            metrics = self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, pl_module.device))
         greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
             self.verify(pl_module, rollout)
@@ -219,21 +221,21 @@ class RolloutLoop(Callback):
             raise RuntimeError("the engine returned log-probabilities that are not finite: its weights are damaged")
         self._rest(pl_module.device)
         pl_module.receive(rollout, greedy)
-        metrics |= over_ranks(clock.seconds, roles.max_over_ranks, pl_module.device)  # the slowest rank is waited for
-        total = over_ranks({"tokens": float(tokens)}, roles.sum_over_ranks, pl_module.device)["tokens"]
-        metrics["rollout/tokens_per_s"] = total / metrics["time/generate_s"]
-        metrics |= means_over_ranks(told, roles.gather_over_ranks, pl_module.device)
+        metrics |= max_over_ranks(clock.seconds, ranks, pl_module.device)  # the slowest rank is waited for
+        total = sum_over_ranks({"tokens": float(tokens)}, ranks, pl_module.device)["tokens"]
+        metrics["rollout/tokens_per_s"] = self.tokens_per_s = total / metrics["time/generate_s"]
+        metrics |= means_over_ranks(told if roles.is_group_leader else [])
         pl_module.log_step("rollout", metrics)
 
     def _anyone(self, module: RLHFModule, wants: bool) -> bool:
         """Whether any rank wants to go on; all of them then do, because they ask a shared engine together."""
-        return bool(module.roles.max_over_ranks(torch.tensor(float(wants), device=module.device)))
+        return bool(module.data_ranks.max(torch.tensor(float(wants), device=module.device)))
 
     def push_weights(self, trainer: Trainer, module: RLHFModule) -> None:
         """Give the engine the actor's weights, unless it has them; the version is the number of steps taken."""
         if self._pushed != trainer.global_step:
             assert self.engine is not None
-            roles, version = module.roles, trainer.global_step
+            roles, version = module.role_strategy, trainer.global_step
             limit_gpu_memory(module.device, self.engine.gpu_share)
             if not self.engine.swaps_adapters:
                 self.engine.update_weights(roles.iter_full_params("actor"), version)
@@ -299,18 +301,18 @@ class RolloutLoop(Callback):
         if _averages(trainer) and batch_idx == 0:  # the average has just taken the weights' place
             self._pushed = None
             self.push_weights(trainer, pl_module)
-        size, roles = self.val_samples, pl_module.roles
+        size, roles = self.val_samples, pl_module.role_strategy
         collector = self._collector(trainer, batch, 1 + size)
 
         def take(first: int, number: int, completion: Completion) -> None:
             samples = size if first else 1
-            if roles.makes_for_share:
+            if roles.is_group_leader:
                 collector.take(number // samples * (1 + size) + first + number % samples, completion)
 
         greedy = self._generate(batch, "validation", 0, 1, 0.0, partial(take, 0))
         sampled = self._generate(batch, "validation", 0, size, 1.0, partial(take, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
-        rollout, _ = roles.once_per_share(partial(collector.rollout, ordered, 1.0))
+        rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
         pl_module.receive(rollout)
 
@@ -334,7 +336,7 @@ class RolloutLoop(Callback):
         if _averages(trainer):  # the weights are about to come back
             self._pushed = None
         self._rest(pl_module.device)
-        for name, value in self._validation.metrics(pl_module.roles.sum_over_ranks).items():
+        for name, value in self._validation.metrics(pl_module.data_ranks).items():
             shown = name in ("val/greedy", "val/sampled")
             pl_module.log(name, value, prog_bar=shown, batch_size=1)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.modules.base import RLHFModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
-from .clock import over_ranks
+from .clock import max_over_ranks, sum_over_ranks
 from .module_check import check_module
 
 GIB = 2.0**30
@@ -50,39 +50,52 @@ class Throughput(Callback):
         check_module(self, pl_module, RoleModule)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock; this callback stands before RolloutLoop."""
+        """Start the clock; this callback runs before RolloutLoop."""
         self._started = time.perf_counter()
         if isinstance(pl_module, RLHFModule):
-            pl_module.step_seconds = None
+            pl_module.step_times = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop it. A module whose own ``training_step`` measures no parts has the figures of the whole step."""
-        largest = {"time/step_s": time.perf_counter() - self._started, **memory(pl_module.device)}
-        module = pl_module if isinstance(pl_module, RLHFModule) else None
-        lengths: torch.Tensor = (module.last_rollout if module else batch).total_lengths  # type: ignore[union-attr]
-        total = {"perf/tokens": float(lengths.sum()), "rows": float(len(lengths))}
-        total["devices"] = trainer.world_size / pl_module.roles.data_ranks  # more than one where they split tensors
-        peak = self.peak_tflops or known_peak(pl_module)
-        parts = (module.step_seconds or {}) if module else {}
-        if module:
-            total["operations"] = operations_per_pass(module) if peak and parts else 0.0
-        total = over_ranks(total, pl_module.roles.sum_over_ranks, pl_module.device)
-        largest = over_ranks(largest | parts, pl_module.roles.max_over_ranks, pl_module.device)
-        tokens, devices, seconds = total["perf/tokens"], total["devices"], largest["time/step_s"]
-        found = {name: value for name, value in largest.items() if name not in parts}
-        found |= {"perf/tokens": tokens, "perf/tokens_per_s": tokens / seconds}
-        found["perf/tokens_per_s_per_device"] = tokens / seconds / devices
-        if module:
-            found |= {f"time/{name}_ms_per_token": 1000 * largest[name] / tokens for name in parts}
-            if generated := float(trainer.callback_metrics.get("rollout/tokens_per_s", 0.0)):
-                found["time/generate_ms_per_token"] = 1000 / generated
-            if peak and parts:
-                passes = module.actor_updates * module.minibatch_size / total["rows"]
-                operations = total["operations"] * (passes if module.actor_learns else module.update_epochs)
-                found["perf/mfu_update"] = operations / (largest["update"] * devices * peak * 1e12)
-        pl_module.log_step("throughput", found, bar=("perf/tokens_per_s",))
+        """Log time, tokens and memory; figures of the parts of a step only where ``training_step`` measures them."""
+        ranks, device = pl_module.data_ranks, pl_module.device
+        largest = {"time/step_s": time.perf_counter() - self._started, **memory(device)}
+        if isinstance(pl_module, RLHFModule):
+            assert pl_module.last_rollout is not None
+            batch = pl_module.last_rollout
+        own = {"tokens": float(batch.total_lengths.sum()), "devices": trainer.world_size / ranks.size}
+        total = sum_over_ranks(own, ranks, device)
+        tokens = total["tokens"]
+        metrics = max_over_ranks(largest, ranks, device)
+        metrics["perf/tokens"] = tokens
+        metrics["perf/tokens_per_s"] = tokens / metrics["time/step_s"]
+        metrics["perf/tokens_per_s_per_device"] = metrics["perf/tokens_per_s"] / total["devices"]
+        if isinstance(pl_module, RLHFModule):
+            metrics |= self._figures_of_parts(trainer, pl_module, tokens, total["devices"])
+        pl_module.log_step("throughput", metrics, bar=("perf/tokens_per_s",))
+
+    def _figures_of_parts(
+        self, trainer: Trainer, module: RLHFModule, tokens: float, devices: float
+    ) -> dict[str, float]:
+        """Compute time per token of generation, evaluation and update, and the share of the devices' peak."""
+        metrics = dict[str, float]()
+        loops = [callback for callback in trainer.callbacks if hasattr(callback, "tokens_per_s")]
+        if loops and loops[0].tokens_per_s:
+            metrics["time/generate_ms_per_token"] = 1000 / loops[0].tokens_per_s
+        if module.step_times is None:
+            return metrics
+        ranks, device = module.data_ranks, module.device
+        seconds = max_over_ranks(vars(module.step_times), ranks, device)
+        metrics |= {f"time/{part}_ms_per_token": 1000 * value / tokens for part, value in seconds.items()}
+        if peak := self.peak_tflops or known_peak(module):
+            assert module.last_rollout is not None
+            own = {"operations": operations_per_pass(module), "rows": float(len(module.last_rollout))}
+            total = sum_over_ranks(own, ranks, device)
+            passes = module.actor_updates * module.minibatch_size / total["rows"]
+            operations = total["operations"] * (passes if module.actor_is_updated else module.update_epochs)
+            metrics["perf/mfu_update"] = operations / (seconds["update"] * devices * peak * 1e12)
+        return metrics
 
 
 def memory(device: torch.device) -> dict[str, float]:
@@ -107,7 +120,7 @@ def operations_per_pass(module: RLHFModule) -> float:
     assert module.last_rollout is not None
     lengths = module.last_rollout.total_lengths.double()
     parameters, operations = module.parameter_counts(), 0.0
-    for role in module.trained_roles if module.actor_learns else module.trained_roles[1:]:
+    for role in module.trained_roles if module.actor_is_updated else module.trained_roles[1:]:
         config = getattr(module, role).lm.config.get_text_config()
         squares = 12 * config.num_hidden_layers * config.hidden_size * (lengths**2).sum().item()
         operations += 6 * parameters[role] * lengths.sum().item() + squares

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics.utilities.distributed import gather_all_tensors
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.functional.diagnostics import best_at_k, majority_at_k, ordered_share, pass_at_k, worst_at_k
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.types import PromptBatch, Rollout
 
 log = logging.getLogger(__name__)
@@ -97,16 +97,13 @@ class Validation:
         """The reward model's scores of the responses added last."""
         self._judged[_SCORE].append(self._table(scores))
 
-    def metrics(
-        self, reduce: Callable[[Tensor], Tensor], gather: Callable[[Tensor], Tensor] | None = None
-    ) -> dict[str, float]:
-        """All metrics over all ranks, each source's under ``val/<source>/``.
+    def metrics(self, ranks: DataRanks) -> dict[str, float]:
+        """Return all metrics over all ranks, each source's under ``val/<source>/``.
 
         Args:
-            reduce: sums a tensor over ranks.
-            gather: puts the rows of all ranks one behind the other; by default over all processes, if there are any.
+            ranks: ranks with different prompts.
         """
-        sums, places = Sums(), torch.tensor(self._source_of, dtype=torch.long)
+        sums, places = MeanAccumulator(), torch.tensor(self._source_of, dtype=torch.long)
         tables = {name: torch.cat(parts) for name, parts in self._judged.items()}
         groups = {"val/": torch.ones_like(places, dtype=torch.bool)}
         groups |= {f"val/{name}/": places == place for place, name in enumerate(self._sources)}
@@ -120,11 +117,11 @@ class Validation:
                 # A reward may not apply; a score that is no number is a fault, and is to be seen.
                 counts = None if name in of_score else ~values[rows].isnan()
                 sums.add(f"{prefix}{name}", values[rows], counts)
-        found = sums.means(reduce)
+        found = sums.means(ranks)
         if {_CORRECT, _SCORE} <= tables.keys():
             columns = [tables[_SCORE][:, 1:], tables[_CORRECT][:, 1:], places.unsqueeze(1).double()]
             columns[2] = columns[2].expand_as(columns[0])
-            table = (gather or rows_of_all_ranks)(torch.stack([column.flatten() for column in columns], dim=1))
+            table = ranks.gather(torch.stack([column.flatten() for column in columns], dim=1))
             for place, prefix in enumerate(groups, start=-1):
                 score, correct, _ = (table if place < 0 else table[table[:, 2] == place]).unbind(dim=1)
                 # NaN where all are right or all are wrong
@@ -191,15 +188,6 @@ def sources_in(data: PromptDataModule) -> list[str]:
 def source_of(columns: Mapping[str, Any]) -> str | None:
     """The source that a row of the data names, if it does."""
     return next((str(columns[name]) for name in _SOURCE_COLUMNS if columns.get(name) is not None), None)
-
-
-def rows_of_all_ranks(rows: Tensor) -> Tensor:
-    """The rows of all processes one behind the other, however many each has; the rows themselves in one process."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return rows
-    device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    return torch.cat(gather_all_tensors(rows.to(device))).cpu()
 
 
 def _column(function: Callable[..., float], whole: list[bool], *columns: Sequence[Any]) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_rlhf import FromConfig, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import RolloutLoop, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.rewards.adapter import RewardFunction
@@ -37,10 +37,10 @@ class MeanBaseline(AdvantageEstimator):
 
     scale: float = 1.0
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """(B, T) advantages, which are also what a critic would be taught."""
         counts = inputs.mask.any(dim=1)  # responses that only fill the batch do not
-        total, count = reduce(torch.stack([(inputs.reward * counts).sum(), counts.sum()]))
+        total, count = ranks.sum(torch.stack([(inputs.reward * counts).sum(), counts.sum()]))
         advantages = self.scale * (inputs.reward - total / count).unsqueeze(1) * inputs.mask
         return advantages, advantages
 

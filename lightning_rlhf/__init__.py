@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from lightning_rlhf.data.unpaired import UnpairedDataModule as UnpairedDataModule
     from lightning_rlhf.models.loading import FromConfig as FromConfig
     from lightning_rlhf.models.loading import Pretrained as Pretrained
-    from lightning_rlhf.modules.base import RLHFModule as RLHFModule
-    from lightning_rlhf.modules.cispo import CISPOModule as CISPOModule
-    from lightning_rlhf.modules.dapo import DAPOModule as DAPOModule
+    from lightning_rlhf.modules.algorithms import CISPOModule as CISPOModule
+    from lightning_rlhf.modules.algorithms import DAPOModule as DAPOModule
+    from lightning_rlhf.modules.algorithms import DrGRPOModule as DrGRPOModule
+    from lightning_rlhf.modules.algorithms import GMPOModule as GMPOModule
+    from lightning_rlhf.modules.algorithms import GPGModule as GPGModule
+    from lightning_rlhf.modules.algorithms import GRPOModule as GRPOModule
+    from lightning_rlhf.modules.algorithms import GSPOModule as GSPOModule
+    from lightning_rlhf.modules.algorithms import IPOModule as IPOModule
+    from lightning_rlhf.modules.algorithms import OPOModule as OPOModule
+    from lightning_rlhf.modules.algorithms import ReinforcePlusPlusModule as ReinforcePlusPlusModule
+    from lightning_rlhf.modules.algorithms import ReMaxModule as ReMaxModule
+    from lightning_rlhf.modules.algorithms import RLOOModule as RLOOModule
+    from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
-    from lightning_rlhf.modules.dr_grpo import DrGRPOModule as DrGRPOModule
-    from lightning_rlhf.modules.gmpo import GMPOModule as GMPOModule
-    from lightning_rlhf.modules.gpg import GPGModule as GPGModule
-    from lightning_rlhf.modules.grpo import GRPOModule as GRPOModule
-    from lightning_rlhf.modules.gspo import GSPOModule as GSPOModule
-    from lightning_rlhf.modules.ipo import IPOModule as IPOModule
     from lightning_rlhf.modules.kto import KTOModule as KTOModule
     from lightning_rlhf.modules.online_dpo import OnlineDPOModule as OnlineDPOModule
-    from lightning_rlhf.modules.opo import OPOModule as OPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
-    from lightning_rlhf.modules.reinforce_plus_plus import ReinforcePlusPlusModule as ReinforcePlusPlusModule
-    from lightning_rlhf.modules.remax import ReMaxModule as ReMaxModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
-    from lightning_rlhf.modules.rloo import RLOOModule as RLOOModule
-    from lightning_rlhf.modules.sapo import SAPOModule as SAPOModule
+    from lightning_rlhf.modules.rlhf import RLHFModule as RLHFModule
     from lightning_rlhf.modules.sft import SFTModule as SFTModule
     from lightning_rlhf.types import Experience as Experience
     from lightning_rlhf.types import Rollout as Rollout
@@ -46,25 +46,25 @@ _HOME = {
     "UnpairedDataModule": "lightning_rlhf.data.unpaired",
     "FromConfig": "lightning_rlhf.models.loading",
     "Pretrained": "lightning_rlhf.models.loading",
-    "CISPOModule": "lightning_rlhf.modules.cispo",
-    "DAPOModule": "lightning_rlhf.modules.dapo",
+    "CISPOModule": "lightning_rlhf.modules.algorithms",
+    "DAPOModule": "lightning_rlhf.modules.algorithms",
     "DPOModule": "lightning_rlhf.modules.dpo",
-    "DrGRPOModule": "lightning_rlhf.modules.dr_grpo",
-    "GMPOModule": "lightning_rlhf.modules.gmpo",
-    "GPGModule": "lightning_rlhf.modules.gpg",
-    "GRPOModule": "lightning_rlhf.modules.grpo",
-    "GSPOModule": "lightning_rlhf.modules.gspo",
-    "IPOModule": "lightning_rlhf.modules.ipo",
+    "DrGRPOModule": "lightning_rlhf.modules.algorithms",
+    "GMPOModule": "lightning_rlhf.modules.algorithms",
+    "GPGModule": "lightning_rlhf.modules.algorithms",
+    "GRPOModule": "lightning_rlhf.modules.algorithms",
+    "GSPOModule": "lightning_rlhf.modules.algorithms",
+    "IPOModule": "lightning_rlhf.modules.algorithms",
     "KTOModule": "lightning_rlhf.modules.kto",
     "OnlineDPOModule": "lightning_rlhf.modules.online_dpo",
-    "OPOModule": "lightning_rlhf.modules.opo",
+    "OPOModule": "lightning_rlhf.modules.algorithms",
     "PPOModule": "lightning_rlhf.modules.ppo",
-    "RLHFModule": "lightning_rlhf.modules.base",
-    "RLOOModule": "lightning_rlhf.modules.rloo",
-    "ReMaxModule": "lightning_rlhf.modules.remax",
-    "ReinforcePlusPlusModule": "lightning_rlhf.modules.reinforce_plus_plus",
+    "RLHFModule": "lightning_rlhf.modules.rlhf",
+    "RLOOModule": "lightning_rlhf.modules.algorithms",
+    "ReMaxModule": "lightning_rlhf.modules.algorithms",
+    "ReinforcePlusPlusModule": "lightning_rlhf.modules.algorithms",
     "RewardModule": "lightning_rlhf.modules.reward",
-    "SAPOModule": "lightning_rlhf.modules.sapo",
+    "SAPOModule": "lightning_rlhf.modules.algorithms",
     "SFTModule": "lightning_rlhf.modules.sft",
     "Experience": "lightning_rlhf.types",
     "Rollout": "lightning_rlhf.types",

@@ -183,7 +183,7 @@ class Experience(TensorBatch):
         mask: (B, T) bool, the tokens to learn from: the response mask, less responses that are not kept and what a
             rollout correction rejected.
         weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
-        chosen: (B, T) bool, tokens that the policy loss chose from a mini-batch; False where it does not choose.
+        selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
     """
 
     rollout: Rollout
@@ -196,7 +196,7 @@ class Experience(TensorBatch):
     returns: Tensor
     mask: Tensor
     weights: Tensor
-    chosen: Tensor
+    selected_tokens: Tensor
 
     def __post_init__(self) -> None:
         expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)

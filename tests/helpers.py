@@ -12,6 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_rlhf.data_ranks import DataRanks
+
 T = TypeVar("T")
 
 # The same examples on every machine: a property that fails, fails for everyone.
@@ -37,30 +39,41 @@ def _float64(value: Any) -> Tensor:
     return value.detach().double() if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
-def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:
+class ThreadRanks(DataRanks):
+    """A rank in a thread; see :func:`over_ranks`."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(slots)
+        self._slot, self._slots, self._barrier = rank, slots, barrier
+
+    def _all(self, value: Tensor) -> list[Tensor]:
+        self._slots[self._slot] = value
+        self._barrier.wait()
+        every = list(self._slots)
+        self._barrier.wait()
+        return every
+
+    def sum(self, value: Tensor) -> Tensor:
+        return torch.stack(self._all(value)).sum(dim=0)
+
+    def max(self, value: Tensor) -> Tensor:
+        return torch.stack(self._all(value)).amax(dim=0)
+
+    def gather(self, value: Tensor) -> Tensor:
+        return torch.cat(self._all(value))
+
+
+def over_ranks(*ranks: Callable[[DataRanks], T]) -> list[T]:
     """Run every function as one rank in its own thread and return what each returned.
 
-    Each function is given the callback that sums a tensor over the ranks, whose attribute ``maximum`` takes the largest
-    of each element. Ranks that reduce a different number of
-    times, which would hang a real job, break the barrier and fail the test.
+    Ranks that exchange a different number of times, which would hang a real job, break the barrier and fail the test.
     """
     barrier = threading.Barrier(len(ranks), timeout=10)
-    slots: list[Tensor] = [torch.empty(0)] * len(ranks)
+    slots: list[Any] = [None] * len(ranks)
 
     def run(rank: int) -> T:
-        def gathered(value: Tensor) -> Tensor:
-            slots[rank] = value
-            barrier.wait()
-            every = torch.stack(slots)
-            barrier.wait()
-            return every
-
-        def sum_over_ranks(value: Tensor) -> Tensor:
-            return gathered(value).sum(dim=0)
-
-        sum_over_ranks.maximum = lambda value: gathered(value).amax(dim=0)  # type: ignore[attr-defined]
         try:
-            result = ranks[rank](sum_over_ranks)
+            result = ranks[rank](ThreadRanks(rank, slots, barrier))
             barrier.wait()
         except BaseException:
             barrier.abort()  # or the other ranks would wait for this one
@@ -69,18 +82,6 @@ def over_ranks(*ranks: Callable[[Callable[[Tensor], Tensor]], T]) -> list[T]:
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(run, range(len(ranks))))
-
-
-def max_over_ranks(sum_over_ranks: Callable[[Tensor], Tensor], rank: int, ranks: int) -> Callable[[Tensor], Tensor]:
-    """The elementwise maximum over ranks, made of their sum: each rank writes into a slot of its own."""
-
-    def maximum(value: Tensor) -> Tensor:
-        slots = value.new_zeros(ranks, *value.shape)
-        slots[rank] = value.clamp(min=-1e300)
-        largest = sum_over_ranks(slots).max(dim=0).values
-        return largest.masked_fill(largest == -1e300, -torch.inf)
-
-    return maximum
 
 
 def golden(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
-from lightning_rlhf.strategies.roles import Roles
+from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
 VOCABULARY = 11
@@ -127,7 +129,7 @@ def _padded(rows: list[list[int]], extra_columns: int) -> tuple[Tensor, Tensor]:
 class HandOver(Callback):
     """Gives the module the batch itself as rollout."""
 
-    hands_over_rollouts = True
+    provides_rollouts = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
         pl_module.receive(batch)
@@ -159,14 +161,15 @@ def fit(module: LightningModule, batches: Iterable[Any], val: Iterable[Any] | No
     return trainer
 
 
-class OneOfTwoRanks(Roles, SingleDeviceStrategy):
-    """A rank in a thread of its own whose gradients are averaged with the other's, as DDP does."""
+class OneOfTwoRanks(RoleStrategy, SingleDeviceStrategy):
+    """A rank in a thread whose gradients are averaged with the other's, as DDP does; each draws from its own rows."""
 
     gradient_scale = 2.0
 
-    def __init__(self, sum_over_ranks: Any) -> None:
+    def __init__(self, ranks: DataRanks) -> None:
         super().__init__("cpu")
-        self.sum_over_ranks, self.max_over_ranks = sum_over_ranks, sum_over_ranks.maximum
+        self.data_ranks = copy(ranks)
+        self.data_ranks.rank, self.data_ranks.size = 0, 1
         self.syncs: list[bool] = []
 
     @contextmanager
@@ -175,7 +178,7 @@ class OneOfTwoRanks(Roles, SingleDeviceStrategy):
         self.syncs.append(sync)
         if sync:
             for parameter in getattr(self.lightning_module, name).parameters():
-                parameter.grad = self.sum_over_ranks(parameter.grad) / 2
+                parameter.grad = self.data_ranks.sum(parameter.grad) / 2
 
 
 class ScriptedEngine(RolloutEngine):

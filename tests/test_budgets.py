@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
 
-FILE_LINES = 400
+FILE_LINES = 450
 FUNCTION_LINES = 50  # from the def to its last line, without the docstring
 STEP_LINES = 45
 CONSTRUCTOR_ARGUMENTS = 20
@@ -57,5 +57,5 @@ def test_configuration_fits_its_budget(path):
 def test_there_is_something_to_measure():
     assert len(SOURCES) > 50
     assert CONFIGS
-    (step,) = (f for f in functions(ROOT / "lightning_rlhf/modules/base.py") if f.name == "training_step")
+    (step,) = (f for f in functions(ROOT / "lightning_rlhf/modules/rlhf.py") if f.name == "training_step")
     assert 10 < lines(step) <= STEP_LINES

@@ -11,6 +11,7 @@ FLOORS = (
         "__about__",
         "attention",
         "compat",
+        "data_ranks",
         "expected_errors",
         "interrupts",
         "launch_environment",

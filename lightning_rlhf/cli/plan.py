@@ -21,7 +21,7 @@ from lightning_rlhf.cli.understood import ConfigCLI, module_of, understood
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.modules.rollout_module import RolloutModule
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
@@ -129,7 +129,7 @@ def saves_in_background(config: Namespace) -> bool:
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:
     """The module's models, each built without weights."""
     roles = []
-    needs_ref = isinstance(module, DPOModule) or (isinstance(module, RolloutModule) and module.has_ref)
+    needs_ref = isinstance(module, DPOModule) or (isinstance(module, RLHFModule) and module.has_ref)
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
         for name in names:
             source, scalar = module.sources[name], name in ("critic", "reward_model")
@@ -147,7 +147,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
     """What a step does."""
     longest = data["max_tokens"]
     if loop is None:
-        if isinstance(module, RolloutModule):
+        if isinstance(module, RLHFModule):
             raise ValueError(
                 "nothing hands rollouts over: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.strategies import registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.strategies.names import our_name
-from lightning_rlhf.strategies.roles import Roles
+from lightning_rlhf.strategies.roles import RoleStrategy
 
 _ELSEWHERE = {
     "gradient_clip_val": "gradients are clipped for each model by model.init_args.max_grad_norm: set that",
@@ -67,7 +67,7 @@ def checked_strategy(given: str, processes: int) -> str:
         ValueError: no role strategy has this name.
     """
     name = our_name(given, processes)
-    known = [ours for ours in StrategyRegistry if issubclass(StrategyRegistry[ours]["strategy"], Roles)]
+    known = [ours for ours in StrategyRegistry if issubclass(StrategyRegistry[ours]["strategy"], RoleStrategy)]
     if name in known:
         return name
     near = [] if given in StrategyRegistry else difflib.get_close_matches(name.lower(), known, n=1)

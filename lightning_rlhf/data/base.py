@@ -24,6 +24,7 @@ from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_r
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_in
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.seeding import run_seed
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,8 @@ class RowsDataModule(LightningDataModule):
     def _share(self) -> tuple[int, int]:
         """This process's share of each batch, and the number of shares."""
         strategy = None if self.trainer is None else self.trainer.strategy
-        return getattr(strategy, "data_rank", 0), getattr(strategy, "data_ranks", 1)
+        ranks: DataRanks = getattr(strategy, "data_ranks", ONE_RANK)
+        return ranks.rank, ranks.size
 
     def _fresh_bad_rows(self) -> Path | None:
         """The file for unused rows, emptied; only one process writes it."""

@@ -7,11 +7,12 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_centered, masked_mean, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.masked import masked_centered, masked_mean
 from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
     1 is perfect, 0 is as good as a constant, negative is worse than a constant; NaN where the returns do not vary.
@@ -20,10 +21,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Su
         values: (B, T) the critic's values.
         returns: (B, T).
         mask: (B, T) bool.
-        reduce: sums a tensor over ranks.
+        ranks: exchange tensors.
     """
-    unexplained = masked_mean(masked_centered(returns - values, mask, reduce) ** 2, mask, reduce)
-    total = masked_mean(masked_centered(returns, mask, reduce) ** 2, mask, reduce)
+    unexplained = masked_mean(masked_centered(returns - values, mask, ranks) ** 2, mask, ranks)
+    total = masked_mean(masked_centered(returns, mask, ranks) ** 2, mask, ranks)
     return torch.where(total > 0, 1 - unexplained / total, torch.full_like(total, math.nan))
 
 
@@ -125,7 +126,7 @@ def gradient_power(
     sum_pi_squared: Tensor,
     mask: Tensor,
     weights: Tensor | None = None,
-    reduce: SumOverRanks = this_rank_only,
+    ranks: DataRanks = ONE_RANK,
 ) -> dict[str, float]:
     """Expected squared size of one response's policy gradient with respect to the logits: signal and noise together.
 
@@ -139,7 +140,7 @@ def gradient_power(
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
         mask: (B, T) bool, the tokens to learn from; responses without any do not count.
         weights: (B, T) importance weights; None is 1.
-        reduce: sums a tensor over ranks.
+        ranks: exchange tensors.
 
     Returns:
         ``variance/...`` to a number, NaN where no response counts.
@@ -149,7 +150,7 @@ def gradient_power(
     norm, squared = norms.masked_fill(~mask, 0).sum(dim=1), response_mean(advantages, mask).double() ** 2
     scale = torch.ones_like(norm) if weights is None else response_mean(weights, mask).double() ** 2
     parts = {"gradient_power": scale * squared * norm, "advantage_squared_mean": squared, "score_norm_mean": norm}
-    means = means_over_ranks({name: (values, rows) for name, values in parts.items()}, reduce)
+    means = means_over_ranks({name: (values, rows) for name, values in parts.items()}, ranks)
     return {f"variance/{name}": value for name, value in means.items()}
 
 

@@ -1,16 +1,9 @@
-"""Sums and means over the tokens of a mask, exact over ranks when given the sum over ranks."""
-
-from collections.abc import Callable
+"""Sums and means over the tokens of a mask, exact over ranks."""
 
 import torch
 from torch import Tensor
 
-SumOverRanks = Callable[[Tensor], Tensor]
-
-
-def this_rank_only(value: Tensor) -> Tensor:
-    """The sum over one rank."""
-    return value
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -23,46 +16,46 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask, 0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+def masked_mean(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Mean of the values where the mask is True, over all ranks; 0 where the mask is empty everywhere.
 
     Args:
         values: (...) any shape.
         mask: bool, the same shape.
-        reduce: sums a tensor over ranks.
+        ranks: exchange tensors.
     """
     values = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision cannot count beyond 256
-    total, count = reduce(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
+    total, count = ranks.sum(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
     return total / count.clamp(min=1)
 
 
-def masked_variance(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+def masked_variance(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Variance (divisor n - 1) of the values where the mask is True, over all ranks; 0 for fewer than two values.
 
     Two passes, because E[x^2] - E[x]^2 loses every digit when the mean is large.
     """
-    squares = masked_centered(values, mask, reduce) ** 2
-    total, count = reduce(torch.stack([masked_sum(squares, mask), mask.sum().to(squares.dtype)]))
+    squares = masked_centered(values, mask, ranks) ** 2
+    total, count = ranks.sum(torch.stack([masked_sum(squares, mask), mask.sum().to(squares.dtype)]))
     return total / (count - 1).clamp(min=1)
 
 
-def masked_centered(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+def masked_centered(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Values less their mean over the mask and all ranks.
 
     Centred twice: the mean of equal values is off by a rounding error, which would otherwise pass for their spread.
     """
-    once = values - masked_mean(values, mask, reduce)
-    return once - masked_mean(once, mask, reduce)
+    once = values - masked_mean(values, mask, ranks)
+    return once - masked_mean(once, mask, ranks)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, reduce: SumOverRanks = this_rank_only, eps: float = 1e-8) -> Tensor:
+def masked_whiten(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK, eps: float = 1e-8) -> Tensor:
     """Values shifted to mean 0 and scaled to variance 1 over the mask and all ranks; 0 where the mask is False.
 
     Args:
         values: (...) any shape.
         mask: bool, the same shape.
-        reduce: sums a tensor over ranks.
+        ranks: exchange tensors.
         eps: added to the variance, so that equal values give 0 and not NaN.
     """
-    scale = torch.rsqrt(masked_variance(values, mask, reduce) + eps)
-    return (masked_centered(values, mask, reduce) * scale).masked_fill(~mask, 0)
+    scale = torch.rsqrt(masked_variance(values, mask, ranks) + eps)
+    return (masked_centered(values, mask, ranks) * scale).masked_fill(~mask, 0)

@@ -3,14 +3,14 @@
 Measured on every policy token, before anything is truncated or rejected, and exact over ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_sum, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.masked import masked_sum
 
-MaxOverRanks = Callable[[Tensor], Tensor]
 LOG_BOUND = 20.0  # exp(20) is 5e8: beyond, one token would be all that is seen of a batch
 
 
@@ -31,52 +31,49 @@ def response_mean(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask, 0).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
-def means_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce: SumOverRanks) -> dict[str, float]:
+def means_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks) -> dict[str, float]:
     """Mean of each tensor over its mask and all ranks, in one reduction; NaN where nothing counts.
 
     Args:
         parts: names to values (...) and bool mask (...).
-        reduce: sums a tensor over ranks.
+        ranks: exchange tensors.
     """
     pairs = [torch.stack([masked_sum(values.double(), mask), mask.sum().double()]) for values, mask in parts.values()]
-    totals = reduce(torch.stack(pairs))
+    totals = ranks.sum(torch.stack(pairs))
     return dict(zip(parts, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
 
 
-def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], reduce_max: MaxOverRanks) -> dict[str, float]:
+def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks) -> dict[str, float]:
     """Largest of each tensor over its mask and all ranks, in one reduction; NaN where nothing counts.
 
     Args:
         parts: names to values (...) and bool mask (...).
-        reduce_max: takes the elementwise maximum over ranks.
+        ranks: exchange tensors.
     """
     largest = []
     for values, mask in parts.values():
         masked = values.double().masked_fill(~mask, -torch.inf)
         largest.append(torch.cat([masked.flatten(), masked.new_full((1,), -torch.inf)]).max())
-    found = zip(parts, reduce_max(torch.stack(largest)).tolist(), strict=True)
+    found = zip(parts, ranks.max(torch.stack(largest)).tolist(), strict=True)
     return {name: torch.nan if value == -torch.inf else value for name, value in found}
 
 
-def spread_metrics(
-    parts: Mapping[str, tuple[Tensor, Tensor]], reduce: SumOverRanks, reduce_max: MaxOverRanks
-) -> dict[str, float]:
+def spread_metrics(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks) -> dict[str, float]:
     """``_mean``, ``_std``, ``_max`` and ``_min`` of each tensor over its mask and all ranks.
 
     The standard deviation is that of the batch (divisor n), in two passes: E[x^2] - E[x]^2 loses every digit.
 
     Args:
         parts: names to values (...) and bool mask (...).
-        reduce: sums a tensor over ranks.
-        reduce_max: takes the elementwise maximum over ranks.
+        ranks: exchange tensors.
     """
-    means = means_over_ranks(parts, reduce)
+    means = means_over_ranks(parts, ranks)
     squares = {name: ((values.double() - means[name]) ** 2, mask) for name, (values, mask) in parts.items()}
     metrics = {f"{name}_mean": value for name, value in means.items()}
-    metrics |= {f"{name}_std": value**0.5 for name, value in means_over_ranks(squares, reduce).items()}
+    metrics |= {f"{name}_std": value**0.5 for name, value in means_over_ranks(squares, ranks).items()}
     ends = {f"{name}_max": part for name, part in parts.items()}
     ends |= {f"{name}_min": (-values, mask) for name, (values, mask) in parts.items()}
-    largest = maxima_over_ranks(ends, reduce_max)
+    largest = maxima_over_ranks(ends, ranks)
     return metrics | {name: -value if name.endswith("_min") else value for name, value in largest.items()}
 
 
@@ -97,8 +94,7 @@ def mismatch_metrics(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     mask: Tensor,
-    reduce: SumOverRanks = this_rank_only,
-    reduce_max: MaxOverRanks = this_rank_only,
+    ranks: DataRanks = ONE_RANK,
 ) -> dict[str, float]:
     """Divergence, perplexities and spread of the ratio between trained policy and rollout policy.
 
@@ -117,8 +113,7 @@ def mismatch_metrics(
         logprobs: (B, T) the trained policy's before the first update.
         rollout_logprobs: (B, T) the engine's at sampling time.
         mask: (B, T) bool, policy tokens, before any rejection.
-        reduce: sums a tensor over ranks.
-        reduce_max: takes the elementwise maximum over ranks; without one, extremes are this rank's.
+        ranks: exchange tensors.
 
     Returns:
         ``rollout_corr/<name>`` to a number, NaN where no token counts.
@@ -146,18 +141,18 @@ def mismatch_metrics(
         "log_ppl_diff": (difference, rows),
         "prob_diff": ((train.exp() - rollout.exp()).abs(), mask),
     }
-    metrics = means_over_ranks(means, reduce) | spread_metrics(spreads, reduce, reduce_max)
+    metrics = means_over_ranks(means, ranks) | spread_metrics(spreads, ranks)
     for name, ratio in (("ess_token", "ratio"), ("ess_sequence", "sequence_ratio")):
         metrics[name] = effective_share(metrics[f"{ratio}_mean"], metrics[f"{ratio}_std"])
-    metrics["prob_correlation"] = _correlation(train.exp(), rollout.exp(), mask, reduce)
+    metrics["prob_correlation"] = _correlation(train.exp(), rollout.exp(), mask, ranks)
     return {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
-def _correlation(first: Tensor, second: Tensor, mask: Tensor, reduce: SumOverRanks) -> float:
+def _correlation(first: Tensor, second: Tensor, mask: Tensor, ranks: DataRanks) -> float:
     """Pearson's correlation over the mask and all ranks; NaN where either does not vary."""
-    means = means_over_ranks({"first": (first, mask), "second": (second, mask)}, reduce)
+    means = means_over_ranks({"first": (first, mask), "second": (second, mask)}, ranks)
     x, y = first - means["first"], second - means["second"]
-    products = means_over_ranks({"xy": (x * y, mask), "xx": (x * x, mask), "yy": (y * y, mask)}, reduce)
+    products = means_over_ranks({"xy": (x * y, mask), "xx": (x * x, mask), "yy": (y * y, mask)}, ranks)
     if not min(products["xx"], products["yy"]) > 1e-24:  # probabilities that differ by rounding alone
         return torch.nan
     return float(products["xy"] / (products["xx"] * products["yy"]) ** 0.5)

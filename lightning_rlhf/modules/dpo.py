@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import below
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.modules.texts import check_packing, text_scores
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
 from lightning_rlhf.types import SequenceBatch
@@ -51,7 +51,7 @@ class DPOModule(PairModule):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
-        self.take_sources(actor=actor, ref=actor if ref is None else ref)
+        self.set_sources(actor=actor, ref=actor if ref is None else ref)
         self.loss: Any = loss
         self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
 
@@ -76,19 +76,19 @@ class DPOModule(PairModule):
         logprobs = text_scores(self, "actor", texts, self.packing)[0].logprobs.sum(dim=1)
         return logprobs - reference, logprobs
 
-    def losses(self, rows: Any, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+    def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """(B,) of each pair."""
         ratios, logprobs = scores[:2], scores[2:]
         if self.loss.length_normalized:
             tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
             ratios = [ratio / count for ratio, count in zip(ratios, tokens, strict=True)]
         losses: Tensor = self.loss(*ratios)
-        sums.add(f"{prefix}/loss", losses)
-        sums.add(f"{prefix}/pair_accuracy", (scores[0] > scores[1]).float())
-        sums.add(f"{prefix}/score_margin", self.differences(scores))
+        means.add(f"{prefix}/loss", losses)
+        means.add(f"{prefix}/pair_accuracy", (scores[0] > scores[1]).float())
+        means.add(f"{prefix}/score_margin", self.differences(scores))
         for name, ratio, logprob in zip(("chosen", "rejected"), scores[:2], logprobs, strict=True):
-            sums.add(f"{prefix}/reward_{name}", self.loss.beta * ratio)
-            sums.add(f"{prefix}/logprob_{name}", logprob)
+            means.add(f"{prefix}/reward_{name}", self.loss.beta * ratio)
+            means.add(f"{prefix}/logprob_{name}", logprob)
         return losses
 
     def differences(self, scores: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rlhf.batching.sequences import mismatched
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.dpo import DPOModule
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import UnpairedBatch
 
@@ -53,16 +53,16 @@ class KTOModule(DPOModule):
 
     def on_validation_epoch_start(self) -> None:
         """Begin to sum up."""
-        self._held_out = Sums()
+        self._held_out = MeanAccumulator()
 
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
         """Loss and rewards of held-out answers, against the KL of their batch over all ranks."""
         self.kl = self.measured_kl(batch)
-        self.losses(batch, self.by_rows(self.row_scores, batch), self._held_out, "val")
+        self.losses(batch, self.map_micro_batches(self.row_scores, batch), self._held_out, "val")
 
     def on_validation_epoch_end(self) -> None:
         """Each mean over the answers that it is of, in all batches and ranks."""
-        found = self.reduced(self._held_out)
+        found = self._held_out.means(self.data_ranks)
         found["val/score_margin"] = found["val/reward_chosen"] - found["val/reward_rejected"]
         for name, value in found.items():
             self.log(name, value, prog_bar=name == "val/loss", batch_size=1)
@@ -74,23 +74,23 @@ class KTOModule(DPOModule):
         Args:
             batch: this rank's share.
         """
-        texts = mismatched(batch, self.roles.gather_over_ranks)
-        log_ratios = self.by_rows(self.answer_scores, texts)[0]
-        sums = Sums()
-        sums.add("kl", log_ratios)
-        return log_ratios.new_tensor(self.reduced(sums)["kl"]).clamp(min=0)
+        texts = mismatched(batch, self.data_ranks.gather)
+        log_ratios = self.map_micro_batches(self.answer_scores, texts)[0]
+        means = MeanAccumulator()
+        means.add("kl", log_ratios)
+        return log_ratios.new_tensor(means.means(self.data_ranks)["kl"]).clamp(min=0)
 
     def row_scores(self, rows: UnpairedBatch) -> Sequence[Tensor]:
         """(B,) log-ratios of the answers, and the actor's log-probabilities of them."""
         return self.answer_scores(rows.texts)
 
-    def losses(self, rows: UnpairedBatch, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+    def losses(self, rows: UnpairedBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """(B,) of each answer."""
         ratios, logprobs = scores
         losses: Tensor = self.loss(ratios, rows.desirable, self.kl)
-        sums.add(f"{prefix}/loss", losses)
-        sums.add(f"{prefix}/kl", self.kl.expand(len(rows)))
+        means.add(f"{prefix}/loss", losses)
+        means.add(f"{prefix}/kl", self.kl.expand(len(rows)))
         for name, which in (("chosen", rows.desirable), ("rejected", ~rows.desirable)):
-            sums.add(f"{prefix}/reward_{name}", self.loss.beta * ratios, which)
-            sums.add(f"{prefix}/logprob_{name}", logprobs, which)
+            means.add(f"{prefix}/reward_{name}", self.loss.beta * ratios, which)
+            means.add(f"{prefix}/logprob_{name}", logprobs, which)
         return losses

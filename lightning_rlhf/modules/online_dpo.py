@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.models.loading import ModelSource
-from lightning_rlhf.modules.base import RLHFModule
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.modules.role_module import SummedLoss
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.base import approx_kl, log_ratio_of
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -60,10 +60,10 @@ class OnlineDPOModule(RLHFModule):
     Args:
         actor: the policy to train: directory, hub id or ``FromConfig``.
         loss: from the log-ratios of a pair to its loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.base.RLHFModule`.
+        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
-    learns_from_ref = True
+    needs_ref = True
 
     def __init__(self, actor: str | ModelSource, loss: DirectLoss = DPOLoss(), **kwargs: Any) -> None:
         super().__init__(
@@ -84,10 +84,10 @@ class OnlineDPOModule(RLHFModule):
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         for size in {getattr(callback, "group_size", 1) for callback in callbacks} - {1}:
-            if self.minibatch_size % size or self.minibatch_size // size < self.roles.data_ranks:
+            if self.minibatch_size % size or self.minibatch_size // size < self.data_ranks.size:
                 raise ValueError(
                     f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} that leaves each of "
-                    f"{self.roles.data_ranks} ranks a prompt: give a multiple of {size * self.roles.data_ranks}"
+                    f"{self.data_ranks.size} ranks a prompt: give a multiple of {size * self.data_ranks.size}"
                 )
 
     def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
@@ -98,24 +98,24 @@ class OnlineDPOModule(RLHFModule):
             raise ValueError(f"every prompt needs as many responses, two or more; got {sizes.unique().tolist()}")
         return super().evaluate(rollout, greedy)
 
-    def learnt_from(self, experience: Experience) -> TensorBatch:
+    def select_training_rows(self, experience: Experience) -> TensorBatch:
         """A pair of each prompt. All ranks."""
         marks = experience.advantages.sum(dim=1).sign().view(-1, self.group_size)
         first = torch.arange(len(marks), device=marks.device) * self.group_size
         best, worst = (first + place for place in (marks.argmax(dim=1), marks.argmin(dim=1)))
         decided = (marks.amax(dim=1) > 0) & (marks.amin(dim=1) < 0)
-        self.measured["train/tied_fraction"] = float((~decided).float().mean())
+        self.evaluation_metrics["train/tied_fraction"] = float((~decided).float().mean())
         return ExperiencePairs(experience[best], experience[worst], decided)
 
-    def losses(self) -> dict[str, Callable[[Any, Sums], Tensor]]:
+    def losses(self) -> dict[str, SummedLoss]:
         """The actor's."""
         return {"actor": self.pair_loss}
 
     def denominator(self, minibatch: ExperiencePairs) -> Tensor:
         """Pairs of all ranks."""
-        return self.roles.sum_over_ranks(minibatch.decided.sum())
+        return self.data_ranks.sum(minibatch.decided.sum())
 
-    def pair_loss(self, rows: ExperiencePairs, sums: Sums) -> Tensor:
+    def pair_loss(self, rows: ExperiencePairs, means: MeanAccumulator) -> Tensor:
         """Loss summed over some pairs."""
         sides = (rows.chosen, rows.rejected)
         both = concatenate([side.rollout for side in sides])
@@ -126,12 +126,12 @@ class OnlineDPOModule(RLHFModule):
         ratios = summed - ref.sum(dim=1)  # 0 where the mask is False, as the actor's
         losses = self.loss(*(ratios / tokens if self.loss.length_normalized else ratios).chunk(2))
         rewards, decided = self.loss.beta * ratios, rows.decided
-        sums.add("train/loss", losses, decided)
-        sums.add("train/pair_accuracy", (torch.sub(*rewards.chunk(2)) > 0).float(), decided)
-        sums.add("train/score_margin", torch.sub(*rewards.chunk(2)), decided)
+        means.add("train/loss", losses, decided)
+        means.add("train/pair_accuracy", (torch.sub(*rewards.chunk(2)) > 0).float(), decided)
+        means.add("train/score_margin", torch.sub(*rewards.chunk(2)), decided)
         for name, reward, logprob in zip(("chosen", "rejected"), rewards.chunk(2), summed.chunk(2), strict=True):
-            sums.add(f"train/reward_{name}", reward, decided)
-            sums.add(f"train/logprob_{name}", logprob, decided)
+            means.add(f"train/reward_{name}", reward, decided)
+            means.add(f"train/logprob_{name}", logprob, decided)
         counted = mask & decided.repeat(2).unsqueeze(1)
-        sums.add_approx_kl(approx_kl(log_ratio_of(logprobs, old)), counted)
+        means.add_approx_kl(approx_kl(log_ratio_of(logprobs, old)), counted)
         return losses.masked_fill(~decided, 0).sum()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error, wilson_interval
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.types import PreferenceBatch
 
 
@@ -29,7 +29,7 @@ class PairModule(RoleModule):
         """(B,) each, what the models say of some rows. All ranks."""
 
     @abstractmethod
-    def losses(self, rows: Any, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+    def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """(B,) loss of each of some rows, given what :meth:`row_scores` said; adds metrics under the prefix."""
 
     @abstractmethod
@@ -42,35 +42,35 @@ class PairModule(RoleModule):
 
     def learn(self, batch: Any) -> dict[str, float]:
         """Update the first trained role on one batch; metrics. All ranks."""
-        sums, role = Sums(), self.trained_roles[0]
-        rows = self.roles.sum_over_ranks(torch.tensor(len(batch), device=self.device))
-        norm = self.update(role, batch, self.summed_loss, rows, sums)
-        return {**self.reduced(sums), f"grad_norm/{role}": float(norm)}
+        role = self.trained_roles[0]
+        rows = self.data_ranks.sum(torch.tensor(len(batch), device=self.device))
+        result = self.update(role, batch, self.summed_loss, rows)
+        return {**result.means.means(self.data_ranks), f"grad_norm/{role}": float(result.grad_norm)}
 
-    def summed_loss(self, rows: Any, sums: Sums) -> Tensor:
+    def summed_loss(self, rows: Any, means: MeanAccumulator) -> Tensor:
         """Loss summed over some rows."""
-        return self.losses(rows, self.row_scores(rows), sums, "train").sum()
+        return self.losses(rows, self.row_scores(rows), means, "train").sum()
 
     def on_validation_epoch_start(self) -> None:
         """Begin to count."""
-        self._held_out, self._pairs = Sums(), 0
+        self._held_out, self._pairs = MeanAccumulator(), 0
         self._calibration = torch.zeros(3, 10, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Loss and accuracy of held-out pairs, each pair counting the same."""
-        sums, scores = Sums(), self.by_rows(self.row_scores, batch)
-        self.losses(batch, scores, sums, "val")
-        self.log_validation(sums, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
-        self._held_out.merge(sums)
+        means, scores = MeanAccumulator(), self.map_micro_batches(self.row_scores, batch)
+        self.losses(batch, scores, means, "val")
+        self.log_validation(means, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
+        self._held_out.merge(means)
         self._pairs += len(batch)
         self._calibration += calibration_bins(self.differences(scores))
 
     def on_validation_epoch_end(self) -> None:
         """Number of held-out pairs over all ranks, the 95 % interval of their accuracy, and the calibration error."""
-        accuracy = self.reduced(self._held_out)["val/pair_accuracy"]
-        pairs = float(self.roles.sum_over_ranks(torch.tensor(float(self._pairs), device=self.device)))
+        accuracy = self._held_out.means(self.data_ranks)["val/pair_accuracy"]
+        pairs = float(self.data_ranks.sum(torch.tensor(float(self._pairs), device=self.device)))
         low, high = wilson_interval(round(accuracy * pairs), pairs)
-        error = calibration_error(self.roles.sum_over_ranks(self._calibration))
+        error = calibration_error(self.data_ranks.sum(self._calibration))
         found = {"pairs": pairs, "pair_accuracy_low": low, "pair_accuracy_high": high, "pair_calibration_error": error}
         for name, value in found.items():
             self.log(f"val/{name}", value, batch_size=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models.loading import ModelSource, as_source
-from lightning_rlhf.modules.base import RLHFModule
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.modules.role_module import SummedLoss
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.objectives.resampling import ScoreResampling
@@ -35,7 +35,7 @@ class PPOModule(RLHFModule):
         critic_warmup_steps: rollouts at the start from which only the critic learns, at least 0.
         advantages: from rewards and values to advantages.
         resampling: draws the responses to learn from anew, by their rewards (PF-PPO); None learns from each once.
-        **kwargs: see :class:`~lightning_rlhf.modules.base.RLHFModule`.
+        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     trained_roles = ("actor", "critic")
@@ -71,7 +71,7 @@ class PPOModule(RLHFModule):
         self.value_loss, self.vf_coef, self.critic_warmup_steps = value_loss, vf_coef, critic_warmup_steps
         self.resampling = resampling
 
-    def learnt_from(self, experience: Experience) -> Experience:
+    def select_training_rows(self, experience: Experience) -> Experience:
         """All responses, or those drawn anew if asked for."""
         if self.resampling is None:
             return experience
@@ -82,28 +82,28 @@ class PPOModule(RLHFModule):
         reward, generator = experience.reward[rows], torch.Generator().manual_seed(seed)
         return experience[rows[self.resampling(reward, generator, len(experience))]]
 
-    def losses(self) -> dict[str, Callable[[Any, Sums], Tensor]]:
+    def losses(self) -> dict[str, SummedLoss]:
         """Critic, then actor; the critic alone while it warms up."""
-        self.actor_learns = self.trainer.global_step >= self.critic_warmup_steps
-        return {"critic": self.critic_loss, **(super().losses() if self.actor_learns else {})}
+        self.actor_is_updated = self.trainer.global_step >= self.critic_warmup_steps
+        return {"critic": self.critic_loss, **(super().losses() if self.actor_is_updated else {})}
 
-    def critic_loss(self, rows: Experience, sums: Sums) -> Tensor:
+    def critic_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Value loss summed over the tokens of some rows."""
         losses, diagnostics = self.value_loss(self.critic_values(rows.rollout)[0], rows.values, rows.returns)
-        sums.add("loss/value", losses, rows.mask)
-        sums.add("value/clip_fraction", diagnostics["clip_fraction"], rows.mask)
+        means.add("loss/value", losses, rows.mask)
+        means.add("value/clip_fraction", diagnostics["clip_fraction"], rows.mask)
         return self.vf_coef * self.aggregated(losses, rows)
 
     def critic_values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """(B, T) the critic's value before each response token, and (B,) behind the last one."""
         input_ids, index = join(rollout)
         behind = (rollout.total_lengths - 1).unsqueeze(1)
-        values = self.roles.role("critic")(input_ids, torch.cat([index, behind], dim=1))
+        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, behind], dim=1))
         return values[:, :-1], values[:, -1]
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """The critic's values before the update, 0 where the mask is False; and behind truncated responses."""
-        values, behind = self.by_rows(self.critic_values, rollout)
+        values, behind = self.map_micro_batches(self.critic_values, rollout)
         return values.masked_fill(~rollout.response_mask, 0), behind.masked_fill(~rollout.truncated, 0)
 
     def build_role(self, name: str) -> nn.Module:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import below
 from lightning_rlhf.models.loading import ModelSource, as_source
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.objectives.preference_losses import PairwiseLoss
 from lightning_rlhf.types import PreferenceBatch
 
@@ -50,16 +50,16 @@ class RewardModule(PairModule):
     def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
         """(B,) scores of the preferred texts and of the others, all in one forward pass."""
         texts = below([rows.chosen, rows.rejected])
-        scores: Tensor = self.roles.role("reward_model")(texts.input_ids, (texts.lengths - 1).unsqueeze(1))
+        scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, (texts.lengths - 1).unsqueeze(1))
         return scores.squeeze(1).chunk(2)
 
-    def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], sums: Sums, prefix: str) -> Tensor:
+    def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
         """(B,) nats."""
         chosen, rejected = scores
         losses = self.loss(chosen, rejected, rows.margin)
-        sums.add(f"{prefix}/loss", losses)
-        sums.add(f"{prefix}/pair_accuracy", (chosen > rejected).float())
-        sums.add(f"{prefix}/score_margin", chosen - rejected)
+        means.add(f"{prefix}/loss", losses)
+        means.add(f"{prefix}/pair_accuracy", (chosen > rejected).float())
+        means.add(f"{prefix}/score_margin", chosen - rejected)
         return losses
 
     def differences(self, scores: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all modules share: roles under manual optimization, and one exact update."""
+"""RoleModule: several models under manual optimization, and one exact update of one of them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,52 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.batching.micro import token_budget_batches
-from lightning_rlhf.compat import count_training_step, optimizer_at
+from lightning_rlhf.compat import count_training_step, know_step, optimizer_at
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
+from lightning_rlhf.models.lora import check_same, described, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
-from lightning_rlhf.modules.kept_roles import KeptRoles
+from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.schedules import RunSchedule
-from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
 from lightning_rlhf.strategies.role_state import check_optimizer
+from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.tensor_batch import TensorBatch
 
+SummedLoss = Callable[[Any, MeanAccumulator], Tensor]  # rows to their summed loss; adds metrics of the rows
 
-class RoleModule(KeptRoles):
-    """A module of several models, each with its own optimizer, under manual optimization.
+
+class RoleModule(LightningModule):
+    """A module of several models (roles), each with its own optimizer, under manual optimization.
 
     ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
 
     Args:
         micro_batch_tokens: most tokens in one forward pass, padding included unless rows are packed, positive.
-        max_grad_norm: gradients of each role are clipped to this global norm; None leaves them.
+        max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
     """
 
     packing = False  # whether rows share a forward pass without padding
-    reads: type | None = None  # the batches that it learns from, where a data module gives them
+    reads: type | None = None  # type of the batches, where the data module declares its own
+    sources: dict[str, ModelSource]  # of each role that has its own weights
+    trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
+    frozen_roles: tuple[str, ...] = ()
 
     def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
         super().__init__()
@@ -54,58 +64,67 @@ class RoleModule(KeptRoles):
         self.strict_loading = False  # frozen roles are not in the checkpoint
         self.micro_batch_tokens = micro_batch_tokens
         self.max_grad_norm = max_grad_norm
-        self.logged_names: dict[str, list[str]] = {}  # of the metrics of each part of a step, in the checkpoint too
+        self.logged_names: dict[str, list[str]] = {}  # metrics of each part of a step so far, also in the checkpoint
         self.built = False
+
+    @property
+    def role_strategy(self) -> RoleStrategy:
+        """The strategy that runs the roles; models are called only through it."""
+        return role_strategy_of(self)
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        """The ranks that have different data."""
+        return self.role_strategy.data_ranks
 
     # -- models -----------------------------------------------------------------------------------------------
 
-    def take_sources(self, **given: str | ModelSource | None) -> None:
-        """Remember where the weights of an actor and of other roles come from; those that are not trained are frozen.
+    def set_sources(self, **sources: str | ModelSource | None) -> None:
+        """Set where the weights of each role come from; roles that are not in ``trained_roles`` are frozen.
 
-        An actor with LoRA whose reference has the same source is that reference without its adapters: no second copy
-        is loaded, and "ref" is no role.
+        If the actor has LoRA and the reference has the same source, the actor without its adapters is the reference:
+        no second copy is loaded, and ``ref`` is not a role.
+
+        Args:
+            **sources: directory, hub id or model source of each role; None for a role that does not exist.
 
         Raises:
-            ValueError: a frozen role with LoRA.
+            ValueError: a frozen role has LoRA.
         """
-        self.sources = {name: as_source(source) for name, source in given.items() if source is not None}
-        start, ref = self.sources["actor"], self.sources.get("ref")
-        if start.lora is not None and ref in (start, replace(start, lora=None)):
+        self.sources = {name: as_source(source) for name, source in sources.items() if source is not None}
+        actor, ref = self.sources["actor"], self.sources.get("ref")
+        if actor.lora is not None and ref in (actor, replace(actor, lora=None)):
             del self.sources["ref"]
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:
             if self.sources[name].lora is not None:
-                raise ValueError(f"the {name} is not trained, so its source can have no lora: leave it out there")
+                raise ValueError(f"the {name} is not trained, so its source cannot have lora: remove it there")
 
     def build_role(self, name: str) -> nn.Module:
-        """Load or make the model of a role. Subclasses say how."""
+        """Build the model of a role."""
         raise NotImplementedError
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
-        """How a trained role is optimized. Subclasses say."""
+        """Return the optimizer and scheduler factories of a trained role."""
         raise NotImplementedError
 
     def prepare_data(self) -> None:
-        """Raise if a model's hub does not answer: before the data module looks there for a tokenizer of that name."""
+        """Raise if a model's hub cannot be reached: before the data module looks there for a tokenizer."""
         for source in self.sources.values():
             if isinstance(source, Pretrained) and not names_a_path(source.path) and "/" in source.path:
                 source.expect_reachable()
 
     def setup(self, stage: str) -> None:
-        """Refuse, before any model is loaded, what the run could not do or could not keep.
-
-        That is: scaled gradients, which several optimizers would clip before they are unscaled; models that read other
-        token ids than the data has, or shorter texts; optimizers whose state no checkpoint could give to another number
-        of processes.
-        """
-        if self.trainer.precision == "16-mixed":
+        """Validate precision, data, vocabularies, positions and optimizers before any model is loaded."""
+        precision = self.trainer.precision
+        if precision == "16-mixed":
             raise ValueError(
                 "precision 16-mixed scales gradients, which several optimizers do not share: use bf16-mixed"
             )
-        if self.trainer.precision not in ("32-true", "bf16-mixed"):
+        if precision not in ("32-true", "bf16-mixed"):
             raise ValueError(
-                f"precision must be 32-true or bf16-mixed, got {self.trainer.precision}; to keep whole models in "
-                f"bfloat16, give their sources dtype: bfloat16"
+                f"precision must be 32-true or bf16-mixed, got {precision}; to keep whole models in bfloat16, give "
+                f"their sources dtype: bfloat16"
             )
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_reads(data)
@@ -149,14 +168,14 @@ class RoleModule(KeptRoles):
             return
         with torch.device("cpu"):
             for name in self.trained_roles:
-                setattr(self, name, self.roles.build_role(name, partial(self._build_trained, name)))
+                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_trained, name)))
             for name in self.frozen_roles:
-                setattr(self, name, self.roles.build_role(name, partial(self._build_frozen, name)))
+                setattr(self, name, self.role_strategy.build_role(name, partial(self._build_frozen, name)))
         self.built = True
 
     def _build_trained(self, name: str) -> nn.Module:
         role: Any = self.build_role(name).train()
-        if self.roles.activation_checkpointing:
+        if self.role_strategy.activation_checkpointing:
             role.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return role
 
@@ -164,7 +183,7 @@ class RoleModule(KeptRoles):
         return self.build_role(name).requires_grad_(False).eval()
 
     def configure_optimizers(self) -> Any:
-        """One optimizer, and scheduler if any, per trained role, in that order."""
+        """Make the optimizer, and the scheduler if any, of each trained role, in that order."""
         configured = []
         for name in self.trained_roles:
             make_optimizer, make_scheduler = self.optimizer_of(name)
@@ -183,108 +202,110 @@ class RoleModule(KeptRoles):
         return configured
 
     def train(self, mode: bool = True) -> RoleModule:
-        """Train or evaluation mode of the trained roles; frozen ones stay in evaluation mode."""
+        """Set the mode of the trained roles; frozen ones stay in evaluation mode."""
         super().train(mode)
         for name in self.frozen_roles:
             if self.built:
                 getattr(self, name).eval()
         return self
 
+    @torch.no_grad()
+    def parameter_counts(self) -> dict[str, int]:
+        """Count the parameters of each role, all shards together."""
+        return {
+            name: sum(getattr(p, "ds_numel", p.numel()) for p in getattr(self, name).parameters())
+            for name in (*self.trained_roles, *self.frozen_roles)
+        }
+
     # -- one update -------------------------------------------------------------------------------------------
 
-    def update(
-        self,
-        role: str,
-        batch: TensorBatch,
-        summed_loss: Callable[[Any, Sums], Tensor],
-        denominator: Tensor,
-        sums: Sums,
-    ) -> Tensor:
-        """One optimizer step of one role on one mini-batch, exact whatever the micro-batches and ranks.
+    def update(self, role: str, batch: TensorBatch, summed_loss: SummedLoss, denominator: Tensor) -> UpdateResult:
+        """Take one optimizer step of one role on one mini-batch, exact for any micro-batches and ranks. All ranks.
 
         The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
-        does not depend on how the rows are cut up. All ranks.
+        does not depend on how the rows are split.
 
         Args:
-            role: a trained role.
-            batch: the rows of this rank, at least one, with ``total_lengths``.
-            summed_loss: gives the loss of some rows, a sum, with gradient, and adds metrics of them.
-            denominator: what the sum is divided by, counted over the mini-batch and all ranks, positive.
-            sums: what metrics are added to.
-
-        Returns:
-            The gradient's norm before clipping.
+            role: name of a trained role.
+            batch: rows of this rank, at least one, with ``total_lengths``.
+            summed_loss: summed loss of some rows, with gradient; adds metrics of them.
+            denominator: () divisor of the sum, counted over the mini-batch and all ranks, positive.
 
         Raises:
-            FloatingPointError: the norm is not finite; this role's weights are as before.
+            FloatingPointError: the gradient's norm is not finite; this role's weights are as before.
         """
-        scale = self.roles.gradient_scale / float(denominator)
+        means = MeanAccumulator()
+        scale = self.role_strategy.gradient_scale / float(denominator)
         micro_batches = self.micro_batches(batch)
-        for i, (rows, idle) in enumerate(micro_batches):
-            with self.roles.accumulate(role, sync=i == len(micro_batches) - 1):
-                loss = summed_loss(batch[rows], Sums() if idle else sums)
-                self.roles.backward_role(role, loss * (0.0 if idle else scale))
-        norm = self.roles.clip_role(role, self.max_grad_norm)
+        for number, (rows, filler) in enumerate(micro_batches):
+            with self.role_strategy.accumulate(role, sync=number == len(micro_batches) - 1):
+                loss = summed_loss(batch[rows], MeanAccumulator() if filler else means)
+                self.role_strategy.backward_role(role, loss * (0.0 if filler else scale))
+        norm = self.role_strategy.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the {role}'s gradient norm is {float(norm)} at step {self.trainer.global_step}; its weights were not "
-                f"touched. Lower the learning rate, or look at this step's rewards and log-probabilities"
+                f"changed. Lower the learning rate, or look at this step's rewards and log-probabilities"
             )
-        self.roles.step_role(role)
-        return norm
+        self.role_strategy.step_role(role)
+        return UpdateResult(norm, means)
 
     def micro_batches(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
-        """The batch's row numbers by token budget, and idle ones (see :meth:`in_step`). All ranks."""
+        """Split a batch by token budget into row numbers; see :meth:`equalize_over_ranks`. All ranks."""
         lengths = batch.real_lengths if self.packing else batch.total_lengths
-        return self.in_step(token_budget_batches(lengths, self.micro_batch_tokens, self.packing))
+        return self.equalize_over_ranks(token_budget_batches(lengths, self.micro_batch_tokens, self.packing))
 
-    def by_rows(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
-        """Apply a function of a batch to micro-batches of it and put the results back in order; None stays None.
+    def map_micro_batches(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
+        """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.
 
-        All ranks.
+        Args:
+            function: rows to tensors with one entry per row; a result may be None for all rows.
+            batch: rows of this rank.
         """
         micro_batches = self.micro_batches(batch)
         outputs = [function(batch[rows]) for rows, _ in micro_batches]
-        parts = [rows for rows, idle in micro_batches if not idle]
-        back = torch.argsort(torch.cat(parts))
+        parts = [rows for rows, filler in micro_batches if not filler]
+        order = torch.argsort(torch.cat(parts))
         columns = zip(*outputs[: len(parts)], strict=True)
-        return [None if column[0] is None else torch.cat(column)[back.to(column[0].device)] for column in columns]
+        return [None if column[0] is None else torch.cat(column)[order.to(column[0].device)] for column in columns]
 
     @torch.no_grad()
-    def measure(self, batch: TensorBatch, summed_loss: Callable[[Any, Sums], Tensor]) -> Sums:
-        """What a loss says of a validation batch, nothing learnt from it. All ranks."""
-        sums = Sums()
-        for rows, idle in self.micro_batches(batch):
-            summed_loss(batch[rows], Sums() if idle else sums)
-        return sums
+    def measure(self, batch: TensorBatch, summed_loss: SummedLoss) -> MeanAccumulator:
+        """Compute the metrics of a loss on a validation batch, without gradients. All ranks."""
+        means = MeanAccumulator()
+        for rows, filler in self.micro_batches(batch):
+            summed_loss(batch[rows], MeanAccumulator() if filler else means)
+        return means
 
-    def in_step(self, micro_batches: list[Tensor]) -> list[tuple[Tensor, bool]]:
-        """As many micro-batches on every rank, because every forward of a sharded model takes all ranks.
+    def equalize_over_ranks(self, micro_batches: list[Tensor]) -> list[tuple[Tensor, bool]]:
+        """Fill up to the same number of micro-batches on every rank, because a sharded forward needs all ranks.
 
         Args:
             micro_batches: row numbers of each; at least one.
 
         Returns:
-            The same, and idle ones behind them (True): one row again, whose results nobody counts.
+            Row numbers, and whether they are a filler: one row again, whose results are ignored.
         """
         most = len(micro_batches)
-        if self.roles.data_ranks > 1:
-            most = int(self.roles.max_over_ranks(torch.tensor(float(most), device=self.device)))
-        idle = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
-        return [*((rows, False) for rows in micro_batches), *idle]
+        if self.data_ranks.size > 1:
+            most = int(self.data_ranks.max(torch.tensor(float(most), device=self.device)))
+        fillers = [(micro_batches[-1][:1], True)] * (most - len(micro_batches))
+        return [*((rows, False) for rows in micro_batches), *fillers]
+
+    # -- metrics ----------------------------------------------------------------------------------------------
 
     def finish_step(self, metrics: dict[str, float], bar: tuple[str, ...]) -> None:
         """Step the schedulers, count this training step once, log.
 
         Args:
-            metrics: already reduced over ranks.
-            bar: names that the progress bar shows.
+            metrics: metrics of the step, reduced over ranks.
+            bar: names of the metrics in the progress bar.
         """
         for i, name in enumerate(self.trained_roles):  # the rate of this step, not of the next
             metrics[f"lr/{name}"] = optimizer_at(self, i).param_groups[0]["lr"]
         schedulers: Any = self.lr_schedulers() or []
         with warnings.catch_warnings():
-            # A step may have had nothing to learn; the schedule counts it all the same.
+            # A step without any update is scheduled too.
             warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
@@ -292,32 +313,88 @@ class RoleModule(KeptRoles):
         self.log_step("update", metrics, bar)
 
     def log_step(self, part: str, metrics: Mapping[str, float], bar: Sequence[str] = ()) -> None:
-        """Log metrics of one part of a training step; all that it ever logged and now lacks are logged as NaN.
+        """Log the metrics of one part of a training step; those of earlier steps that are missing are logged as NaN.
 
         Lightning would repeat the last value of a metric that a step does not log, in every logger.
 
         Args:
-            part: of the step, for example ``update``; each is logged once in a step.
-            metrics: already reduced over ranks.
-            bar: names that the progress bar shows.
+            part: name of the part, for example ``update``; each is logged once in a step.
+            metrics: metrics of the part, reduced over ranks.
+            bar: names of the metrics in the progress bar.
         """
         names = self.logged_names.setdefault(part, [])
         names += [name for name in metrics if name not in names]
         for name in names:
             self.log(name, float(metrics.get(name, math.nan)), prog_bar=name in bar, batch_size=1)
 
-    def log_validation(self, sums: Sums, weight: Tensor, bar: str) -> None:
+    def log_validation(self, means: MeanAccumulator, weight: Tensor, bar: str) -> None:
         """Log the means of one validation batch.
 
         Args:
-            sums: of this rank.
-            weight: how many tokens or pairs of this rank the means are over; the means over all batches weigh by it.
-            bar: name that the progress bar shows.
+            means: metrics of this rank's rows.
+            weight: () number of tokens or pairs of this rank, the weight of the batch in the mean over all batches.
+            bar: name of the metric in the progress bar.
         """
-        total = int(self.roles.sum_over_ranks(weight))
-        for name, value in self.reduced(sums).items():
+        total = int(self.data_ranks.sum(weight))
+        for name, value in means.means(self.data_ranks).items():
             self.log(name, value, prog_bar=name == bar, batch_size=total)
 
-    def reduced(self, sums: Sums) -> dict[str, float]:
-        """Means over all ranks."""
-        return sums.means(self.roles.sum_over_ranks)
+    # -- checkpoint and export --------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Remove frozen weights, which are loaded from their sources, and add LoRA settings and metric names."""
+        frozen = frozen_names(self)
+        prefixes = tuple(f"{name}." for name in self.frozen_roles)
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {k: v for k, v in state.items() if k not in frozen and not k.startswith(prefixes)}
+        if adapters := described(self.sources):
+            checkpoint["lora"] = adapters
+        checkpoint["logged_names"] = {part: list(names) for part, names in self.logged_names.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Validate a checkpoint: ``strict_loading`` is off, so missing weights would go unnoticed.
+
+        Role strategies store roles separately and validate them there.
+
+        Raises:
+            ValueError: the checkpoint has other adapters, or lacks weights of a trained role.
+        """
+        check_same(self.sources, checkpoint.get("lora", {}))
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.logged_names = {part: list(names) for part, names in checkpoint.get("logged_names", {}).items()}
+        else:
+            know_step(self.trainer, checkpoint["global_step"])
+        if isinstance(self.trainer.strategy, ReshardableCheckpoints):
+            return
+        prefixes = tuple(f"{name}." for name in self.trained_roles)
+        present = checkpoint["state_dict"].keys() | frozen_names(self)
+        missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in present]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} weights of {type(self).__name__}, the first is {missing[0]}; "
+                f"it was written by another kind of run"
+            )
+
+    def export(self, directory: str | Path, write: bool = True, adapter: bool = False) -> None:
+        """Write the first trained role in the format that transformers and vLLM load. All ranks.
+
+        Args:
+            directory: output directory.
+            write: whether this rank writes; the others only take part in gathering the weights.
+            adapter: whether to write LoRA adapters alone, in peft's format; else they are merged into the weights.
+
+        Raises:
+            FloatingPointError: a weight is not finite.
+        """
+        role, weights = self.trained_roles[0], dict[str, Tensor]()
+        strategy = self.role_strategy
+        for name, tensor in strategy.iter_adapters(role) if adapter else strategy.iter_full_params(role):
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise FloatingPointError(f"{name} of the {role} has values that are not finite: nothing was exported")
+            if write:
+                weights[name] = tensor.to("cpu", copy=True)
+        model = getattr(self, role)
+        if write and adapter:
+            save_adapter(self.sources[role].lora, weights, Path(directory), model.lm.name_or_path or None)
+        elif write:
+            model.save_pretrained(directory, weights)

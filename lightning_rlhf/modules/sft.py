@@ -10,8 +10,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.modules.sums import Sums
 from lightning_rlhf.modules.texts import check_packing, text_scores
 from lightning_rlhf.types import SequenceBatch
 
@@ -44,7 +44,7 @@ class SFTModule(RoleModule):
         max_grad_norm: float | None = 1.0,
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
-        self.take_sources(actor=actor)
+        self.set_sources(actor=actor)
         self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
 
     def on_train_start(self) -> None:
@@ -58,22 +58,21 @@ class SFTModule(RoleModule):
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """One update on one batch."""
-        sums = Sums()
-        tokens = self.roles.sum_over_ranks(batch.loss_mask.sum()).clamp(min=1)
-        norm = self.update("actor", batch, self.token_loss, tokens, sums)
-        metrics = {**self.reduced(sums), "grad_norm/actor": float(norm)}
+        tokens = self.data_ranks.sum(batch.loss_mask.sum()).clamp(min=1)
+        result = self.update("actor", batch, self.token_loss, tokens)
+        metrics = {**result.means.means(self.data_ranks), "grad_norm/actor": float(result.grad_norm)}
         self.finish_step(metrics, bar=("train/loss",))
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """Loss of held-out texts, each token counting the same."""
-        sums = self.measure(batch, partial(self.token_loss, prefix="val"))
-        self.log_validation(sums, batch.loss_mask.sum(), bar="val/loss")
+        means = self.measure(batch, partial(self.token_loss, prefix="val"))
+        self.log_validation(means, batch.loss_mask.sum(), bar="val/loss")
 
-    def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
+    def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:
         """Negative log-likelihood summed over the marked tokens of some rows."""
         (logprobs, entropy, _), mask = text_scores(self, "actor", rows, self.packing)
-        sums.add(f"{prefix}/loss", -logprobs, mask)
-        sums.add(f"{prefix}/entropy", entropy, mask)
+        means.add(f"{prefix}/loss", -logprobs, mask)
+        means.add(f"{prefix}/entropy", entropy, mask)
         return -logprobs.sum()
 
     def build_role(self, name: str) -> nn.Module:

@@ -32,7 +32,7 @@ def text_scores(module: RoleModule, role: str, texts: SequenceBatch, packed: boo
     mask = texts.loss_mask[:, 1 : ids.shape[1]]
     index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
     adapters = role != "ref" or "ref" in module.sources
-    model = module.roles.role(role if adapters else "actor")
+    model = module.role_strategy.role(role if adapters else "actor")
     lengths = texts.lengths if packed else None
     return model(ids, index, ids[:, 1:], mask, adapters=adapters, lengths=lengths), mask
 

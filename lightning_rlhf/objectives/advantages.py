@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_whiten, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.masked import masked_whiten
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 
@@ -41,7 +42,7 @@ class GAE(AdvantageEstimator):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:
@@ -67,5 +68,5 @@ class GAE(AdvantageEstimator):
         advantages = advantages.masked_fill(~mask, 0)
         returns = (advantages + values).masked_fill(~mask, 0)
         if self.whiten:
-            advantages = masked_whiten(advantages, mask, reduce)
+            advantages = masked_whiten(advantages, mask, ranks)
         return advantages.to(dtype), returns.to(dtype)

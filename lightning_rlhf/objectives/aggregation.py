@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 
 
 class Aggregation(ABC):
@@ -26,12 +26,12 @@ class Aggregation(ABC):
         return mask.double()
 
     @abstractmethod
-    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """What the weighted sum over a mini-batch is divided by, float64, positive even where no token is.
 
         Args:
             mask: (B, T) bool, of the whole mini-batch on this rank.
-            reduce: sums a tensor over ranks.
+            ranks: exchange tensors.
         """
 
 
@@ -39,16 +39,16 @@ class Aggregation(ABC):
 class TokenMean(Aggregation):
     """Every token counts the same, so long responses count more ("DAPO", Yu et al. 2025, eq. 12)."""
 
-    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """Tokens."""
-        return reduce(mask.sum().double()).clamp(min=1)
+        return ranks.sum(mask.sum().double()).clamp(min=1)
 
 
 @dataclass(frozen=True)
 class TokenSum(Aggregation):
     """The plain sum: the gradient grows with the mini-batch."""
 
-    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """One."""
         return torch.ones((), dtype=torch.float64, device=mask.device)
 
@@ -71,9 +71,9 @@ class SequenceMeanTokenSum(Aggregation):
         if not 0 < self.scale < math.inf:
             raise ValueError(f"scale must be positive and finite, got {self.scale}")
 
-    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """Responses, times the constant."""
-        return _responses(mask, reduce) * self.scale
+        return _responses(mask, ranks) * self.scale
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class SequenceMeanTokenMean(Aggregation):
         """See :meth:`Aggregation.weights`."""
         return mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
-    def denominator(self, mask: Tensor, reduce: SumOverRanks = this_rank_only) -> Tensor:
+    def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """Responses."""
-        return _responses(mask, reduce)
+        return _responses(mask, ranks)
 
 
-def _responses(mask: Tensor, reduce: SumOverRanks) -> Tensor:
-    return reduce(mask.any(dim=1).sum().double()).clamp(min=1)
+def _responses(mask: Tensor, ranks: DataRanks) -> Tensor:
+    return ranks.sum(mask.any(dim=1).sum().double()).clamp(min=1)

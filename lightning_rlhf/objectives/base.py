@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class AdvantageEstimator(ABC):
     reads_total_reward: ClassVar[bool] = True  # False: only ``rewards``, so that reward model and KL penalty are unseen
 
     @abstractmethod
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """Advantages and returns.
 
         Args:
             inputs: of this rank.
-            reduce: sums a tensor over ranks.
+            ranks: exchange tensors.
 
         Returns:
             advantages: (B, T), 0 where the mask is False.
@@ -81,11 +81,16 @@ class PolicyLoss(ABC):
     """From log-probabilities and advantages to one loss per token; the module aggregates."""
 
     uses_ratio: ClassVar[bool] = True  # whether exp(logprobs - old_logprobs) is part of the loss
-    chooses_tokens: ClassVar[bool] = False  # whether choose() is to be called for each mini-batch
+    selects_tokens: ClassVar[bool] = False  # whether choose() is to be called for each mini-batch
 
     @abstractmethod
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.
 
@@ -96,7 +101,7 @@ class PolicyLoss(ABC):
             old_logprobs: (B, T) the actor's before the first update.
             advantages: (B, T).
             mask: (B, T) bool, the tokens that count.
-            chosen: (B, T) bool, rows of what :meth:`choose` returned; None where it was not called.
+            selected_tokens: (B, T) bool, rows of what :meth:`select_tokens` returned; None where it was not called.
 
         Returns:
             loss: (B, T).
@@ -104,14 +109,14 @@ class PolicyLoss(ABC):
                 ``approx_kl`` estimates KL(old || new).
         """
 
-    def choose(
+    def select_tokens(
         self,
         logprobs: Tensor,
         old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        reduce: SumOverRanks,
+        ranks: DataRanks,
     ) -> Tensor:
         """(B, T) bool, tokens of a whole mini-batch to be treated specially in its micro-batches.
 
@@ -121,7 +126,7 @@ class PolicyLoss(ABC):
             advantages: (B, T).
             mask: (B, T) bool.
             generator: for random choices, seeded differently on each rank.
-            reduce: sums a tensor over ranks.
+            ranks: exchange tensors.
         """
         raise NotImplementedError
 

@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.mismatch import (
     LOG_BOUND,
-    MaxOverRanks,
     effective_share,
     means_over_ranks,
     mismatch_metrics,
@@ -79,8 +78,7 @@ class RolloutCorrection:
         old_logprobs: Tensor,
         rollout_logprobs: Tensor,
         mask: Tensor,
-        reduce: SumOverRanks = this_rank_only,
-        reduce_max: MaxOverRanks = this_rank_only,
+        ranks: DataRanks = ONE_RANK,
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Weights, what is kept, and metrics of a whole batch.
 
@@ -91,8 +89,7 @@ class RolloutCorrection:
             old_logprobs: (B, T) the actor's before the first update.
             rollout_logprobs: (B, T) the engine's at sampling time.
             mask: (B, T) bool, policy tokens.
-            reduce: sums a tensor over ranks.
-            reduce_max: takes the elementwise maximum over ranks; without one, extremes are this rank's.
+            ranks: exchange tensors.
 
         Returns:
             weights: (B, T) in the dtype of ``old_logprobs`` without gradient, 0 where the mask is False.
@@ -101,12 +98,12 @@ class RolloutCorrection:
         """
         log_ratio = train_rollout_log_ratio(old_logprobs, rollout_logprobs, mask)
         weights, kept = self._weights(log_ratio, mask), self._kept(log_ratio, mask)
-        metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, reduce, reduce_max)
-        metrics |= self._metrics(log_ratio, mask, weights, kept, reduce, reduce_max)
+        metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, ranks)
+        metrics |= self._metrics(log_ratio, mask, weights, kept, ranks)
         if self.batch_normalize:
             rows = kept.any(dim=1)
             counted = (weights, kept) if self.level == "token" else (response_mean(weights, kept), rows)
-            mean = means_over_ranks({"weights": counted}, reduce)["weights"]
+            mean = means_over_ranks({"weights": counted}, ranks)["weights"]
             factor = mean if mean > 1e-8 else 1.0  # all weights 0, or none at all: nothing to normalise
             weights = weights / factor
             metrics["rollout_corr/batch_norm_factor"] = factor
@@ -144,8 +141,7 @@ class RolloutCorrection:
         mask: Tensor,
         weights: Tensor,
         kept: Tensor,
-        reduce: SumOverRanks,
-        reduce_max: MaxOverRanks,
+        ranks: DataRanks,
     ) -> dict[str, float]:
         rows = mask.any(dim=1)
         shares: dict[str, tuple[Tensor, Tensor]] = {}
@@ -174,9 +170,9 @@ class RolloutCorrection:
             shares[f"{name}_rejected_sequence_fraction"] = dropped.any(dim=1), rows
         dropped = mask & ~kept
         shares |= {"rejected_fraction": (dropped, mask), "rejected_sequence_fraction": (dropped.any(dim=1), rows)}
-        metrics = means_over_ranks(shares, reduce)
+        metrics = means_over_ranks(shares, ranks)
         if spreads:
-            metrics |= spread_metrics(spreads, reduce, reduce_max)
+            metrics |= spread_metrics(spreads, ranks)
         if self.level is not None:
             metrics["weight_ess"] = effective_share(metrics["weight_mean"], metrics["weight_std"])
         return {f"rollout_corr/{name}": value for name, value in metrics.items()}

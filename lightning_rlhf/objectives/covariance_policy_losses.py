@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_centered
+from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.functional.masked import masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
 
@@ -33,7 +34,7 @@ class ClipCovLoss(ClippedPolicyLoss):
         covariance_high: tokens have less.
     """
 
-    chooses_tokens: ClassVar[bool] = True
+    selects_tokens: ClassVar[bool] = True
 
     share: float = 2e-4
     covariance_low: float = 1.0
@@ -48,29 +49,34 @@ class ClipCovLoss(ClippedPolicyLoss):
                 f"{self.covariance_high}"
             )
 
-    def choose(
+    def select_tokens(
         self,
         logprobs: Tensor,
         old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        reduce: SumOverRanks,
+        ranks: DataRanks,
     ) -> Tensor:
-        """See :meth:`PolicyLoss.choose`."""
+        """See :meth:`PolicyLoss.select_tokens`."""
         _, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
         bound = (diagnostics["clip_fraction"] + diagnostics["dual_clip_fraction"]) > 0
-        large = covariance(logprobs, advantages, mask, reduce)
+        large = covariance(logprobs, advantages, mask, ranks)
         candidates = mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
-        return choose_largest(torch.zeros_like(large), candidates, _count(self.share, mask, reduce), generator, reduce)
+        return select_largest(torch.zeros_like(large), candidates, _count(self.share, mask, ranks), generator, ranks)
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`ClippedPolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
         loss, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
-        chosen = torch.zeros_like(mask) if chosen is None else chosen
-        return loss.masked_fill(chosen, 0), {**diagnostics, "chosen_fraction": chosen.to(loss.dtype)}
+        selected_tokens = torch.zeros_like(mask) if selected_tokens is None else selected_tokens
+        return loss.masked_fill(selected_tokens, 0), {**diagnostics, "chosen_fraction": selected_tokens.to(loss.dtype)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class KLCovLoss(PolicyLoss):
         kl_coef: weight of the penalty, positive.
     """
 
-    chooses_tokens: ClassVar[bool] = True
+    selects_tokens: ClassVar[bool] = True
 
     share: float = 2e-4
     kl_coef: float = 1.0
@@ -97,91 +103,84 @@ class KLCovLoss(PolicyLoss):
         if not self.kl_coef > 0:
             raise ValueError(f"kl_coef must be positive, got {self.kl_coef}")
 
-    def choose(
+    def select_tokens(
         self,
         logprobs: Tensor,
         old_logprobs: Tensor,
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        reduce: SumOverRanks,
+        ranks: DataRanks,
     ) -> Tensor:
-        """See :meth:`PolicyLoss.choose`."""
-        large = covariance(logprobs, advantages, mask, reduce)
-        return choose_largest(large, mask, _count(self.share, mask, reduce), generator, reduce)
+        """See :meth:`PolicyLoss.select_tokens`."""
+        large = covariance(logprobs, advantages, mask, ranks)
+        return select_largest(large, mask, _count(self.share, mask, ranks), generator, ranks)
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were held."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
         log_ratio = log_ratio_of(logprobs, old_logprobs)
         loss = -advantages * torch.exp(log_ratio)
-        chosen = torch.zeros_like(mask) if chosen is None else chosen
+        selected_tokens = torch.zeros_like(mask) if selected_tokens is None else selected_tokens
         # Not the clamped log-ratio: what has gone furthest is to be pulled back too. No kink at 0, where the two are
         # equal but for rounding, whose sign would be the gradient.
         size = huber_loss(logprobs, old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
         penalty = self.kl_coef * size
-        return torch.where(chosen, loss + penalty, loss), {
-            "chosen_fraction": chosen.to(loss.dtype),
+        return torch.where(selected_tokens, loss + penalty, loss), {
+            "chosen_fraction": selected_tokens.to(loss.dtype),
             "approx_kl": approx_kl(log_ratio),
         }
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, reduce: SumOverRanks) -> Tensor:
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks) -> Tensor:
     """(B, T) float64, each token's part in the covariance of advantages and log-probabilities; 0 outside the mask."""
     logprobs, _, advantages = policy_inputs(logprobs, logprobs, advantages, mask)
-    product = masked_centered(advantages.double(), mask, reduce) * masked_centered(logprobs.double(), mask, reduce)
+    product = masked_centered(advantages.double(), mask, ranks) * masked_centered(logprobs.double(), mask, ranks)
     return product.masked_fill(~mask, 0)
 
 
-def choose_largest(
-    values: Tensor, candidates: Tensor, count: int, generator: torch.Generator, reduce: SumOverRanks
+def select_largest(
+    values: Tensor, candidates: Tensor, count: int, generator: torch.Generator, ranks: DataRanks
 ) -> Tensor:
-    """The candidates with the largest values over all ranks; random ones of those that tie for the last places.
+    """Candidates with the largest values over all ranks; ties for the last places are broken at random.
 
     Args:
         values: (...) float64, finite.
         candidates: (...) bool.
-        count: how many to choose over all ranks; all where there are no more.
-        generator: breaks ties; seeded alike on several ranks, it may break none between them and choose too many.
-        reduce: sums a tensor over ranks.
+        count: number of candidates to select over all ranks; all are selected where there are fewer.
+        generator: draws for ties; equal seeds on several ranks could leave ties between them and select too many.
+        ranks: ranks that select together.
 
     Returns:
         (...) bool.
     """
-    above, tied, rest = _around_the_last(values, candidates, count, reduce)
-    lots = torch.rand(values.shape, generator=generator, dtype=torch.float64, device=generator.device)
-    drawn, last, _ = _around_the_last(lots.to(values.device), tied, rest, reduce)
+    above, tied, missing = _split_at_threshold(values, candidates, count, ranks)
+    draws = torch.rand(values.shape, generator=generator, dtype=torch.float64, device=generator.device)
+    drawn, last, _ = _split_at_threshold(draws.to(values.device), tied, missing, ranks)
     return above | drawn | last
 
 
-def _around_the_last(
-    values: Tensor, candidates: Tensor, count: int, reduce: SumOverRanks
-) -> tuple[Tensor, Tensor, int]:
-    """The candidates above the count-th largest over all ranks, those equal to it, and how many of these are missing.
-
-    Radix selection, which gathers nothing: read as integers in the order of the numbers, the count-th largest is
-    found byte by byte from histograms that are summed over ranks. Every rank reduces nine times.
-    """
-    bits = (values + 0.0).view(torch.int64)  # + 0.0: the two zeros are one number
-    order = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
-    above, tied = torch.zeros_like(candidates), candidates
-    count = min(count, int(reduce(candidates.sum().double())))
-    for shift in range(56, -8, -8):
-        byte = ((order >> shift) & 0xFF) ^ (0x80 if shift == 56 else 0)  # the sign bit counts the other way
-        histogram = reduce(torch.bincount(byte[tied], minlength=256).double()).long()
-        from_the_top = histogram.flip(0).cumsum(0)
-        whole = int((from_the_top < count).sum())  # byte values all of whose candidates lie above
-        above = above | (tied & (byte > 255 - whole))
-        tied = tied & (byte == 255 - whole)
-        count -= int(from_the_top[whole - 1]) if whole else 0
-    return above, tied, count
+def _split_at_threshold(values: Tensor, candidates: Tensor, count: int, ranks: DataRanks) -> tuple[Tensor, Tensor, int]:
+    """Candidates above the count-th largest over all ranks, those equal to it, and how many of these are needed."""
+    gathered = ranks.gather(values[candidates])
+    count = min(count, len(gathered))
+    if not count:
+        return torch.zeros_like(candidates), torch.zeros_like(candidates), 0
+    threshold = gathered.topk(count).values[-1]
+    missing = count - int((gathered > threshold).sum())
+    return candidates & (values > threshold), candidates & (values == threshold), missing
 
 
-def _count(share: float, mask: Tensor, reduce: SumOverRanks) -> int:
+def _count(share: float, mask: Tensor, ranks: DataRanks) -> int:
     """The share of all tokens over all ranks, rounded down, and at least one."""
-    return max(1, math.floor(share * int(reduce(mask.sum().double()))))
+    return max(1, math.floor(share * int(ranks.sum(mask.sum().double()))))
 
 
 def _check_share(share: float) -> None:

@@ -12,12 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import (
-    SumOverRanks,
     masked_centered,
     masked_variance,
     masked_whiten,
-    this_rank_only,
 )
 from lightning_rlhf.functional.segments import segment_centered, segment_max, segment_std, segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
@@ -28,19 +27,19 @@ class GroupAdvantage(AdvantageEstimator):
 
     needs_groups: ClassVar[bool] = True
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`."""
-        advantage = self.of_responses(inputs, inputs.mask.any(dim=1), reduce)
+        advantage = self.of_responses(inputs, inputs.mask.any(dim=1), ranks)
         return over_tokens(advantage, inputs), over_tokens(inputs.reward, inputs)
 
     @abstractmethod
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """(B,) float64 advantage of each response, 0 where it is no member.
 
         Args:
             inputs: of this rank.
             member: (B,) bool, responses with a policy token.
-            reduce: sums a tensor over ranks.
+            ranks: exchange tensors.
         """
 
 
@@ -72,7 +71,7 @@ class GRPO(GroupAdvantage):
     def __post_init__(self) -> None:
         _check_eps(self.eps)
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         if not self.normalize_std:
@@ -93,7 +92,7 @@ class GRPOPassK(GRPO):
         eps: reward units, positive.
     """
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         reward = inputs.reward.double().masked_fill(~member, -math.inf)
         best = member & (reward == segment_max(reward, inputs.group))
@@ -112,7 +111,7 @@ class RLOO(GroupAdvantage):
     See "Back to Basics: Revisiting REINFORCE Style Optimization", Ahmadian et al. 2024, section 3.2.
     """
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         size = segment_sum(member, inputs.group)
         # R - (sum - R) / (n - 1) = (R - mean) n / (n - 1), which is exactly 0 for equal rewards.
@@ -127,7 +126,7 @@ class OPO(GroupAdvantage):
     See "On-Policy RL with Optimal Reward Baseline", Hao et al. 2025.
     """
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         return segment_centered(inputs.reward, inputs.group, inputs.mask.sum(dim=1))
 
@@ -141,11 +140,11 @@ class GPG(GroupAdvantage):
     See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
     """
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         varied = member & (segment_max(centered.abs(), inputs.group) > 0)
-        counts = reduce(torch.stack([member.sum(), varied.sum()]).double())
+        counts = ranks.sum(torch.stack([member.sum(), varied.sum()]).double())
         return centered * (counts[0] / counts[1].clamp(min=1))
 
 
@@ -157,12 +156,12 @@ class ReinforcePlusPlusBaseline(GroupAdvantage):
     See "REINFORCE++", Hu et al. 2025.
     """
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         centered = segment_centered(inputs.reward, inputs.group, member)
         compared = member & (segment_sum(member, inputs.group) > 1)
         tokens = inputs.mask & compared.unsqueeze(1)
-        whitened = masked_whiten(centered.unsqueeze(1).expand_as(tokens), tokens, reduce)
+        whitened = masked_whiten(centered.unsqueeze(1).expand_as(tokens), tokens, ranks)
         return whitened.sum(dim=1) / tokens.sum(dim=1).clamp(min=1)
 
 
@@ -200,7 +199,7 @@ class GDPO(GroupAdvantage):
                 f"reward_weights must be one finite number for each of {list(self.reward_keys)}, got {list(weights)}"
             )
 
-    def of_responses(self, inputs: AdvantageInputs, member: Tensor, reduce: SumOverRanks) -> Tensor:
+    def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         if missing := [key for key in self.reward_keys if key not in inputs.rewards]:
             raise ValueError(f"GDPO needs rewards named {missing}, got {sorted(inputs.rewards)}")
@@ -212,8 +211,8 @@ class GDPO(GroupAdvantage):
             centered = segment_centered(reward, inputs.group, applies)
             total += weight * centered / (segment_std(reward, inputs.group, applies) + self.eps)
             compared |= applies & (segment_sum(applies, inputs.group) > 1)
-        scale = masked_variance(total, compared, reduce).sqrt() + self.eps
-        return (masked_centered(total, compared, reduce) / scale).masked_fill(~compared, 0)
+        scale = masked_variance(total, compared, ranks).sqrt() + self.eps
+        return (masked_centered(total, compared, ranks) / scale).masked_fill(~compared, 0)
 
 
 def _check_eps(eps: float) -> None:

@@ -62,7 +62,12 @@ class ClippedPolicyLoss(PolicyLoss):
             raise ValueError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`.
 
@@ -103,7 +108,12 @@ class ReinforceLoss(PolicyLoss):
     uses_ratio: ClassVar[bool] = False
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -135,7 +145,12 @@ class CISPOLoss(PolicyLoss):
             raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -170,7 +185,12 @@ class SAPOLoss(PolicyLoss):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; diagnostics: the share of the gradient let through (``gate``)."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -201,7 +221,12 @@ class DROLoss(PolicyLoss):
             raise ValueError(f"beta must be positive, got {self.beta}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -241,7 +266,12 @@ class DPPOLoss(PolicyLoss):
         """(B, T) at least 0."""
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`.
 

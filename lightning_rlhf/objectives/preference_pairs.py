@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 
@@ -19,7 +19,7 @@ class BestAgainstWorst(AdvantageEstimator):
 
     needs_groups = True
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :class:`AdvantageEstimator`; both results are the marks."""
         reward = inputs.reward
         marks = torch.zeros_like(reward)

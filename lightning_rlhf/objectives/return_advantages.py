@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.masked import SumOverRanks, masked_whiten, this_rank_only
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.functional.masked import masked_whiten
 from lightning_rlhf.functional.returns import discounted_sums
 from lightning_rlhf.functional.segments import segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
@@ -29,10 +30,10 @@ class ReinforcePlusPlus(AdvantageEstimator):
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma must lie in [0, 1], got {self.gamma}")
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`."""
         returns = discounted_sums(inputs.token_rewards, inputs.mask, self.gamma)
-        return _like_rewards(inputs, masked_whiten(returns, inputs.mask, reduce), returns)
+        return _like_rewards(inputs, masked_whiten(returns, inputs.mask, ranks), returns)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ReMax(AdvantageEstimator):
 
     needs_greedy: ClassVar[bool] = True
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:
@@ -81,7 +82,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     handle_zero_tail: bool = True
 
-    def __call__(self, inputs: AdvantageInputs, reduce: SumOverRanks = this_rank_only) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:

@@ -49,7 +49,12 @@ class GSPOLoss(PolicyLoss):
             raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -97,7 +102,12 @@ class GMPOLoss(PolicyLoss):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
@@ -138,7 +148,12 @@ class VESPOLoss(PolicyLoss):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, chosen: Tensor | None = None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`PolicyLoss.__call__`; diagnostics: phi on each token (``sequence_weight``)."""
         logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)

@@ -20,7 +20,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
 
     Args:
-        activation_checkpointing: see :class:`Roles`.
+        activation_checkpointing: see :class:`RoleStrategy`.
         timeout: of a collective.
         **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
     """
@@ -46,7 +46,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
             self._engines[name] = self._setup_model(getattr(self.module, name))
 
     def role(self, name: str) -> Callable[..., Any]:
-        """See :meth:`Roles.role`."""
+        """See :meth:`RoleStrategy.role`."""
         return self._engines.get(name) or super().role(name)
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:

@@ -53,7 +53,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             toolkit of torch's version (not tried).
         offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
         offload_frozen: the same for frozen roles; None does as ``offload_params``.
-        activation_checkpointing: see :class:`Roles`.
+        activation_checkpointing: see :class:`RoleStrategy`.
         config: a DeepSpeed configuration laid over this class's, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
         timeout: of collective operations.
@@ -149,7 +149,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return nullcontext()
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Under stage 3 load on rank 0 alone and hand out shares, a parameter at a time; see :meth:`Roles.build_role`.
+        """Under stage 3 load on rank 0 and scatter a parameter at a time; see :meth:`RoleStrategy.build_role`.
 
         transformers can spread a model while every rank loads it, but rounds rotary frequencies to bfloat16 then.
         """
@@ -207,7 +207,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self.barrier()
 
     def role(self, name: str) -> Callable[..., Any]:
-        """See :meth:`Roles.role`."""
+        """See :meth:`RoleStrategy.role`."""
         return self._engines.get(name) or super().role(name)
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
@@ -216,21 +216,21 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return nullcontext()
 
     def backward_role(self, name: str, loss: Tensor) -> None:
-        """See :meth:`Roles.backward_role`."""
+        """See :meth:`RoleStrategy.backward_role`."""
         self.module.manual_backward(loss, engine=self._engines[name])
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`Roles.clip_role`; DeepSpeed clips when it steps."""
+        """See :meth:`RoleStrategy.clip_role`; DeepSpeed clips when it steps."""
         set_clipping(self._engines[name], max_norm)
         return gradient_norm(self._engines[name])
 
     def step_role(self, name: str) -> None:
-        """See :meth:`Roles.step_role`."""
+        """See :meth:`RoleStrategy.step_role`."""
         optimizer = self.optimizers[self.module.trained_roles.index(name)]
         self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`Roles.iter_own_params`; the values that the role computes with, in the dtype of its source."""
+        """See :meth:`RoleStrategy.iter_own_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
         for layer in layers(getattr(self.module, name).lm, wanted):
             with self._whole([parameter for _, parameter in layer]):

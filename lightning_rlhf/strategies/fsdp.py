@@ -17,8 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.compat import set_group_timeout
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
-from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan
 
@@ -34,7 +35,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: processes that split each layer between them and share their rows; it divides the number
             of processes, and the heads of every model.
-        activation_checkpointing: see :class:`Roles`.
+        activation_checkpointing: see :class:`RoleStrategy`.
         cpu_offload: whether shards, their gradients and optimizer states lie in host memory; optimizers step there.
         reshard_after_forward: whether a trained role's gathered weights are dropped between forward and backward; None
             drops those of layers, not those of embedding and head. A frozen role's always are.
@@ -87,27 +88,18 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
                 set_group_timeout(self.device_mesh[dimension].get_group(), self._timeout)
 
     @property
-    def data_group(self) -> Any:
-        """See :class:`DistributedRoles`."""
-        return self.device_mesh["data_parallel"].get_group()
+    def data_ranks(self) -> DataRanks:  # type: ignore[override]
+        """This process among those with different data; ranks that split tensors count as one."""
+        mesh = self.device_mesh["data_parallel"]
+        return ProcessRanks(mesh.get_local_rank(), mesh.size(), self.root_device, mesh.get_group())
 
     @property
-    def data_rank(self) -> int:  # type: ignore[override]
-        """See :class:`Roles`; ranks that split tensors share one."""
-        return self.device_mesh["data_parallel"].get_local_rank()
-
-    @property
-    def data_ranks(self) -> int:  # type: ignore[override]
-        """See :class:`Roles`."""
-        return self.device_mesh["data_parallel"].size()
-
-    @property
-    def makes_for_share(self) -> bool:
-        """See :meth:`Roles.makes_for_share`."""
+    def is_group_leader(self) -> bool:
+        """See :meth:`RoleStrategy.is_group_leader`."""
         return self.tensor_parallel_size == 1 or self.device_mesh["tensor_parallel"].get_local_rank() == 0
 
-    def once_per_share(self, make: Callable[[], T]) -> T:
-        """See :meth:`Roles.once_per_share`."""
+    def run_on_group_leader(self, make: Callable[[], T]) -> T:
+        """See :meth:`RoleStrategy.run_on_group_leader`."""
         if self.tensor_parallel_size == 1:
             return make()
         group = self.device_mesh["tensor_parallel"].get_group()
@@ -118,7 +110,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- models -----------------------------------------------------------------------------------------------
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build on rank 0 alone, and hand every rank its shards a layer at a time; see :meth:`Roles.build_role`.
+        """Build on rank 0 alone, and hand every rank its shards a layer at a time; see :meth:`RoleStrategy.build_role`.
 
         Rank 0 has the whole model in host memory, the others never more than their shards and one layer.
 
@@ -141,7 +133,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             "reshard_after_forward": reshard,
             "mp_policy": self._precision_policy,
             "offload_policy": self._offload_policy,
-            "shard_placement_fn": partial(shard_placement, ranks=self.data_ranks),
+            "shard_placement_fn": partial(shard_placement, ranks=self.data_ranks.size),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
         blocks = list(_repeated_blocks(role))
@@ -197,7 +189,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         return nullcontext()
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`Roles.clip_role`; torch's own refuses weights of which only some are split into tensors."""
+        """See :meth:`RoleStrategy.clip_role`; torch's own refuses weights of which only some are split into tensors."""
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
@@ -217,7 +209,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- weights for the engine -------------------------------------------------------------------------------
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`Roles.iter_own_params`; one tensor at a time is whole."""
+        """See :meth:`RoleStrategy.iter_own_params`; one tensor at a time is whole."""
         self._reshard(name)
         for parameter_name, parameter in super().iter_own_params(name, wanted):
             shard = parameter.to(self.root_device)

@@ -1,7 +1,7 @@
 """The contract between a module and whatever spreads its models over devices.
 
 The LightningModule itself is never wrapped; each of its roles (actor, critic, ref, reward_model) is. A role is only
-ever called through :meth:`Roles.role`, from the training step, from callbacks and from validation alike.
+ever called through :meth:`RoleStrategy.role`, from the training step, from callbacks and from validation alike.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.tensors import kept_buffers
 from lightning_rlhf.strategies.names import OURS
@@ -22,15 +23,14 @@ from lightning_rlhf.strategies.names import OURS
 T = TypeVar("T")
 
 
-class Roles:
+class RoleStrategy:
     """What a module asks of a strategy; as it stands, in one process.
 
     Strategies inherit from it beside one of Lightning's and override what several processes need. Every method that
     all ranks take part in says so: it must be called on every rank, in the same order.
     """
 
-    data_rank = 0  # which share of each batch this process has, in [0, data_ranks)
-    data_ranks = 1  # shares of a batch; ranks that split tensors between them have the same one
+    data_ranks: DataRanks = ONE_RANK  # this process among those with different data
     activation_checkpointing = False  # whether a trained role keeps only its layers' inputs and computes the rest again
     gradient_scale = 1.0  # what a local loss is multiplied by so that the reduction gives the gradient of the sum
 
@@ -102,11 +102,11 @@ class Roles:
         yield from kept_buffers(getattr(self.module, name).lm)
 
     @property
-    def makes_for_share(self) -> bool:
-        """Whether this process is the one that :meth:`once_per_share` asks."""
+    def is_group_leader(self) -> bool:
+        """Whether this process is the one that :meth:`run_on_group_leader` asks."""
         return True
 
-    def once_per_share(self, make: Callable[[], T]) -> T:
+    def run_on_group_leader(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the first of the ranks that have this share of the data, for all of them. All ranks.
 
         Args:
@@ -114,24 +114,8 @@ class Roles:
         """
         return make()
 
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all shares of the data. All ranks."""
-        return value
 
-    def max_over_ranks(self, value: Tensor) -> Tensor:
-        """The elementwise maximum of a tensor over the same shares. All ranks."""
-        return value
-
-    def gather_over_ranks(self, value: Tensor) -> Tensor:
-        """Rows of all shares below each other, in the order of ``data_rank``. All ranks.
-
-        Args:
-            value: (n,) or (n, w); n and w may differ between ranks, narrow rows are padded with zeros.
-        """
-        return value
-
-
-class PlainRoles(Roles):
+class SingleDeviceRoles(RoleStrategy):
     """The contract for a strategy of Lightning's own with a single device.
 
     Args:
@@ -147,17 +131,17 @@ class PlainRoles(Roles):
         return self._module
 
 
-def roles_of(module: LightningModule) -> Roles:
+def role_strategy_of(module: LightningModule) -> RoleStrategy:
     """The roles of a module under its Trainer; without one, in this process.
 
     Raises:
         RuntimeError: the strategy spreads work over processes but knows nothing of roles.
     """
     trainer = trainer_of(module)
-    if trainer is not None and isinstance(trainer.strategy, Roles):
+    if trainer is not None and isinstance(trainer.strategy, RoleStrategy):
         return trainer.strategy
     if trainer is None or trainer.world_size == 1:
-        return PlainRoles(module)
+        return SingleDeviceRoles(module)
     name = type(trainer.strategy).__name__
     raise RuntimeError(
         f"{name} wraps the whole module, but actor, critic, reference and reward model are trained and sharded one by "

@@ -8,14 +8,14 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
-from lightning_rlhf.strategies.roles import Roles
+from lightning_rlhf.strategies.roles import RoleStrategy
 
 
-class RLHFSingleDeviceStrategy(ReshardableCheckpoints, Roles, SingleDeviceStrategy):
+class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDeviceStrategy):
     """One device, with checkpoints that every other role strategy reads too.
 
     Args:
-        activation_checkpointing: see :class:`Roles`.
+        activation_checkpointing: see :class:`RoleStrategy`.
         **kwargs: of Lightning's ``SingleDeviceStrategy``.
     """
 

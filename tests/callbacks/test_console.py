@@ -115,7 +115,7 @@ def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path)
 
 
 class Feeder(Callback):
-    hands_over_rollouts = True
+    provides_rollouts = True
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         pl_module.receive(rollout_of(responses(4, seed=0)))

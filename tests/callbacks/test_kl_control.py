@@ -6,20 +6,22 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import KLControl
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 
 RULE = AdaptiveKL(target=2.0, horizon=10)
 
 
 def a_module(coef=0.1):
-    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "last_rollout": [None] * 4, "actor_learns": True}
-    return SimpleNamespace(**given, device=torch.device("cpu"), roles=SimpleNamespace(sum_over_ranks=torch.clone))
+    given = {"kl_reward": KLTerm(coef=coef), "kl_coef": coef, "last_rollout": [None] * 4, "actor_is_updated": True}
+    given["kl_to_ref"] = None
+    return SimpleNamespace(**given, device=torch.device("cpu"), data_ranks=DataRanks())
 
 
 def step(control, module, kl, ranks=1):
-    module.roles.sum_over_ranks = lambda count: ranks * count
-    trainer = SimpleNamespace(callback_metrics={"kl/ref": torch.tensor(kl)})
-    control.on_train_batch_end(trainer, module, None, None, 0)
+    module.data_ranks.sum = lambda count: ranks * count
+    module.kl_to_ref = kl
+    control.on_train_batch_end(None, module, None, None, 0)
 
 
 def begun(module, state=None):
@@ -53,10 +55,10 @@ def test_a_resumed_run_steers_as_the_undisturbed_one():
     assert resumed.kl_coef == undisturbed.kl_coef != 0.1
 
 
-def test_a_module_that_does_not_log_the_kl_is_named():
+def test_a_module_without_a_kl_to_the_reference_is_an_error():
     module = a_module()
-    with pytest.raises(RuntimeError, match="KLControl needs the metric kl/ref, and SimpleNamespace does not log it"):
-        begun(module).on_train_batch_end(SimpleNamespace(callback_metrics={}), module, None, None, 0)
+    with pytest.raises(RuntimeError, match="KLControl needs the KL to the reference: SimpleNamespace sets no kl_to_ref"):
+        begun(module).on_train_batch_end(None, module, None, None, 0)
 
 
 def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
@@ -70,6 +72,6 @@ def test_a_module_without_kl_in_the_reward_is_refused():
 
 def test_the_coefficient_stays_while_only_the_critic_learns():
     module = a_module()
-    module.actor_learns = False
+    module.actor_is_updated = False
     step(begun(module), module, kl=0.0)
     assert module.kl_coef == 0.1

@@ -21,10 +21,10 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
-from lightning_rlhf.strategies.roles import PlainRoles
 from tests.callbacks.conftest import ROWS, exact
 from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
@@ -471,6 +471,6 @@ def test_rows_that_lack_what_a_reward_asks_for_are_counted_before_the_run(tmp_pa
     ],
 )
 def test_what_leaves_a_rank_with_nothing_is_refused(run, monkeypatch, loop, data, model, ranks, told):
-    monkeypatch.setattr(PlainRoles, "data_ranks", ranks)
+    monkeypatch.setattr(DataRanks, "size", ranks)
     with pytest.raises(ValueError, match=re.escape(told)):
         run(loop=loop, data=data, model=model).fit()

@@ -49,7 +49,7 @@ def test_tokens_and_seconds_of_a_step():
 def test_a_module_with_a_training_step_of_its_own_has_the_figures_of_the_whole_step():
     class Own(PPOModule):
         def training_step(self, batch, batch_idx):
-            rollout, _ = self.take_rollout()
+            rollout, _ = self.pop_rollout()
             self.finish_step({"reward/mean": float(rollout.reward.mean())}, bar=())
 
     found = measured(Own(TinyModel(), actor_optimizer=SGD, critic_optimizer=SGD), peak_tflops=1e-6)
@@ -75,10 +75,10 @@ def test_two_ranks_add_their_tokens_and_wait_for_the_slower_one():
             time.sleep(0.3)
             super().on_train_batch_end(*args)
 
-    def rank(kind, rows, reduce):
+    def rank(kind, rows, ranks):
         module = ppo(minibatch_size=2)
         module.configure_model()
-        trainer = fit(module, [rollout_of(rows)], strategy=OneOfTwoRanks(reduce), callbacks=[kind()])
+        trainer = fit(module, [rollout_of(rows)], strategy=OneOfTwoRanks(ranks), callbacks=[kind()])
         return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
     fast, slow = over_ranks(partial(rank, Throughput, ROWS[:4]), partial(rank, Slow, ROWS[4:]))

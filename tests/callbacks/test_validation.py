@@ -14,8 +14,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.validation import Validation, draws, rows_of_all_ranks, sources_in
+from lightning_rlhf.callbacks.validation import Validation, draws, sources_in
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.rewards.adapter import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS, exact
@@ -54,7 +55,7 @@ def measured(tokenizer):
 
 
 def test_means_of_greedy_and_sampled_responses(measured):
-    found = measured.metrics(alone)
+    found = measured.metrics(ONE_RANK)
     assert found["val/greedy"] == found["val/given_greedy"] == 0.5
     assert found["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
     assert found["val/sampled"] == found["val/given_sampled"] == 0.5
@@ -63,7 +64,7 @@ def test_means_of_greedy_and_sampled_responses(measured):
 
 
 def test_pass_at_k_is_unbiased(measured):
-    found = measured.metrics(alone)
+    found = measured.metrics(ONE_RANK)
     # n = 4. c = 1: pass@2 = 1 - C(3,2)/C(4,2) = 1/2. c = 3: C(1,2) = 0, so 1.
     assert found["val/pass@2"] == pytest.approx(0.75)
     assert found["val/pass@4"] == 1.0
@@ -81,7 +82,7 @@ def test_pass_at_k_of_a_whole_run_of_batches_and_its_expectation(tokenizer):
         validation = Validation(4, ["given"], "given")
         validation.add(*judged([0, *outcome, 0, *outcome]), tokenizer)
         direct = [max(pair) for pair in combinations(outcome, 2)]
-        assert validation.metrics(alone)["val/pass@2"] == pytest.approx(sum(direct) / len(direct))
+        assert validation.metrics(ONE_RANK)["val/pass@2"] == pytest.approx(sum(direct) / len(direct))
 
 
 def test_scores_of_right_samples_should_be_higher(tokenizer):
@@ -89,7 +90,7 @@ def test_scores_of_right_samples_should_be_higher(tokenizer):
     measured.add(*judged(REWARDS), tokenizer)
     #                                 right                        wrong: 0.1 0.9 0.9 0.3 / right: 0.5 | 0.8 0.9 0.2
     measured.add_scores(torch.tensor([9, 0.1, 0.5, 0.9, 0.9, -9, 0.8, 0.9, 0.3, 0.2]))
-    found = measured.metrics(alone)
+    found = measured.metrics(ONE_RANK)
     # wins over (0.1, 0.9, 0.9, 0.3): 0.5 -> 2, 0.8 -> 2, 0.9 -> 2 and two ties, 0.2 -> 1
     assert found["val/score_orders_right_first"] == pytest.approx((2 + 2 + 3 + 1) / 16)
     assert found["val/score_greedy"] == 0.0
@@ -101,13 +102,13 @@ def test_an_order_without_right_or_without_wrong_is_not_a_number(tokenizer, rewa
     validation = Validation(4, ["given"], "given", scored=True)
     validation.add(*judged([reward] * 10), tokenizer)
     validation.add_scores(torch.arange(10.0))
-    assert math.isnan(validation.metrics(alone)["val/score_orders_right_first"])
+    assert math.isnan(validation.metrics(ONE_RANK)["val/score_orders_right_first"])
 
 
 def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
-    found = validation.metrics(alone)
+    found = validation.metrics(ONE_RANK)
     assert found["val/given_sampled"] == 1.0  # of five
     assert found["val/sampled"] == 1.0
     assert found["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
@@ -118,14 +119,14 @@ def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
     validation = Validation(4, scored=True)
     validation.add(batch, type(rollout)(**{**vars(rollout), "rewards": {}}), tokenizer)
     validation.add_scores(torch.zeros(10))
-    assert set(validation.metrics(alone)) == {"val/response_tokens_mean", "val/truncated_fraction", *of_one("score")}
+    assert set(validation.metrics(ONE_RANK)) == {"val/response_tokens_mean", "val/truncated_fraction", *of_one("score")}
 
 
 def test_where_no_reward_says_what_is_correct_each_one_s_own_means_are_all_that_is_told(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
     validation.add_scores(torch.arange(10.0))
-    found = validation.metrics(alone)
+    found = validation.metrics(ONE_RANK)
     assert set(found) == {
         "val/response_tokens_mean", "val/truncated_fraction", *of_one("given"), *of_one("score"),
     }  # fmt: skip
@@ -143,7 +144,7 @@ def test_means_and_deviations_are_those_of_verl(tokenizer):
         rows = [Response([4], [5], reward) for reward in (0.0, *rewards)]
         validation = Validation(len(rewards), ["given"])
         validation.add(PromptBatch([0], [[4]], ["a"], {}), rollout_of(rows, dtype=torch.float64), tokenizer)
-        found = validation.metrics(alone)
+        found = validation.metrics(ONE_RANK)
         assert_close(found["val/given_sampled"], case["mean"], rtol=1e-9)
         assert_close(found["val/given_sampled_std"], case["std"], rtol=1e-9)
 
@@ -151,7 +152,7 @@ def test_means_and_deviations_are_those_of_verl(tokenizer):
 def test_a_reward_that_does_not_apply_leaves_its_prompt_out_of_what_compares_samples(tokenizer):
     validation = Validation(4, ["given"], answer=lambda completions: completions)
     validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
-    found = validation.metrics(alone)
+    found = validation.metrics(ONE_RANK)
     assert found["val/given_sampled"] == pytest.approx((2 + 4 + 6 + 1 + 2 + 3 + 4) / 7)
     assert found["val/given_best@4"] == 4.0  # of the second prompt alone
     assert found["val/given_worst@4"] == 1.0
@@ -163,7 +164,7 @@ def test_a_score_that_is_no_number_is_seen(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged(REWARDS), tokenizer)
     validation.add_scores(torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, 8, math.nan]))
-    found = validation.metrics(alone)
+    found = validation.metrics(ONE_RANK)
     assert found["val/score_greedy"] == 2.5
     for kind in ("sampled", "sampled_std", "best@2", "worst@4"):
         assert math.isnan(found[f"val/score_{kind}"])
@@ -173,7 +174,7 @@ def test_truncated_responses_count_as_what_the_reward_made_of_them(tokenizer):
     whole, cut = (Validation(4, ["given"], "given") for _ in range(2))
     whole.add(*judged(REWARDS), tokenizer)
     cut.add(*judged(REWARDS, truncated=[True] * 10), tokenizer)
-    differing = {name for name, value in whole.metrics(alone).items() if cut.metrics(alone)[name] != value}
+    differing = {name for name, value in whole.metrics(ONE_RANK).items() if cut.metrics(ONE_RANK)[name] != value}
     assert differing == {"val/truncated_fraction"}
 
 
@@ -196,7 +197,7 @@ def test_samples_vote_with_the_answers_they_give(tokenizer):
     validation = Validation(5, ["given"], "given", answer)
     validation.add(*spoken("aabcag", [0, 1, 0, 0, 1, 0]), tokenizer)  # the greedy response has no vote
     validation.add(*spoken("accbbg", [0, 0, 0, 1, 1, 0.5]), tokenizer)
-    found = validation.metrics(alone)
+    found = validation.metrics(ONE_RANK)
     assert asked == [["a", "b", "c", "a", "g"], ["c", "c", "b", "b", "g"]]
     # a b c a -: of all five a wins;  c c b b -: c and b tie
     assert found["val/given_maj@5"] == found["val/maj@5"] == pytest.approx((1 + 0.5) / 2)
@@ -228,11 +229,11 @@ def test_each_source_has_metrics_of_its_own(tokenizer, column):
     both.add(with_sources(batch, column, ["x", "y"]), rollout, tokenizer)
     scores = normal(10, seed=1)
     both.add_scores(scores)
-    found = both.metrics(alone)
+    found = both.metrics(ONE_RANK)
     for source, rows, one in (("x", slice(0, 5), first), ("y", slice(5, 10), second)):
         one.add(batch[:1], rollout[list(range(10))[rows]], tokenizer)
         one.add_scores(scores[rows])
-        expected = one.metrics(alone)
+        expected = one.metrics(ONE_RANK)
         assert {name for name in found if name.startswith(f"val/{source}/")} == {
             name.replace("val/", f"val/{source}/") for name in expected
         }
@@ -286,43 +287,14 @@ def validation_of(tokenizer, prompts, seed=7):
 @pytest.mark.parametrize("shares", [((0, 1, 2), (3, 4, 5)), ((5, 0), (1, 2, 3, 4)), ((0, 1, 2, 3, 4, 5), ())])
 def test_prompts_shared_out_over_ranks_give_the_metrics_of_one(tokenizer, shares):
     """Also where a rank has none of a source, or nothing at all."""
-    expected = validation_of(tokenizer, range(6)).metrics(alone)
+    expected = validation_of(tokenizer, range(6)).metrics(ONE_RANK)
 
     def rank(number):
-        def measure(reduce):
-            def gather(rows):  # each rank writes into a slot of its own of a sum
-                slots = torch.zeros(2, 24, 4, dtype=torch.float64)
-                slots[number, : len(rows)] = torch.cat([torch.ones(len(rows), 1), rows.nan_to_num(nan=-99)], dim=1)
-                filled = reduce(slots)
-                every = filled[filled[..., 0] == 1][:, 1:]
-                return every.masked_fill(every == -99, torch.nan)
-
-            return validation_of(tokenizer, shares[number]).metrics(reduce, gather)
-
-        return measure
+        return lambda ranks: validation_of(tokenizer, shares[number]).metrics(ranks)
 
     for found in over_ranks(rank(0), rank(1)):
         assert list(found) == list(expected)
         assert found == pytest.approx(expected, nan_ok=True, rel=1e-12)
-
-
-def gather_in_a_process(rank, rendezvous):
-    """One of three processes, which have two rows, none and one."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
-    mine = torch.tensor([[1.0, 2.0], [3.0, torch.nan], [5.0, 6.0]], dtype=torch.float64)
-    rows = mine[[[0, 1], [], [2]][rank]]
-    assert_close(rows_of_all_ranks(rows), mine, equal_nan=True)
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_rows_of_several_processes_are_put_together(tmp_path):
-    torch.multiprocessing.spawn(gather_in_a_process, (tmp_path / "rendezvous",), nprocs=3)
-
-
-def test_rows_of_one_process_are_all_there_are():
-    rows = torch.rand(3, 2)
-    assert rows_of_all_ranks(rows) is rows
 
 
 def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
@@ -499,7 +471,7 @@ def test_with_averaged_weights_a_validation_measures_the_average_and_training_go
 
     monkeypatch.setattr(made.engine, "update_weights", update_weights)
     made.fit()
-    final = torch.cat([tensor.flatten() for _, tensor in made.module.roles.iter_full_params("actor")])
+    final = torch.cat([tensor.flatten() for _, tensor in made.module.role_strategy.iter_full_params("actor")])
     assert [version for version, _ in pushed] == [0, 0, 1, 2]  # validation, two rollouts, validation
     assert torch.equal(pushed[0][1], pushed[1][1])
     assert torch.equal(pushed[3][1], final)  # Lightning leaves the average in the module

@@ -30,6 +30,6 @@ class AfterTheStep(Callback):
             gap_before=largest_gap(self.before, PROMPTS, sampled),
             engine=[list(completion.token_ids) for completion in likeliest],
             actor=[greedy(actor, prompt, 12) for prompt in PROMPTS],
-            difference=loop.engine.first_difference(pl_module.roles.iter_full_params("actor")),
+            difference=loop.engine.first_difference(pl_module.role_strategy.iter_full_params("actor")),
             moved=[name for name, value in actor.lm.named_parameters() if not torch.equal(value, before[name])],
         )

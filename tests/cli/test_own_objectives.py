@@ -25,7 +25,7 @@ class Squared(PolicyLoss):
         if self.strength <= 0:
             raise ValueError(f"strength must be positive, got {self.strength}")
 
-    def __call__(self, logprobs, old_logprobs, advantages, mask, chosen=None):
+    def __call__(self, logprobs, old_logprobs, advantages, mask, selected_tokens=None):
         return -self.strength * advantages * logprobs, {"seen": torch.ones_like(logprobs)}
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PPOModule, SFTModule
 from lightning_rlhf.models.loading import Pretrained
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies.deepspeed import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.layers import layers
@@ -122,7 +122,7 @@ class Compare(Callback):
         self.found: dict[str, Any] = {"norms": [], "plain_norms": [], "furthest": [], "rates": []}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.found["furthest"].append(self.plain.furthest(weights(pl_module.roles, "actor")))
+        self.found["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
         self.found["walk"] = walk(pl_module)
         self.found["held"] = held(pl_module)
 
@@ -132,7 +132,7 @@ class Compare(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found["norms"].append(float(trainer.callback_metrics["grad_norm/actor"]))
         self.found["plain_norms"].append(self.plain.update(self.batches[batch_idx]))
-        self.found["furthest"].append(self.plain.furthest(weights(pl_module.roles, "actor")))
+        self.found["furthest"].append(self.plain.furthest(weights(pl_module.role_strategy, "actor")))
 
 
 def walk(module: Any) -> dict[str, int]:
@@ -143,7 +143,7 @@ def walk(module: Any) -> dict[str, int]:
         return sum(parameter.numel() for parameter in parameters)
 
     before, most, names = whole(), 0, []
-    for name, _ in module.roles.iter_full_params("actor"):
+    for name, _ in module.role_strategy.iter_full_params("actor"):
         most = max(most, whole())
         names.append(name)
     largest = max(sum(_elements(p) for _, p in layer) for layer in layers(module.actor.lm))
@@ -219,15 +219,15 @@ class OneRankBreaks(SFTModule):
     refused = ""
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        before = weights(self.roles, "actor")
+        before = weights(self.role_strategy, "actor")
         try:
             super().training_step(batch, batch_idx)
         except FloatingPointError as error:
             self.refused = str(error)
-        after = weights(self.roles, "actor")
+        after = weights(self.role_strategy, "actor")
         self.moved = any(not torch.equal(before[name], after[name]) for name in before)
 
-    def token_loss(self, rows: SequenceBatch, sums: Sums, prefix: str = "train") -> Tensor:
+    def token_loss(self, rows: SequenceBatch, sums: MeanAccumulator, prefix: str = "train") -> Tensor:
         rank, ranks = place()
         return super().token_loss(rows, sums, prefix) * (torch.nan if rank == ranks - 1 else 1.0)
 
@@ -283,10 +283,10 @@ class Reference(Callback):
     """Notes the KL to a reference that the actor begins as, and what this rank holds of it."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.before = weights(pl_module.roles, "ref")
+        self.before = weights(pl_module.role_strategy, "ref")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        after = weights(pl_module.roles, "ref")
+        after = weights(pl_module.role_strategy, "ref")
         moved = any(not torch.equal(after[name], tensor) for name, tensor in self.before.items())
         parts = [getattr(parameter, "ds_tensor", parameter) for parameter in pl_module.ref.parameters()]
         dtypes = sorted({str(part.dtype) for part in parts})
@@ -334,7 +334,7 @@ class KeepWeights(Callback):
     """Keeps the actor as it is at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = weights(pl_module.roles, "actor")
+        self.weights = weights(pl_module.role_strategy, "actor")
 
 
 def weights_of(source: Any) -> dict[str, Tensor]:

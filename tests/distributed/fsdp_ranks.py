@@ -110,7 +110,7 @@ def _train(weights, kind="ppo", options=None, architecture="llama", tied=True, p
         "lies here": look.lies_here,
         "types": sorted(look.types),
         "backwards": getattr(strategies[0], "backwards", []),
-        "data": [module.roles.data_rank, module.roles.data_ranks],
+        "data": [module.data_ranks.rank, module.data_ranks.size],
         "tied": first.lm.get_input_embeddings().weight is first.lm.get_output_embeddings().weight,
         "kept in": sorted({str(p.dtype) for p in first.parameters()}),
         "names": list(trained),

@@ -259,7 +259,7 @@ def whole(module: Any, roles: Sequence[str]) -> dict[str, Tensor]:
     return {
         f"{role}.{name}": tensor.float().cpu().clone()
         for role in roles
-        for name, tensor in module.roles.iter_full_params(role)
+        for name, tensor in module.role_strategy.iter_full_params(role)
     }
 
 

@@ -27,7 +27,7 @@ def differing(strategy, model, lora):
 
     class Look(Callback):
         def on_train_end(self, trainer, pl_module):
-            sent = {name: tensor.clone() for name, tensor in pl_module.roles.iter_full_params("actor")}
+            sent = {name: tensor.clone() for name, tensor in pl_module.role_strategy.iter_full_params("actor")}
             wrong = [name for name in sent if not torch.equal(sent[name].cpu(), wanted[name])]
             found.extend([sorted(wrong), sorted(sent.keys() ^ wanted.keys()), sent[BIAS].tolist()])
 

@@ -33,7 +33,7 @@ def push(strategy, folder):
             engine.start(EngineSetup(own, "float32", 32, own.with_suffix(".log")))
             try:
                 engine.wait()
-                engine.update_weights(pl_module.roles.iter_full_params("actor"), 1)
+                engine.update_weights(pl_module.role_strategy.iter_full_params("actor"), 1)
                 said.extend(engine.generate(PROMPTS, GREEDY, [0] * len(PROMPTS)))
             finally:
                 engine.close()

@@ -327,7 +327,7 @@ def test_gradient_power_is_the_variance_proxy_of_verl():
 def test_ranks_together_have_the_gradient_power_of_one(mask, seed):
     inputs = power_inputs(mask, seed)
     halves = slice(0, 1), slice(1, None)
-    results = over_ranks(*(lambda r, h=half: gradient_power(*(v[h] for v in inputs), reduce=r) for half in halves))
+    results = over_ranks(*(lambda r, h=half: gradient_power(*(v[h] for v in inputs), ranks=r) for half in halves))
     for result in results:
         assert_close([*result.values()], power_by_loop(*inputs), equal_nan=True, **EXACT)
 

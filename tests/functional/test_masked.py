@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.masked import masked_mean, masked_sum, masked_variance, masked_whiten, this_rank_only
+from lightning_rlhf.functional.masked import masked_mean, masked_sum, masked_variance, masked_whiten
 from tests.helpers import (
     assert_close,
     float64,
@@ -99,7 +99,7 @@ def test_ranks_together_compute_what_one_rank_computes(mask, seed, data):
     shards = [slice(0, first), slice(first, second), slice(second, None)]  # a rank may have no rows at all
 
     def each_rank(function):
-        return over_ranks(*(lambda reduce, s=shard: function(values[s], mask[s], reduce) for shard in shards))
+        return over_ranks(*(lambda ranks, s=shard: function(values[s], mask[s], ranks) for shard in shards))
 
     for function in (masked_mean, masked_variance):
         for result in each_rank(function):
@@ -146,11 +146,6 @@ def test_eps_is_added_to_the_variance():
     assert_close(masked_whiten(float64([[0, 2e-4]]), everything), [[-0.5773503, 0.5773503]], rtol=1e-6)
     # variance 2, eps 2: 1 / sqrt(4)
     assert_close(masked_whiten(float64([[0, 2]]), everything, eps=2), [[-0.5, 0.5]])
-
-
-def test_the_sum_over_one_rank_is_the_value_itself():
-    value = torch.tensor(3.0)
-    assert this_rank_only(value) is value
 
 
 def test_gradients_of_the_mean_reach_only_the_mask():

@@ -6,6 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.functional.mismatch import (
     effective_share,
     maxima_over_ranks,
@@ -20,7 +21,6 @@ from tests.helpers import (
     float64,
     golden,
     masks,
-    max_over_ranks,
     normal,
     over_ranks,
     pad_columns,
@@ -157,15 +157,11 @@ def test_metrics_are_verls():
 def test_metrics_are_those_of_all_ranks(mask, seed, first):
     train, rollout = logprobs_of(mask, seed)
 
-    def rank(number, rows):
-        def metrics(reduce):
-            reduce_max = max_over_ranks(reduce, number, 2)
-            return mismatch_metrics(train[rows], rollout[rows], mask[rows], reduce, reduce_max)
-
-        return metrics
+    def rank(rows):
+        return lambda ranks: mismatch_metrics(train[rows], rollout[rows], mask[rows], ranks)
 
     expected = mismatch_metrics(train, rollout, mask)
-    for metrics in over_ranks(rank(0, slice(first)), rank(1, slice(first, None))):
+    for metrics in over_ranks(rank(slice(first)), rank(slice(first, None))):
         close(metrics, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -266,5 +262,5 @@ def test_means_and_maxima_of_a_case_worked_by_hand():
     assert_close(response_mean(values, mask), [1.5, 4])
     assert_close(response_mean(values, none), [0, 0])
     parts = {"some": (values, mask), "none": (values, none)}
-    assert_close(list(means_over_ranks(parts, lambda v: v).values()), [7 / 3, math.nan], equal_nan=True)
-    assert_close(list(maxima_over_ranks(parts, lambda v: v).values()), [4, math.nan], equal_nan=True)
+    assert_close(list(means_over_ranks(parts, ONE_RANK).values()), [7 / 3, math.nan], equal_nan=True)
+    assert_close(list(maxima_over_ranks(parts, ONE_RANK).values()), [4, math.nan], equal_nan=True)

@@ -9,7 +9,7 @@ import torch
 from lightning_rlhf import FromConfig, GRPOModule, PPOModule, RewardModule, SFTModule
 from lightning_rlhf.models.lora import LoRA, is_adapter
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.strategies.roles import PlainRoles
+from lightning_rlhf.strategies.roles import SingleDeviceRoles
 from tests.stand_ins import TINY_LLAMA, TinyModel, fit, responses, rollout_of
 
 LORA = LoRA(rank=4, alpha=8)
@@ -48,7 +48,7 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
     expected = made(actor=replace(ACTOR, lora=None))
     expected.configure_model()
     with torch.no_grad():
-        asked = expected.by_rows(partial(expected.actor_scores, "actor"), experience.rollout)[0]
+        asked = expected.map_micro_batches(partial(expected.actor_scores, "actor"), experience.rollout)[0]
     assert torch.equal(experience.ref_logprobs, asked)
     assert not torch.equal(experience.old_logprobs, asked)
 
@@ -103,7 +103,7 @@ def test_a_frozen_role_has_no_adapters(role):
 def test_an_engine_is_sent_merged_weights_and_a_push_changes_nothing():
     module = made()
     fit(module, BATCHES)
-    before, roles = weights(module), PlainRoles(module)
+    before, roles = weights(module), SingleDeviceRoles(module)
     merged = {name: tensor.clone() for name, tensor in roles.iter_full_params("actor")}
     base = {name: tensor.clone() for name, tensor in roles.iter_base_params("actor")}
     adapters = dict(roles.iter_adapters("actor"))

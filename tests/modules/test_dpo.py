@@ -144,8 +144,8 @@ def test_held_out_pairs_of_both_ranks_count_the_same():
     every = torch.cat([torch.sub(*log_ratios(batch)[0]).detach() for share in shares for batch in share])
     modules = [dpo(loss=DPOLoss(0.3), micro_batch_tokens=9) for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        strategy = OneOfTwoRanks(sum_over_ranks)
+    def rank(number, ranks):
+        strategy = OneOfTwoRanks(ranks)
         return fit(modules[number], [shares[number][0]], val=shares[number], strategy=strategy).callback_metrics
 
     for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):

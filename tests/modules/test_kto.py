@@ -125,20 +125,8 @@ def test_two_ranks_measure_and_learn_what_one_does():
     shares = [batch[[0, 3]], batch[[1, 2, 4]]]
     modules = [kto(lr=0.1, max_grad_norm=None, micro_batch_tokens=12) for _ in shares]
 
-    class GatheringRank(OneOfTwoRanks):
-        def __init__(self, number, sum_over_ranks):
-            super().__init__(sum_over_ranks)
-            self.number = number
-
-        def gather_over_ranks(self, value):
-            """Five rows in all, this rank's in their slots."""
-            rows = slice(0, 2) if self.number == 0 else slice(2, 5)
-            slots = torch.zeros(5, *value.shape[1:], dtype=torch.float64)
-            slots[rows] = value.double()
-            return self.sum_over_ranks(slots).to(value.dtype)
-
-    def rank(number, sum_over_ranks):
-        strategy = GatheringRank(number, sum_over_ranks)
+    def rank(number, ranks):
+        strategy = OneOfTwoRanks(ranks)
         return fit(modules[number], [shares[number]], val=[shares[number]], strategy=strategy).callback_metrics
 
     for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):

@@ -72,7 +72,7 @@ def rollouts():
 class EachPair(Callback):
     """Before each step other objectives and the first weights again; after it, by how much the weights moved."""
 
-    hands_over_rollouts = True
+    provides_rollouts = True
 
     def __init__(self):
         self.moves = []

@@ -14,7 +14,7 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
-from lightning_rlhf.strategies.roles import Roles
+from lightning_rlhf.strategies.roles import RoleStrategy
 from tests.helpers import assert_close, over_ranks
 from tests.stand_ins import TINY_LLAMA, OneOfTwoRanks, Response, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -193,7 +193,7 @@ def test_updates_stop_once_the_policy_has_strayed():
     logged = [fit(module, [rollout()]).callback_metrics["policy/updates"] for module in (free, held)]
     assert logged == [8, 2]
     assert free.updates == ["critic", "actor"] * 8
-    # the first update starts from the old policy itself, so the second is the first that can have strayed
+    # the first update starts from the old policy itself, so the second is the first that can have exceeds_target_kl
     assert held.updates == ["critic", "actor"] * 2
 
 
@@ -219,7 +219,7 @@ def test_where_one_rank_strays_both_stop_after_the_same_update():
         gradient_scale = 1.0
 
         def accumulate(self, name, sync):
-            return Roles.accumulate(self, name, sync)
+            return RoleStrategy.accumulate(self, name, sync)
 
     alone = counting(0.01, 0.3, critic=FromConfig(dict(TINY_LLAMA), seed=1), **options)
     fit(alone, [rollout(dull)])
@@ -227,8 +227,8 @@ def test_where_one_rank_strays_both_stop_after_the_same_update():
 
     modules = [counting(0.01, 0.3, critic=FromConfig(dict(TINY_LLAMA), seed=1), **options) for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        fit(modules[number], [rollout(shares[number])], strategy=OwnGradients(sum_over_ranks))
+    def rank(number, ranks):
+        fit(modules[number], [rollout(shares[number])], strategy=OwnGradients(ranks))
         return modules[number].updates
 
     first, second = over_ranks(*(partial(rank, number) for number in (0, 1)))
@@ -256,8 +256,8 @@ def test_two_ranks_take_the_step_of_one_rank_with_all_rows():
     logged = fit(alone, [rollout()]).callback_metrics
     modules = [ppo(minibatch_size=4, micro_batch_tokens=9, **options) for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        trainer = fit(modules[number], [rollout(shares[number])], strategy=OneOfTwoRanks(sum_over_ranks))
+    def rank(number, ranks):
+        trainer = fit(modules[number], [rollout(shares[number])], strategy=OneOfTwoRanks(ranks))
         return trainer.callback_metrics
 
     for metrics, module in zip(over_ranks(*(partial(rank, i) for i in (0, 1))), modules, strict=True):
@@ -382,7 +382,7 @@ def test_a_rollout_is_learnt_from_once():
     module = ppo("float32")
     fit(module, [rollout()])
     with pytest.raises(RuntimeError, match="no rollout for this batch"):
-        module.take_rollout()
+        module.pop_rollout()
 
 
 def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():

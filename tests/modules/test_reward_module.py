@@ -93,8 +93,8 @@ def test_validation_counts_every_pair_of_both_ranks_the_same():
     every = torch.cat([scores(b.chosen)[0] - scores(b.rejected)[0] for share in shares for b in share])
     modules = [reward_module() for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        strategy = OneOfTwoRanks(sum_over_ranks)
+    def rank(number, ranks):
+        strategy = OneOfTwoRanks(ranks)
         return fit(modules[number], [shares[number][0]], val=shares[number], strategy=strategy).callback_metrics
 
     for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):

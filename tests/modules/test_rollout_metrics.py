@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf.functional.masked import this_rank_only
-from lightning_rlhf.modules.rollout_metrics import describe
+from lightning_rlhf.modules.metrics import describe
 from lightning_rlhf.types import Experience
 from tests.helpers import assert_close, float64, golden, over_ranks
 from tests.stand_ins import Response, rollout_of
@@ -34,7 +33,7 @@ def experience():
         returns=torch.where(LEARNT, torch.tensor([[2.0, 0, 0], [-1.0, 0, 0]]), garbage),
         mask=LEARNT,
         weights=garbage,
-        chosen=MASK,
+        selected_tokens=MASK,
     )
 
 
@@ -85,15 +84,15 @@ OF_RANKS = {"perf/rank_tokens_mean": 3.5, "perf/rank_tokens_max": 5.0, "perf/ran
 
 
 def test_every_metric_of_a_case_worked_by_hand(experience):
-    metrics = describe(experience, ROLES, this_rank_only, this_rank_only)
+    metrics = describe(experience, ROLES)
     assert metrics.keys() == EXPECTED.keys()
     for name, value in EXPECTED.items():
         assert_close(metrics[name], value)
 
 
 def test_ranks_agree_on_the_metrics_of_both(experience):
-    def rank(row, reduce):
-        return describe(experience[[row]], ROLES, reduce, reduce.maximum)
+    def rank(row, ranks):
+        return describe(experience[[row]], ROLES, ranks)
 
     for metrics in over_ranks(*(partial(rank, row) for row in (0, 1))):
         for name, value in (EXPECTED | OF_RANKS).items():
@@ -101,7 +100,7 @@ def test_ranks_agree_on_the_metrics_of_both(experience):
 
 
 def test_what_no_role_made_is_left_out(experience):
-    metrics = describe(experience, ("actor",), this_rank_only, this_rank_only)
+    metrics = describe(experience, ("actor",))
     missing = {"kl/ref", "reward/from_model", "value/explained_variance"}
     missing |= {f"{stem}{end}" for stem in ("reward/after_kl_", "value/") for end in ("mean", "max", "min")}
     assert EXPECTED.keys() - metrics.keys() == missing
@@ -112,7 +111,7 @@ def in_groups(rewards, groups):
     blank, mask = torch.zeros(len(rewards), 1), torch.ones(len(rewards), 1, dtype=torch.bool)
     rollout = replace(rollout, group=torch.tensor(groups))
     tensors = [blank] * 6
-    return Experience(rollout, rollout.reward, *tensors, mask=mask, weights=blank, chosen=mask)
+    return Experience(rollout, rollout.reward, *tensors, mask=mask, weights=blank, selected_tokens=mask)
 
 
 def test_groups_are_compared_within():
@@ -127,9 +126,9 @@ def test_groups_are_compared_within():
     shares = torch.tensor([0, 2, 6, 3]), torch.tensor([1, 4, 5, 7])
 
     def rank(rows):
-        return lambda reduce: describe(given[rows], (), reduce, reduce.maximum)
+        return lambda ranks: describe(given[rows], (), ranks)
 
-    alone = [describe(given[rows], (), this_rank_only, this_rank_only) for rows in (range(8), order)]
+    alone = [describe(given[rows], ()) for rows in (range(8), order)]
     for metrics in (*alone, *over_ranks(*(rank(rows) for rows in shares))):
         assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
@@ -149,7 +148,7 @@ def test_metrics_are_those_of_verl_for_the_same_batch():
         rollout_of(rows, dtype=torch.float64), reward, logprobs, logprobs, tensors["values"], rewards,
         tensors["advantages"], tensors["returns"], mask, tensors["weights"], mask,
     )  # fmt: skip
-    ours = describe(experience, ("critic", "ref"), this_rank_only, this_rank_only)
+    ours = describe(experience, ("critic", "ref"))
     stems = {
         "reward/": "critic/score/", "reward/after_kl_": "critic/rewards/", "advantage/": "critic/advantages/",
         "return/": "critic/returns/", "value/": "critic/values/", "rollout/response_tokens_": "response_length/",

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import PPOModule, ReMaxModule, RLHFModule
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.objectives.advantages import GAE
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.base import PolicyLoss
@@ -93,15 +93,17 @@ def test_weights_multiply_the_policy_loss_and_nothing_else():
     module = stepped(ent_coef=0.0, policy_loss=ReinforceLoss(), aggregation=TokenMean())
     experience = module.experience
     once, twice = (
-        module.actor_loss(replace(experience, weights=torch.full_like(experience.weights, w)), Sums())
+        module.actor_loss(replace(experience, weights=torch.full_like(experience.weights, w)), MeanAccumulator())
         for w in (1.0, 2.0)
     )
     assert once.abs() > 1e-3
     assert_close(twice, 2 * once)
     module.ent_coef = 0.3
-    entropy = once - module.actor_loss(replace(experience, weights=torch.ones_like(experience.weights)), Sums())
+    entropy = once - module.actor_loss(
+        replace(experience, weights=torch.ones_like(experience.weights)), MeanAccumulator()
+    )
     unweighted = twice - module.actor_loss(
-        replace(experience, weights=torch.full_like(experience.weights, 2.0)), Sums()
+        replace(experience, weights=torch.full_like(experience.weights, 2.0)), MeanAccumulator()
     )
     assert entropy > 0.1
     assert_close(entropy, unweighted)
@@ -138,16 +140,16 @@ def test_bypass_weighs_the_plain_gradient_by_the_actor_as_it_is_now():
     logprobs = module.actor_scores("actor", rows.rollout).logprobs.detach()
     weights = (logprobs - rows.rollout.rollout_logprobs).exp().clamp(max=1.5)
     expected = (-rows.advantages * logprobs * weights)[rows.mask].sum()
-    assert_close(module.actor_loss(rows, Sums()), expected)
+    assert_close(module.actor_loss(rows, MeanAccumulator()), expected)
 
 
 def test_values_behind_the_last_token_of_truncated_responses_are_the_critics():
     seen = []
 
     class Watching(GAE):
-        def __call__(self, inputs, reduce):
+        def __call__(self, inputs, ranks):
             seen.append(inputs.final_values)
-            return super().__call__(inputs, reduce)
+            return super().__call__(inputs, ranks)
 
     module = stepped(
         PPOModule,
@@ -167,9 +169,9 @@ def test_the_sum_of_squared_probabilities_reaches_the_estimator_that_asks_for_it
     seen = []
 
     class Watching(OptimalTokenBaseline):
-        def __call__(self, inputs, reduce):
+        def __call__(self, inputs, ranks):
             seen.append(inputs)
-            return super().__call__(inputs, reduce)
+            return super().__call__(inputs, ranks)
 
     rollout = rollout_of(ROWS, dtype=torch.float64)
     rollout.group[:] = 0
@@ -217,7 +219,7 @@ def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_re
 
 def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
     class Silent(PolicyLoss):
-        def __call__(self, logprobs, old_logprobs, advantages, mask, chosen=None):
+        def __call__(self, logprobs, old_logprobs, advantages, mask, selected_tokens=None):
             return -advantages * (logprobs - old_logprobs).exp(), {}
 
     options = {"policy_loss": Silent(), "actor_optimizer": partial(torch.optim.SGD, lr=0.5), "update_epochs": 4}

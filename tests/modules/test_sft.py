@@ -60,8 +60,8 @@ def test_the_validation_loss_counts_every_token_of_both_ranks_the_same():
     every = torch.cat([marked_losses(batch) for share in shares for batch in share])
     modules = [sft() for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        strategy = OneOfTwoRanks(sum_over_ranks)
+    def rank(number, ranks):
+        strategy = OneOfTwoRanks(ranks)
         return fit(modules[number], [texts([4], 0)], val=shares[number], strategy=strategy).callback_metrics
 
     for metrics in over_ranks(*(partial(rank, number) for number in (0, 1))):

@@ -3,7 +3,7 @@ import math
 import torch
 from hypothesis import given
 
-from lightning_rlhf.modules.sums import Sums
+from lightning_rlhf.modules.metrics import MeanAccumulator
 from tests.helpers import assert_close, masks, normal, over_ranks, properties, seeds
 
 
@@ -15,11 +15,11 @@ def alone(value):
 @given(masks(), seeds)
 def test_a_mean_does_not_depend_on_how_its_values_were_cut_up(mask, seed):
     values = normal(*mask.shape, seed=seed)
-    whole, parts, merged = Sums(), Sums(), Sums()
+    whole, parts, merged = MeanAccumulator(), MeanAccumulator(), MeanAccumulator()
     whole.add("x", values, mask)
     for row, wanted in zip(values, mask, strict=True):
         parts.add("x", row, wanted)
-        part = Sums()
+        part = MeanAccumulator()
         part.add("x", row, wanted)
         merged.merge(part)
     if mask.any():
@@ -32,11 +32,11 @@ def test_a_mean_does_not_depend_on_how_its_values_were_cut_up(mask, seed):
 
 def test_means_are_exact_over_ranks_that_hold_differing_counts():
     def rank(values):
-        def run(sum_over_ranks):
-            sums = Sums()
+        def run(ranks):
+            sums = MeanAccumulator()
             sums.add("x", torch.tensor(values))
             sums.add("nothing", torch.tensor([]))
-            return sums.means(sum_over_ranks)
+            return sums.means(ranks)
 
         return run
 
@@ -49,11 +49,11 @@ def test_nothing_added_needs_no_reduction():
     def never(value):
         raise AssertionError("reduced")
 
-    assert Sums().means(never) == {}
+    assert MeanAccumulator().means(never) == {}
 
 
 def test_small_values_are_not_lost_beside_large_ones():
-    sums = Sums()
+    sums = MeanAccumulator()
     sums.add("x", torch.tensor([1e8]))
     for _ in range(100):
         sums.add("x", torch.tensor([1.0]))
@@ -61,6 +61,6 @@ def test_small_values_are_not_lost_beside_large_ones():
 
 
 def test_metrics_keep_no_graph():
-    sums = Sums()
+    sums = MeanAccumulator()
     sums.add("x", torch.ones(2, requires_grad=True) * 2)
     assert not any(part.requires_grad for part in sums._sums.values())

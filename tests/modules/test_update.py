@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_rlhf import SFTModule
-from lightning_rlhf.strategies.roles import Roles
+from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import SequenceBatch
 from tests.helpers import over_ranks
 from tests.stand_ins import VOCABULARY, OneOfTwoRanks, TinyModel, fit
@@ -122,7 +122,7 @@ def test_a_batch_without_any_marked_token_changes_nothing():
 
 
 def test_a_strategy_that_keeps_the_contract_is_recognised():
-    assert isinstance(OneOfTwoRanks(SimpleNamespace(maximum=torch.clone)), Roles)
+    assert isinstance(OneOfTwoRanks(SimpleNamespace(maximum=torch.clone)), RoleStrategy)
 
 
 @pytest.mark.usefixtures("exact")
@@ -135,8 +135,8 @@ def test_two_ranks_with_uneven_tokens_step_like_one_rank_with_all_rows(micro_bat
 
     modules = [module_with(micro_batch_tokens=micro_batch_tokens, max_grad_norm=max_grad_norm) for _ in shares]
 
-    def rank(number, sum_over_ranks):
-        strategy = OneOfTwoRanks(sum_over_ranks)
+    def rank(number, ranks):
+        strategy = OneOfTwoRanks(ranks)
         return step_of(modules[number], batch[shares[number]], strategy), strategy.syncs
 
     (first, syncs), (second, _) = over_ranks(*(partial(rank, number) for number in (0, 1)))

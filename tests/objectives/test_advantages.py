@@ -197,9 +197,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_all_ranks(mask, see
     mask[0, 0] = mask[1, 0] = True
     rewards, values = normal(*mask.shape, seed=seed) + 5, normal(*mask.shape, seed=seed + 1)
     halves = slice(0, 1), slice(1, None)
-    each = over_ranks(
-        *(lambda reduce, h=half: GAE()(_inputs(rewards[h], values[h], mask[h]), reduce) for half in halves)
-    )
+    each = over_ranks(*(lambda ranks, h=half: GAE()(_inputs(rewards[h], values[h], mask[h]), ranks) for half in halves))
     advantages, returns = (torch.cat(parts) for parts in zip(*each, strict=True))
     alone = GAE()(_inputs(rewards, values, mask))
     assert_close(advantages, alone[0])

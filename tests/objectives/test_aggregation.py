@@ -102,9 +102,9 @@ def test_ranks_change_nothing_even_empty_ones(aggregation, mask, seed, first):
     losses = normal(*mask.shape, seed=seed)
 
     def rank(rows):
-        def share(reduce):
+        def share(ranks):
             total = (losses[rows].masked_fill(~mask[rows], 0) * aggregation.weights(mask[rows])).sum()
-            return total / aggregation.denominator(mask[rows], reduce)
+            return total / aggregation.denominator(mask[rows], ranks)
 
         return share
 

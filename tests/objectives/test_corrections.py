@@ -15,7 +15,6 @@ from tests.helpers import (
     float64,
     golden,
     masks,
-    max_over_ranks,
     normal,
     over_ranks,
     pad_columns,
@@ -414,8 +413,8 @@ def test_ranks_change_nothing_even_empty_ones(correction, mask, seed, first):
     old, rollout = logprobs_of(mask, seed)
 
     def rank(number, rows):
-        def call(reduce):
-            return correction(old[rows], rollout[rows], mask[rows], reduce, max_over_ranks(reduce, number, 2))
+        def call(ranks):
+            return correction(old[rows], rollout[rows], mask[rows], ranks)
 
         return call
 

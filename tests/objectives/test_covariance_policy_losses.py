@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.masked import this_rank_only
 from lightning_rlhf.objectives.aggregation import TokenMean
-from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss, choose_largest, covariance
+from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss, covariance, select_largest
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, properties, seeds, with_garbage
 
@@ -44,26 +43,26 @@ HAND_MASK = torch.tensor([[True, True, False], [True, True, False]])
 
 
 def test_covariance_of_a_case_worked_by_hand():
-    assert_close(covariance(*HAND, HAND_MASK, this_rank_only), [[6, 1, 0], [0, 12, 0]])
+    assert_close(covariance(*HAND, HAND_MASK), [[6, 1, 0], [0, 12, 0]])
 
 
 def test_clip_cov_chooses_between_its_bounds_and_not_what_a_clip_binds():
     logprobs, advantages = HAND
 
-    def chosen(objective, old=logprobs):
-        return objective.choose(logprobs, old, advantages, HAND_MASK, seeded(), this_rank_only).int().tolist()
+    def selected_tokens(objective, old=logprobs):
+        return objective.select_tokens(logprobs, old, advantages, HAND_MASK, seeded()).int().tolist()
 
-    assert chosen(ClipCovLoss(share=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
-    assert chosen(ClipCovLoss(share=1.0, covariance_low=1.5, covariance_high=20.0)) == [[1, 0, 0], [0, 1, 0]]
-    assert chosen(ClipCovLoss(share=1.0, covariance_low=1.0, covariance_high=12.0)) == [[1, 0, 0], [0, 0, 0]]
-    assert chosen(ClipCovLoss(share=1.0, covariance_low=50.0, covariance_high=60.0)) == [[0, 0, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=0.5, covariance_high=7.0)) == [[1, 1, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=1.5, covariance_high=20.0)) == [[1, 0, 0], [0, 1, 0]]
+    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=1.0, covariance_high=12.0)) == [[1, 0, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(share=1.0, covariance_low=50.0, covariance_high=60.0)) == [[0, 0, 0], [0, 0, 0]]
     # The ratio of the first token is 2 with A = 4: clipped. That of the second is 2 too where the bound allows it.
     # That of the fourth is 2 with A = -3: only the dual clip binds it.
     old = logprobs - float64([[LN2, 0, 0], [0, LN2, 0]])
     wide = {"share": 1.0, "covariance_low": 0.5, "covariance_high": 20.0}
-    assert chosen(ClipCovLoss(**wide), old) == [[0, 1, 0], [0, 1, 0]]
-    assert chosen(ClipCovLoss(clip_range_high=1.5, **wide), old) == [[1, 1, 0], [0, 1, 0]]
-    assert chosen(ClipCovLoss(clip_range_high=1.5, dual_clip=1.9, **wide), old) == [[1, 1, 0], [0, 0, 0]]
+    assert selected_tokens(ClipCovLoss(**wide), old) == [[0, 1, 0], [0, 1, 0]]
+    assert selected_tokens(ClipCovLoss(clip_range_high=1.5, **wide), old) == [[1, 1, 0], [0, 1, 0]]
+    assert selected_tokens(ClipCovLoss(clip_range_high=1.5, dual_clip=1.9, **wide), old) == [[1, 1, 0], [0, 0, 0]]
 
 
 def test_kl_cov_chooses_the_largest():
@@ -75,22 +74,22 @@ def test_kl_cov_chooses_the_largest():
         (0.75, [[1, 1, 0], [0, 1, 0]]),
         (1.0, [[1, 1, 0], [1, 1, 0]]),
     ):
-        arguments = logprobs, logprobs, advantages, HAND_MASK, seeded(), this_rank_only
-        assert KLCovLoss(share=share).choose(*arguments).int().tolist() == expected
+        arguments = logprobs, logprobs, advantages, HAND_MASK, seeded()
+        assert KLCovLoss(share=share).select_tokens(*arguments).int().tolist() == expected
 
 
 def test_losses_of_a_case_worked_by_hand():
-    # ratios 2 and 1/2; A = 1: clipped 1.2, and 1/2; the first of each row is chosen
+    # ratios 2 and 1/2; A = 1: clipped 1.2, and 1/2; the first of each row is selected_tokens
     logprobs = float64([[LN2, -LN2], [LN2, -LN2]]).requires_grad_()
     old, advantages = torch.zeros(2, 2).double(), torch.ones(2, 2).double()
-    chosen = torch.tensor([[True, False], [False, True]])
-    loss, diagnostics = ClipCovLoss()(logprobs, old, advantages, everywhere(chosen), chosen)
+    selected_tokens = torch.tensor([[True, False], [False, True]])
+    loss, diagnostics = ClipCovLoss()(logprobs, old, advantages, everywhere(selected_tokens), selected_tokens)
     assert_close(loss, [[0, -0.5], [-1.2, 0]])
     assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[0, -0.5], [0, 0]])
     assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
     assert_close(diagnostics["clip_fraction"], [[1, 0], [1, 0]])
     # -2 + 3 ln 2 and -1/2 + 3 ln 2; d|x| is the sign
-    loss, diagnostics = KLCovLoss(kl_coef=3.0)(logprobs, old, advantages, everywhere(chosen), chosen)
+    loss, diagnostics = KLCovLoss(kl_coef=3.0)(logprobs, old, advantages, everywhere(selected_tokens), selected_tokens)
     assert_close(loss, [[-2 + 3 * LN2, -0.5], [-2, -0.5 + 3 * LN2]])
     assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], [[1, -0.5], [-2, -3.5]])
     assert_close(diagnostics["chosen_fraction"], [[1, 0], [0, 1]])
@@ -127,12 +126,12 @@ def test_choice_loss_and_gradient_are_verls(name, objective):
     logprobs = float64(inputs["logprobs"]).requires_grad_()
     arguments = logprobs, float64(inputs["old_logprobs"]), float64(inputs["advantages"]), mask
     with torch.no_grad():
-        chosen = objective.choose(*arguments, seeded(), this_rank_only)
-    losses, diagnostics = objective(*arguments, chosen)
+        selected_tokens = objective.select_tokens(*arguments, seeded())
+    losses, diagnostics = objective(*arguments, selected_tokens)
     loss = losses[mask].mean()
     assert_close(loss, expected["loss"], rtol=1e-9, atol=0)
     assert_close(torch.autograd.grad(loss, logprobs)[0], expected["gradient"], rtol=1e-9, atol=1e-12)
-    assert 0 < chosen.sum() < mask.sum()
+    assert 0 < selected_tokens.sum() < mask.sum()
     if name == "clip_cov":
         share = expected["metrics"]["actor/pg_clipfrac"]
         assert_close(diagnostics["chosen_fraction"][mask].mean(), share, rtol=1e-8)
@@ -142,12 +141,12 @@ def test_choice_loss_and_gradient_are_verls(name, objective):
 @given(mask=masks(), seed=seeds, share=st.sampled_from([0.01, 0.2, 0.5, 1.0]))
 def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, share):
     new, old, advantages, _ = batch(mask, seed)
-    chosen = KLCovLoss(share=share).choose(new, old, advantages, mask, seeded(), this_rank_only)
+    selected_tokens = KLCovLoss(share=share).select_tokens(new, old, advantages, mask, seeded())
     scores = covariances(new, advantages, mask)
     order = sorted(scores, key=scores.__getitem__, reverse=True)
     expected = order[: max(1, int(share * len(order)))]
     if len(order) != 2:  # the covariances of two tokens are equal
-        assert {tuple(cell) for cell in chosen.nonzero().tolist()} == set(expected)
+        assert {tuple(cell) for cell in selected_tokens.nonzero().tolist()} == set(expected)
 
 
 @properties
@@ -155,14 +154,14 @@ def test_kl_cov_chooses_the_top_of_the_papers_covariances(mask, seed, share):
 def test_clip_cov_draws_from_the_papers_candidates(mask, seed, share):
     new, old, advantages, _ = batch(mask, seed)
     objective = ClipCovLoss(0.2, 0.1, 0.4, share=share, covariance_low=0.1, covariance_high=1.0)
-    chosen = objective.choose(new, old, advantages, mask, seeded(seed), this_rank_only)
+    selected_tokens = objective.select_tokens(new, old, advantages, mask, seeded(seed))
     candidates = set()
     for cell, score in covariances(new, advantages, mask).items():
         ratio, a = math.exp(new[cell].item() - old[cell].item()), advantages[cell].item()
         bound = (a > 0 and ratio > 1.4) or (a < 0 and ratio < 0.9)
         if 0.1 < score < 1.0 and not bound:
             candidates.add(cell)
-    cells = {tuple(cell) for cell in chosen.nonzero().tolist()}
+    cells = {tuple(cell) for cell in selected_tokens.nonzero().tolist()}
     assert cells <= candidates
     assert len(cells) == min(len(candidates), max(1, int(share * int(mask.sum()))))
 
@@ -171,9 +170,9 @@ def test_clip_cov_draws_every_candidate_alike():
     new, old, advantages, mask = batch(torch.ones(4, 5, dtype=torch.bool), 3)
     arguments = new, old, advantages, mask
     objective = ClipCovLoss(0.9, None, 9.0, share=0.1, covariance_low=0.0, covariance_high=9.0)
-    candidates = covariance(new, advantages, mask, this_rank_only) > 0
+    candidates = covariance(new, advantages, mask) > 0
     generator, draws = seeded(), 500
-    counts = sum(objective.choose(*arguments, generator, this_rank_only).double() for _ in range(draws))
+    counts = sum(objective.select_tokens(*arguments, generator).double() for _ in range(draws))
     expected = 2 / candidates.sum().item()
     error = math.sqrt(expected * (1 - expected) / draws)
     assert ((counts / draws)[candidates] - expected).abs().max() < 4 * error
@@ -188,12 +187,12 @@ def test_clip_cov_draws_every_candidate_alike():
 @given(mask=masks(min_rows=2), seed=seeds, cut=st.integers(1, 4))
 def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
     arguments = batch(mask, seed)
-    whole = objective.choose(*arguments, seeded(), this_rank_only)
+    whole = objective.select_tokens(*arguments, seeded())
     cut = min(cut, len(mask) - 1)
 
     def rank(rows, number):
         part = [tensor[rows] for tensor in arguments]
-        return lambda reduce: objective.choose(*part, seeded(number), reduce)
+        return lambda ranks: objective.select_tokens(*part, seeded(number), ranks)
 
     parts = over_ranks(rank(slice(None, cut), 1), rank(slice(cut, None), 2))
     if mask.sum() != 2:  # the covariances of two tokens are equal, and lots are drawn
@@ -204,23 +203,23 @@ def test_ranks_choose_what_one_rank_would(objective, mask, seed, cut):
 @given(mask=masks(min_rows=2), seed=seeds)
 def test_clip_cov_draws_its_share_over_all_ranks(mask, seed):
     arguments, bounds = batch(mask, seed), {"covariance_low": -1.0, "covariance_high": 1.0}
-    candidates = ClipCovLoss(share=1.0, **bounds).choose(*arguments, seeded(), this_rank_only)
+    candidates = ClipCovLoss(share=1.0, **bounds).select_tokens(*arguments, seeded())
 
     def rank(rows, number):
         part = [tensor[rows] for tensor in arguments]
-        return lambda reduce: ClipCovLoss(share=0.3, **bounds).choose(*part, seeded(number), reduce)
+        return lambda ranks: ClipCovLoss(share=0.3, **bounds).select_tokens(*part, seeded(number), ranks)
 
-    chosen = torch.cat(over_ranks(rank(slice(None, 1), 1), rank(slice(1, None), 2)))
-    assert chosen.sum() == min(candidates.sum(), max(1, math.floor(0.3 * mask.sum())))
-    assert not (chosen & ~candidates).any()
+    selected_tokens = torch.cat(over_ranks(rank(slice(None, 1), 1), rank(slice(1, None), 2)))
+    assert selected_tokens.sum() == min(candidates.sum(), max(1, math.floor(0.3 * mask.sum())))
+    assert not (selected_tokens & ~candidates).any()
 
 
 @pytest.mark.parametrize("count", [1, 7, 41, 80, 121])
 def test_the_largest_of_numbers_of_all_sizes(count):
     sizes = torch.logspace(-300, 300, 80, dtype=torch.float64)
     values = torch.cat([sizes, -sizes, torch.zeros(1)])[torch.randperm(161, generator=seeded())]
-    chosen = choose_largest(values, values.isfinite(), count, seeded(), this_rank_only)
-    assert sorted(values[chosen].tolist()) == sorted(values.tolist())[-count:]
+    selected_tokens = select_largest(values, values.isfinite(), count, seeded())
+    assert sorted(values[selected_tokens].tolist()) == sorted(values.tolist())[-count:]
 
 
 @properties
@@ -231,36 +230,34 @@ def test_the_largest_over_ranks_are_exactly_as_many_as_asked_for_even_with_ties(
     values, counts = everything.split(sizes), candidates.split(sizes)
 
     def rank(number):
-        return lambda reduce: choose_largest(values[number], counts[number], count, seeded(seed + 2 + number), reduce)
+        return lambda ranks: select_largest(values[number], counts[number], count, seeded(seed + 2 + number), ranks)
 
-    chosen = torch.cat(over_ranks(*(rank(number) for number in range(len(sizes)))))
-    assert chosen.sum() == min(count, candidates.sum())
-    assert not (chosen & ~candidates).any()
-    if chosen.any() and (candidates & ~chosen).any():
-        assert everything[chosen].min() >= everything[candidates & ~chosen].max()
+    selected_tokens = torch.cat(over_ranks(*(rank(number) for number in range(len(sizes)))))
+    assert selected_tokens.sum() == min(count, candidates.sum())
+    assert not (selected_tokens & ~candidates).any()
+    if selected_tokens.any() and (candidates & ~selected_tokens).any():
+        assert everything[selected_tokens].min() >= everything[candidates & ~selected_tokens].max()
 
 
 @pytest.mark.parametrize("count", range(1, 13))
 def test_the_order_is_that_of_the_numbers(count):
     ascending = [-math.inf, -1e308, -2.0, math.nextafter(-1, -2), -1.0, -5e-324, 0.0, 5e-324, 1.0, 2.0, 1e308, math.inf]
     order = torch.randperm(12, generator=seeded(count))
-    chosen = choose_largest(float64(ascending)[order], everywhere(order), count, seeded(), this_rank_only)
-    assert sorted(order[chosen].tolist()) == list(range(12 - count, 12))
+    selected_tokens = select_largest(float64(ascending)[order], everywhere(order), count, seeded())
+    assert sorted(order[selected_tokens].tolist()) == list(range(12 - count, 12))
 
 
 def test_both_zeros_are_one_number():
-    draws = [
-        choose_largest(float64([0.0, -0.0]), everywhere(torch.ones(2)), 1, seeded(i), this_rank_only) for i in range(40)
-    ]
+    draws = [select_largest(float64([0.0, -0.0]), everywhere(torch.ones(2)), 1, seeded(i)) for i in range(40)]
     assert {tuple(draw.tolist()) for draw in draws} == {(True, False), (False, True)}
 
 
 def test_equal_advantages_hold_a_random_share_and_not_every_token():
     logprobs = -normal(10, 10, seed=0).abs()
     arguments = logprobs, logprobs, torch.ones(10, 10).double(), everywhere(logprobs)
-    chosen = [KLCovLoss(share=0.05).choose(*arguments, seeded(seed), this_rank_only) for seed in range(2)]
-    assert [tokens.sum().item() for tokens in chosen] == [5, 5]
-    assert chosen[0].tolist() != chosen[1].tolist()
+    selected_tokens = [KLCovLoss(share=0.05).select_tokens(*arguments, seeded(seed)) for seed in range(2)]
+    assert [tokens.sum().item() for tokens in selected_tokens] == [5, 5]
+    assert selected_tokens[0].tolist() != selected_tokens[1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -275,8 +272,8 @@ def test_equal_advantages_hold_a_random_share_and_not_every_token():
 @given(mask=masks(), seed=seeds)
 def test_what_lies_outside_the_mask_is_never_chosen_and_makes_no_difference(objective, mask, seed):
     *tensors, mask = batch(mask, seed)
-    clean = objective.choose(*tensors, mask, seeded(), this_rank_only)
-    dirty = objective.choose(*(with_garbage(tensor, mask) for tensor in tensors), mask, seeded(), this_rank_only)
+    clean = objective.select_tokens(*tensors, mask, seeded())
+    dirty = objective.select_tokens(*(with_garbage(tensor, mask) for tensor in tensors), mask, seeded())
     assert dirty.tolist() == clean.tolist()
     assert not (clean & ~mask).any()
 
@@ -285,31 +282,31 @@ def test_an_impossible_token_has_a_log_probability_of_minus_10000():
     # mean -2501.5, mean advantage 1
     logprobs, advantages = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]]), torch.tensor([[-2.0, 1.0, 2.0, 3.0]])
     expected = [[-3 * -7498.5, 0, 2499.5, 2 * 2498.5]]
-    assert_close(covariance(logprobs, advantages, everywhere(logprobs), this_rank_only), expected)
-    chosen = KLCovLoss(share=0.5).choose(logprobs, logprobs, advantages, everywhere(logprobs), seeded(), this_rank_only)
-    assert chosen.tolist() == [[True, False, False, True]]
+    assert_close(covariance(logprobs, advantages, everywhere(logprobs)), expected)
+    selected_tokens = KLCovLoss(share=0.5).select_tokens(logprobs, logprobs, advantages, everywhere(logprobs), seeded())
+    assert selected_tokens.tolist() == [[True, False, False, True]]
 
 
 @pytest.mark.parametrize("objective", [KLCovLoss(), ClipCovLoss()])
 def test_no_token_no_choice(objective):
     nothing = torch.zeros(2, 3)
-    assert not objective.choose(nothing, nothing, nothing, nothing.bool(), seeded(), this_rank_only).any()
+    assert not objective.select_tokens(nothing, nothing, nothing, nothing.bool(), seeded()).any()
     empty = torch.zeros(0, 3)
-    assert objective.choose(empty, empty, empty, empty.bool(), seeded(), this_rank_only).shape == (0, 3)
+    assert objective.select_tokens(empty, empty, empty, empty.bool(), seeded()).shape == (0, 3)
 
 
 @properties
 @given(mask=masks(), seed=seeds)
 def test_clip_cov_takes_tokens_from_the_sum_and_not_from_the_denominator(mask, seed):
     arguments = batch(mask, seed)
-    chosen = mask & (normal(*mask.shape, seed=seed + 9) > 0)
+    selected_tokens = mask & (normal(*mask.shape, seed=seed + 9) > 0)
     total = {}
     for name, (losses, _) in (
         ("ppo", ClippedPolicyLoss()(*arguments)),
-        ("clip_cov", ClipCovLoss()(*arguments, chosen)),
+        ("clip_cov", ClipCovLoss()(*arguments, selected_tokens)),
     ):
         total[name] = (losses * TokenMean().weights(mask)).sum() / TokenMean().denominator(mask)
-    taken = ClippedPolicyLoss()(*arguments)[0][chosen].sum() / mask.sum().clamp(min=1)
+    taken = ClippedPolicyLoss()(*arguments)[0][selected_tokens].sum() / mask.sum().clamp(min=1)
     assert_close(total["clip_cov"], total["ppo"] - taken, rtol=1e-9, atol=1e-12)
 
 

@@ -313,7 +313,7 @@ def test_statistics_of_the_batch_are_those_of_all_ranks(estimator):
     def check(inputs):
         first = inputs.group == inputs.group[0]  # a group lies whole on one rank
         parts = [rows_of(inputs, first), rows_of(inputs, ~first)]
-        each = over_ranks(*(lambda reduce, part=part: estimator(part, reduce)[0] for part in parts))
+        each = over_ranks(*(lambda ranks, part=part: estimator(part, ranks)[0] for part in parts))
         alone, _ = estimator(inputs)
         assert_close(each[0], alone[first], rtol=1e-9, atol=1e-11)
         assert_close(each[1], alone[~first], rtol=1e-9, atol=1e-11)

@@ -45,22 +45,22 @@ def clipped(ratio, a, low, high):
     return -min(ratio * a, bounded(ratio, 1 - low, 1 + high) * a)
 
 
-def ppo(new, old, a, chosen):
+def ppo(new, old, a, selected_tokens):
     loss = clipped((new - old).exp(), a, 0.1, 0.4)
     return min(loss, -a * 1.5) if a < 0 else loss
 
 
-def cispo(new, old, a, chosen):
+def cispo(new, old, a, selected_tokens):
     return -bounded((new.exp() / old.exp()).detach(), 1 - 0.3, 1 + 0.5) * a * new
 
 
-def sapo(new, old, a, chosen):
+def sapo(new, old, a, selected_tokens):
     tau = 1.1 if a > 0 else 1.6
     return -a * (4 / tau) / (1 + (-tau * (new.exp() / old.exp() - 1)).exp())
 
 
 def dppo(diverged, low, high, cap):
-    def of_token(new, old, a, chosen):
+    def of_token(new, old, a, selected_tokens):
         p, q = math.exp(new.item()), math.exp(old)
         leaves = p > q and diverged(p, q) > high if a > 0 else p < q and diverged(p, q) > low
         return 0 * new if leaves else -a * min(p / q, cap) * new
@@ -72,12 +72,12 @@ def bernoulli_kl(p, q):
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
-def gspo(new, old, a, chosen):
+def gspo(new, old, a, selected_tokens):
     ratio = math.prod(n.exp() / o.exp() for n, o in zip(new, old, strict=True)) ** (1 / len(new))
     return clipped(ratio, a[0], 0.05, 0.1)
 
 
-def gmpo(new, old, a, chosen):
+def gmpo(new, old, a, selected_tokens):
     product = 1.0
     for n, o in zip(new, old, strict=True):
         ratio = n.exp() / o.exp()
@@ -85,7 +85,7 @@ def gmpo(new, old, a, chosen):
     return -a[0] * product ** (1 / len(new))
 
 
-def vespo(new, old, a, chosen):
+def vespo(new, old, a, selected_tokens):
     whole = math.prod((n.exp() / o.exp()).item() for n, o in zip(new, old, strict=True))
     k, decay = (2.0, 3.0) if a[0] >= 0 else (3.0, 2.0)
     return -(whole**k) * math.exp(decay * (1 - whole)) * a[0] * sum(new)
@@ -124,13 +124,13 @@ class Case(NamedTuple):
 
 CASES = {
     "ppo": Case(ClippedPolicyLoss(0.2, 0.1, 0.4, 1.5), TokenMean(), over_tokens(ppo)),
-    "reinforce": Case(ReinforceLoss(), TokenMean(), over_tokens(lambda new, old, a, chosen: -a * new)),
+    "reinforce": Case(ReinforceLoss(), TokenMean(), over_tokens(lambda new, old, a, selected_tokens: -a * new)),
     "cispo": Case(CISPOLoss(0.3, 0.5), TokenMean(), over_tokens(cispo)),
     "sapo": Case(SAPOLoss(1.1, 1.6), SequenceMeanTokenMean(), over_responses(of_mean_token(sapo))),
     "dro": Case(
         DROLoss(0.7),
         TokenMean(),
-        over_tokens(lambda new, old, a, chosen: -(new * a - 0.7 / 2 * (new - old) ** 2)),
+        over_tokens(lambda new, old, a, selected_tokens: -(new * a - 0.7 / 2 * (new - old) ** 2)),
     ),
     "dppo_tv": Case(
         DPPOTotalVariationLoss(0.05, 0.1, 1.3), TokenMean(), over_tokens(dppo(lambda p, q: abs(p - q), 0.05, 0.1, 1.3))
@@ -150,12 +150,18 @@ CASES = {
     "clip_cov": Case(
         ClipCovLoss(0.2, 0.1, 0.4, 1.5),
         TokenMean(),
-        over_tokens(lambda new, old, a, chosen: 0 * new if chosen else ppo(new, old, a, chosen)),
+        over_tokens(
+            lambda new, old, a, selected_tokens: 0 * new if selected_tokens else ppo(new, old, a, selected_tokens)
+        ),
     ),
     "kl_cov": Case(
         KLCovLoss(kl_coef=0.3),
         TokenMean(),
-        over_tokens(lambda new, old, a, chosen: -a * (new - old).exp() + (0.3 * abs(new - old) if chosen else 0)),
+        over_tokens(
+            lambda new, old, a, selected_tokens: (
+                -a * (new - old).exp() + (0.3 * abs(new - old) if selected_tokens else 0)
+            )
+        ),
     ),
 }
 every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -168,7 +174,7 @@ class Batch(NamedTuple):
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
-    chosen: torch.Tensor
+    selected_tokens: torch.Tensor
 
     def map(self, function):
         return Batch(*(function(tensor) for tensor in self))
@@ -206,7 +212,7 @@ def test_value_and_gradient_are_those_of_the_papers_loop(case, mask, seed):
     leaf = batch.logprobs.clone().requires_grad_()
     responses = [
         [[row[t] for t in range(mask.shape[1]) if counts[t]] for row in rows]
-        for *rows, counts in zip(leaf, batch.old_logprobs, batch.advantages, batch.chosen, mask, strict=True)
+        for *rows, counts in zip(leaf, batch.old_logprobs, batch.advantages, batch.selected_tokens, mask, strict=True)
         if counts.any()
     ]
     expected = case.paper(responses) + 0 * leaf.sum()  # a number even where every token is clipped
@@ -247,7 +253,7 @@ def test_micro_batches_do_not_change_the_gradient(case, aggregation, mask, seed,
 @given(mask=masks(), seed=seeds)
 def test_what_lies_outside_the_mask_may_be_anything(case, mask, seed):
     clean = make_batch(mask, seed, case.whole)
-    dirty = Batch(*(with_garbage(tensor, mask) for tensor in clean[:3]), mask, clean.chosen)
+    dirty = Batch(*(with_garbage(tensor, mask) for tensor in clean[:3]), mask, clean.selected_tokens)
     for expected, actual in zip(value_and_gradient(case, clean), value_and_gradient(case, dirty), strict=True):
         assert_close(actual, expected, rtol=1e-12, atol=0)
     loss, diagnostics = case.loss(*dirty)
@@ -260,7 +266,7 @@ def test_what_lies_outside_the_mask_may_be_anything(case, mask, seed):
 @given(mask=masks(), seed=seeds)
 def test_at_ratio_1_the_gradient_is_the_policy_gradient(case, mask, seed):
     batch = make_batch(mask, seed, case.whole)
-    batch = batch._replace(old_logprobs=batch.logprobs, chosen=torch.zeros_like(mask))
+    batch = batch._replace(old_logprobs=batch.logprobs, selected_tokens=torch.zeros_like(mask))
     _, gradient = value_and_gradient(case, batch)
     weights = case.aggregation.weights(mask) / case.aggregation.denominator(mask)
     assert_close(gradient, -batch.advantages * weights, rtol=1e-9, atol=1e-12)
@@ -275,7 +281,7 @@ def test_zero_advantage_gives_zero_gradient(case, mask, seed):
     if isinstance(case.loss, DROLoss):
         batch = batch._replace(old_logprobs=batch.logprobs)
     if isinstance(case.loss, KLCovLoss):
-        batch = batch._replace(chosen=torch.zeros_like(mask))
+        batch = batch._replace(selected_tokens=torch.zeros_like(mask))
     value, gradient = value_and_gradient(case, batch._replace(advantages=torch.zeros_like(batch.advantages)))
     assert_close(value, 0.0)
     assert_close(gradient, torch.zeros_like(gradient))
@@ -289,9 +295,11 @@ EXTREMES = [-math.inf, -1e30, -1e4, -21.0, 0.0, 21.0, 1e4, 1e30, math.inf]
 def test_infinite_and_huge_differences_give_finite_losses_and_gradients(case, advantage):
     new, old = torch.cartesian_prod(torch.tensor(EXTREMES), torch.tensor(EXTREMES)).unbind(dim=1)
     everywhere = torch.ones(9, 9, dtype=torch.bool)
-    for chosen in (everywhere, ~everywhere):
+    for selected_tokens in (everywhere, ~everywhere):
         logprobs = new.view(9, 9).clone().requires_grad_()
-        loss, diagnostics = case.loss(logprobs, old.view(9, 9), torch.full((9, 9), advantage), everywhere, chosen)
+        loss, diagnostics = case.loss(
+            logprobs, old.view(9, 9), torch.full((9, 9), advantage), everywhere, selected_tokens
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         for tensor in (loss, gradient, *diagnostics.values()):
             assert tensor.dtype == torch.float32
@@ -304,7 +312,7 @@ def test_infinite_and_huge_differences_give_finite_losses_and_gradients(case, ad
 def test_a_number_that_is_none_is_not_hidden(case, seed):
     batch = make_batch(torch.ones(2, 3, dtype=torch.bool), seed, case.whole)
     batch.logprobs[0, 1] = torch.nan
-    loss, _ = case.loss(*batch._replace(chosen=torch.zeros_like(batch.mask)))
+    loss, _ = case.loss(*batch._replace(selected_tokens=torch.zeros_like(batch.mask)))
     assert loss[0].isnan().any()
     assert loss[1].isfinite().all()
 
@@ -337,12 +345,12 @@ def test_diagnostics_are_floats_of_tokens_without_gradient(case, mask, seed):
 @every_loss
 def test_nothing_chosen_is_the_same_as_no_choice(case):
     batch = make_batch(torch.ones(3, 4, dtype=torch.bool), 0, case.whole)
-    chosen = case.loss(*batch._replace(chosen=torch.zeros_like(batch.mask)))
+    selected_tokens = case.loss(*batch._replace(selected_tokens=torch.zeros_like(batch.mask)))
     none = case.loss(*batch[:4])
-    assert_close(none[0], chosen[0])
-    assert none[1].keys() == chosen[1].keys()
+    assert_close(none[0], selected_tokens[0])
+    assert none[1].keys() == selected_tokens[1].keys()
     for name, value in none[1].items():
-        assert_close(value, chosen[1][name])
+        assert_close(value, selected_tokens[1][name])
 
 
 @every_loss
@@ -352,7 +360,7 @@ def test_hyper_parameters_cannot_change(case):
 
 
 def test_only_the_covariance_losses_choose_tokens():
-    assert [name for name, case in CASES.items() if case.loss.chooses_tokens] == ["clip_cov", "kl_cov"]
+    assert [name for name, case in CASES.items() if case.loss.selects_tokens] == ["clip_cov", "kl_cov"]
 
 
 def test_only_the_plain_policy_gradient_has_no_ratio():

@@ -193,7 +193,7 @@ def test_token_baselines_are_verls(name, estimator, kind):
 def test_reinforce_plus_plus_whitens_over_all_ranks(inputs, gamma):
     estimator = ReinforcePlusPlus(gamma)
     halves = slice(0, 1), slice(1, None)
-    each = over_ranks(*(lambda reduce, h=half: estimator(rows_of(inputs, h), reduce)[0] for half in halves))
+    each = over_ranks(*(lambda ranks, h=half: estimator(rows_of(inputs, h), ranks)[0] for half in halves))
     assert_close(torch.cat(each), estimator(inputs)[0], **CLOSE)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf import PPOModule
-from lightning_rlhf.modules.grpo import GRPOModule
+from lightning_rlhf.modules.algorithms import GRPOModule
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.strategies import background_save, manifest
 from lightning_rlhf.strategies.background_save import SaveOptions

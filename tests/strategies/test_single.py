@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlhf import PPOModule
-from lightning_rlhf.strategies.roles import PlainRoles, roles_of
+from lightning_rlhf.strategies.roles import SingleDeviceRoles, role_strategy_of
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.stand_ins import OneOfTwoRanks, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -21,14 +21,15 @@ def module():
 
 
 def test_a_role_is_the_plain_model(module):
-    assert PlainRoles(module).role("actor") is module.actor
-    assert PlainRoles(module).role("critic") is module.critic
+    assert SingleDeviceRoles(module).role("actor") is module.actor
+    assert SingleDeviceRoles(module).role("critic") is module.critic
 
 
-def test_alone_a_sum_over_ranks_is_the_value_and_gradients_are_not_scaled(module):
-    value = torch.tensor([1.0, 2.0])
-    assert PlainRoles(module).sum_over_ranks(value) is value
-    assert PlainRoles(module).gradient_scale == 1.0
+def test_one_rank_exchanges_nothing_and_gradients_are_not_scaled(module):
+    value, ranks = torch.tensor([1.0, 2.0]), SingleDeviceRoles(module).data_ranks
+    assert (ranks.rank, ranks.size) == (0, 1)
+    assert ranks.sum(value) is ranks.max(value) is ranks.gather(value) is value
+    assert SingleDeviceRoles(module).gradient_scale == 1.0
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
@@ -37,7 +38,7 @@ def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
         for parameter in role.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
     count = sum(parameter.numel() for parameter in module.actor.parameters())
-    norm = PlainRoles(module).clip_role("actor", max_norm)
+    norm = SingleDeviceRoles(module).clip_role("actor", max_norm)
     assert float(norm) == pytest.approx(0.5 * count**0.5, rel=1e-4)
     after = torch.cat([parameter.grad.flatten() for parameter in module.actor.parameters()]).norm()
     assert float(after) == pytest.approx(float(norm) if max_norm is None else 1.0, rel=1e-4)
@@ -47,11 +48,11 @@ def test_clipping_touches_one_role_and_tells_the_norm_before(module, max_norm):
 def test_parameters_without_a_gradient_are_left_out_of_the_norm(module):
     parameters = list(module.actor.parameters())
     parameters[0].grad = torch.ones_like(parameters[0])
-    assert float(PlainRoles(module).clip_role("actor", None)) == pytest.approx(parameters[0].numel() ** 0.5)
+    assert float(SingleDeviceRoles(module).clip_role("actor", None)) == pytest.approx(parameters[0].numel() ** 0.5)
 
 
 def test_full_parameters_have_the_names_of_save_pretrained_and_carry_no_graph(module, tmp_path):
-    full = dict(PlainRoles(module).iter_full_params("actor"))
+    full = dict(SingleDeviceRoles(module).iter_full_params("actor"))
     assert full.keys() == dict(module.actor.lm.named_parameters()).keys()
     assert not any(tensor.requires_grad for tensor in full.values())
     assert full["model.norm.weight"].data_ptr() == module.actor.lm.model.norm.weight.data_ptr()
@@ -63,7 +64,9 @@ def test_tied_weights_come_once(tied, names):
     source.architecture["tie_word_embeddings"] = tied
     model = PPOModule(source)
     model.configure_model()
-    heads = {name for name, _ in PlainRoles(model).iter_full_params("actor") if "embed" in name or "head" in name}
+    heads = {
+        name for name, _ in SingleDeviceRoles(model).iter_full_params("actor") if "embed" in name or "head" in name
+    }
     assert heads == (names or {"model.embed_tokens.weight", "lm_head.weight"})
 
 
@@ -76,7 +79,7 @@ def test_a_step_moves_one_role_by_its_own_optimizer():
                 before = {name: next(getattr(self, name).parameters()).clone() for name in ("actor", "critic")}
                 for parameter in getattr(self, role).parameters():
                     parameter.grad = torch.ones_like(parameter)
-                self.roles.step_role(role)
+                self.role_strategy.step_role(role)
                 for name in before:
                     moved = before[name] - next(getattr(self, name).parameters())
                     steps.append((role, name, round(float(moved.detach().mean()), 4)))
@@ -95,12 +98,12 @@ def test_a_step_moves_one_role_by_its_own_optimizer():
 def test_a_strategy_that_knows_roles_is_asked_itself(module):
     strategy = OneOfTwoRanks(SimpleNamespace(maximum=torch.clone))
     module.trainer = quiet_trainer(strategy=strategy)
-    assert roles_of(module) is strategy
+    assert role_strategy_of(module) is strategy
 
 
 def test_any_single_device_will_do(module):
     module.trainer = quiet_trainer(strategy=SingleDeviceStrategy("cpu"))
-    assert isinstance(roles_of(module), PlainRoles)
+    assert isinstance(role_strategy_of(module), SingleDeviceRoles)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_several_processes_without_roles_are_refused_and_told_what_to_do(theirs,
     strategy = type(theirs, (), {})()
     module = SimpleNamespace(_trainer=SimpleNamespace(strategy=strategy, world_size=2))
     with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* take strategy='{ours}'$"):
-        roles_of(module)
+        role_strategy_of(module)
 
 
 def test_layers_that_are_computed_again_give_the_same_weights():

@@ -1,0 +1,445 @@
+"""RLHFModule: receives a rollout, evaluates it with its models, and updates the actor on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.batching.shares import balanced_shares
+from lightning_rlhf.functional.diagnostics import gradient_power
+from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.metrics import MeanAccumulator, StepTimes, UpdateResult, describe
+from lightning_rlhf.modules.role_module import RoleModule, SummedLoss
+from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
+from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs, PolicyLoss, approx_kl, log_ratio_of
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
+from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
+from lightning_rlhf.rewards.shaping import ScoreShaping
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import Experience, PromptBatch, Rollout
+
+log = logging.getLogger(__name__)
+
+
+class RLHFModule(RoleModule):
+    """Trains a policy on rollouts, which a :class:`~lightning_rlhf.callbacks.RolloutLoop` passes to :meth:`receive`.
+
+    An algorithm is an advantage estimator, a policy loss and an aggregation; pass others, or subclass this with other
+    defaults. Other losses override :meth:`losses`.
+
+    Args:
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        ref: frozen policy that KL is measured to; None takes the actor's source. Loaded only if a KL term has a weight.
+        reward_model: scalar model whose score of each whole response is a reward; None uses reward functions only.
+        advantages: estimator of advantages from rewards.
+        policy_loss: loss per token from log-probabilities and advantages.
+        aggregation: reduction of the losses of tokens to one loss.
+        correction: importance weights for the gap between the log-probabilities of engine and actor; None only
+            measures it.
+        actor_optimizer: factory of the actor's optimizer.
+        actor_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
+        kl_reward: KL to the reference subtracted from each token's reward. A
+            :class:`~lightning_rlhf.callbacks.KLControl` callback may adapt its weight.
+        kl_loss: KL to the reference added to the loss.
+        score_shaping: transformation of the reward model's score.
+        ent_coef: weight of the entropy bonus, at least 0.
+        update_epochs: passes over each rollout, at least 1.
+        minibatch_size: responses per optimizer step, over all ranks, at least 1.
+        micro_batch_tokens: most padded tokens in one forward pass.
+        max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
+        target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The updates
+            after the first mini-batch that exceeds it are left out; ``policy/updates`` in the log counts the updates.
+            None makes all updates.
+    """
+
+    trained_roles: tuple[str, ...] = ("actor",)
+    reads = PromptBatch
+    needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
+    experience: Experience  # of the last step, for callbacks
+    actor_updates = 0  # in the last step
+    actor_is_updated = True  # in this step; False during critic warm-up
+    step_times: StepTimes | None = None  # of the last step; None where training_step does not set them
+    kl_to_ref: float | None = None  # KL of the last rollout to the reference, nats per response; None without reference
+
+    def __init__(
+        self,
+        actor: str | ModelSource,
+        ref: str | ModelSource | None = None,
+        reward_model: str | ModelSource | None = None,
+        advantages: AdvantageEstimator = ReinforcePlusPlus(),
+        policy_loss: PolicyLoss = ClippedPolicyLoss(),
+        aggregation: Aggregation = TokenMean(),
+        correction: RolloutCorrection | None = None,
+        actor_optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
+        actor_lr_scheduler: LRSchedulerCallable | None = None,
+        kl_reward: KLTerm = KLTerm(),
+        kl_loss: KLTerm = KLTerm(estimator="k3"),
+        score_shaping: ScoreShaping = ScoreShaping(),
+        ent_coef: float = 0.0,
+        update_epochs: int = 1,
+        minibatch_size: int = 64,
+        micro_batch_tokens: int = 16384,
+        max_grad_norm: float | None = 1.0,
+        target_kl: float | None = None,
+    ) -> None:
+        super().__init__(micro_batch_tokens, max_grad_norm)
+        self.has_ref = self.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
+        self.set_sources(
+            actor=actor, ref=(actor if ref is None else ref) if self.has_ref else None, reward_model=reward_model
+        )
+        self.advantages = advantages
+        self.policy_loss = policy_loss
+        self.aggregation = aggregation
+        self.correction = RolloutCorrection() if correction is None else correction
+        self.actor_optimizer = actor_optimizer
+        self.actor_lr_scheduler = actor_lr_scheduler
+        self.kl_reward = kl_reward
+        self.kl_coef = kl_reward.coef
+        self.kl_loss = kl_loss
+        self.score_shaping = score_shaping
+        self.ent_coef = ent_coef
+        self.update_epochs = update_epochs
+        self.minibatch_size = minibatch_size
+        self.target_kl = target_kl
+        self.last_rollout: Rollout | None = None  # for callbacks
+        self._rollout: Rollout | None = None
+        self._greedy: Rollout | None = None
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
+        for name in ("update_epochs", "minibatch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ent_coef < 0:
+            raise ValueError(f"ent_coef must be at least 0, got {self.ent_coef}")
+        if self.advantages.needs_critic and "critic" not in self.trained_roles:
+            raise ValueError(
+                f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "
+                f"estimator without critic such as GRPO"
+            )
+        if self.advantages.needs_sum_pi_squared and self.correction.bypass:
+            raise ValueError(
+                f"{estimator} evaluates the actor on every response, which bypass leaves out: use another correction"
+            )
+        if not self.advantages.reads_total_reward and ("reward_model" in self.sources or self.kl_reward.coef > 0):
+            raise ValueError(
+                f"{estimator} uses only its own reward keys, so reward_model and kl_reward would have no effect: "
+                f"remove them; kl_loss works"
+            )
+        if self.correction.bypass and self.correction.level is not None and self.policy_loss.uses_ratio:
+            raise ValueError(
+                f"with bypass, the ratio of {policy_loss} is the importance weight already: use ReinforceLoss, or "
+                f"level null"
+            )
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
+        """Update the roles on the rollout of this batch; the batch itself is not used."""
+        started = time.perf_counter()
+        experience = self.experience = self.evaluate(*self.pop_rollout())
+        evaluated = time.perf_counter()
+        means = MeanAccumulator()
+        updates = 0
+        for minibatch in self.minibatches(experience):
+            if not self.data_ranks.sum(minibatch.mask.sum()):
+                continue  # without tokens on any rank, momentum alone would change the weights
+            denominator = self.denominator(minibatch)
+            results = {role: self.update(role, minibatch, loss, denominator) for role, loss in self.losses().items()}
+            for role, result in results.items():
+                means.merge(result.means)
+                means.add(f"grad_norm/{role}", result.grad_norm)
+            updates += "actor" in results
+            if self.exceeds_target_kl(results):
+                break
+        roles = {*self.sources, *(["ref"] if self.has_ref else [])}
+        metrics = describe(experience, roles, self.data_ranks)
+        metrics |= {**self.evaluation_metrics, **means.means(self.data_ranks), "kl/coef": self.kl_coef}
+        if self.correction.bypass:  # old and rollout log-probs are both the engine's
+            del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
+        self.kl_to_ref = metrics.get("kl/ref")
+        metrics["policy/updates"] = self.actor_updates = updates  # fewer where target_kl was exceeded
+        self.step_times = StepTimes(evaluate=evaluated - started, update=time.perf_counter() - evaluated)
+        metrics |= {f"time/{part}_s": seconds for part, seconds in vars(self.step_times).items()}
+        rewards = [f"reward/{name}" for name in experience.rollout.rewards]
+        self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
+
+    def minibatches(self, experience: Experience) -> Iterator[Any]:
+        """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
+
+        A mini-batch is drawn from the responses of all ranks, so it does not depend on their number, and its rows are
+        distributed so that all ranks have about the same number of tokens.
+        """
+        ranks = self.data_ranks
+        if ranks.size > 1:  # all ranks' rows are kept in host memory
+            experience = experience.map(lambda rows: ranks.gather(rows).cpu())
+        rows: Any = self.select_training_rows(experience[experience.rollout.place.argsort(stable=True)])
+        size = self.minibatch_size * len(rows) // len(experience)  # a row may contain several responses
+        for epoch in range(self.update_epochs):
+            step = ("minibatches", self.trainer.global_step)
+            generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
+            order = torch.randperm(len(rows), generator=generator)
+            for number, minibatch in enumerate(order.split(size)):
+                shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
+                own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
+                seed = derive_seed(derive_seed(run_seed(), *step, ranks.rank, epoch), "chosen", number)
+                yield self.with_selected_tokens(own_rows, seed)
+
+    def select_training_rows(self, experience: Experience) -> TensorBatch:
+        """Return the rows that mini-batches are drawn from: all responses. All ranks.
+
+        Args:
+            experience: responses of all ranks, in the same order on every rank, which must all select the same.
+        """
+        return experience
+
+    @torch.no_grad()
+    def with_selected_tokens(self, minibatch: Experience, seed: int) -> Experience:
+        """Return the mini-batch with the tokens that the policy loss selects, if it does. All ranks."""
+        if not self.policy_loss.selects_tokens:
+            return minibatch
+        selected_tokens = self.policy_loss.select_tokens(
+            logprobs=self.map_micro_batches(partial(self.actor_scores, "actor"), minibatch.rollout)[0],
+            old_logprobs=minibatch.old_logprobs,
+            advantages=minibatch.advantages,
+            mask=minibatch.mask,
+            generator=torch.Generator().manual_seed(seed),
+            ranks=self.data_ranks,
+        )
+        return replace(minibatch, selected_tokens=selected_tokens)
+
+    def denominator(self, minibatch: Any) -> Tensor:
+        """Return () the divisor of summed losses, over all ranks. All ranks."""
+        return self.aggregation.denominator(minibatch.mask, self.data_ranks)
+
+    def aggregated(self, losses: Tensor, rows: Experience) -> Tensor:
+        """Return () the weighted sum of the tokens' losses; :meth:`update` divides it."""
+        return (losses.masked_fill(~rows.mask, 0) * self.aggregation.weights(rows.mask).to(losses.dtype)).sum()
+
+    def losses(self) -> dict[str, SummedLoss]:
+        """Return the summed loss of each role to update, in the order of the updates."""
+        return {"actor": self.actor_loss}
+
+    def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
+        """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
+        logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
+        policy, diagnostics = self.policy_loss(
+            logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.selected_tokens
+        )
+        diagnostics = {"approx_kl": approx_kl(log_ratio_of(logprobs, rows.old_logprobs)), **diagnostics}
+        policy = policy * self.importance_weights(logprobs, rows, means)
+        loss = policy - self.ent_coef * entropy
+        if self.kl_loss.coef > 0:
+            kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, rows.old_logprobs)
+            loss = loss + self.kl_loss.coef * kl
+            means.add("loss/kl", kl, rows.mask)
+        means.add("loss/policy", policy, rows.mask)
+        means.add("policy/entropy", entropy, rows.mask)
+        means.add_approx_kl(diagnostics.pop("approx_kl"), rows.mask)
+        for name, values in diagnostics.items():
+            means.add(f"policy/{name}", values, rows.mask)
+        return self.aggregated(loss, rows)
+
+    def importance_weights(self, logprobs: Tensor, rows: Experience, means: MeanAccumulator) -> Tensor:
+        """Return (B, T) weights of the policy loss; with bypass they are computed here, from the current actor."""
+        if not self.correction.bypass:
+            return rows.weights
+        engine = rows.rollout.rollout_logprobs
+        weights, accepted = self.correction.of_rows(logprobs.detach(), engine, rows.mask)
+        means.add("rollout_corr/weight_mean", weights, rows.mask)
+        means.add("rollout_corr/rejected_fraction", (~accepted).float(), rows.mask)
+        means.add("rollout_corr/kl_k1", engine - logprobs, rows.rollout.response_mask)
+        means.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), rows.rollout.response_mask)
+        return weights * accepted
+
+    def exceeds_target_kl(self, results: dict[str, UpdateResult]) -> bool:
+        """Check KL(old || new) of the actor's update against ``target_kl``, with one answer on all ranks. All ranks.
+
+        Raises:
+            RuntimeError: ``target_kl`` is set, and the actor's loss did not measure a KL.
+        """
+        if self.target_kl is None or "actor" not in results:
+            return False
+        kl = results["actor"].means.approx_kl(self.data_ranks)
+        if kl is None:
+            raise RuntimeError(
+                f"target_kl is {self.target_kl}, but the actor's loss of {type(self).__name__} does not measure a KL: "
+                f"call means.add_approx_kl(kl, mask) in it, or set target_kl to null"
+            )
+        return kl > self.target_kl
+
+    # -- from rollout to experience ---------------------------------------------------------------------------
+
+    def receive(self, rollout: Rollout, greedy: Rollout | None = None) -> None:
+        """Set the rollout of this batch; all data to train on enters the module here.
+
+        A callback that calls this before each training and validation step has the class attribute
+        ``provides_rollouts = True``, as RolloutLoop has; without one, :meth:`setup` raises.
+
+        Args:
+            rollout: rows of this rank.
+            greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
+        """
+        self._rollout = rollout.to(self.device)
+        self._greedy = None if greedy is None else greedy.to(self.device)
+
+    def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
+        """Return the rollout of this batch and the greedy one if any, and forget them.
+
+        Raises:
+            RuntimeError: :meth:`receive` was not called for this batch.
+        """
+        if self._rollout is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no rollout for this batch: a callback must call receive() before each step"
+            )
+        rollout, greedy = self._rollout, self._greedy
+        self._rollout = self._greedy = None
+        self.last_rollout = rollout
+        return rollout, greedy
+
+    @torch.no_grad()
+    def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
+        """Compute log-probs, values, rewards and advantages of a rollout. All ranks."""
+        ranks = self.data_ranks
+        old = self.old_scores(rollout)
+        policy_mask = rollout.response_mask & rollout.kept.unsqueeze(1)
+        weights, mask, mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
+        self.evaluation_metrics = {} if self.correction.bypass else mismatch
+        ref_logprobs = old.logprobs
+        if self.has_ref:
+            ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
+        reward = self.total_reward(rollout)
+        token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
+        values, final_values = self.values(rollout)
+        inputs = AdvantageInputs(
+            token_rewards=token_rewards,
+            mask=policy_mask,  # a rejected token still shows what its response earned
+            group=rollout.group,
+            values=values,
+            final_values=final_values,
+            rewards=rollout.rewards,
+            greedy_reward=None if greedy is None else self.total_reward(greedy)[rollout.group],
+            sum_pi_squared=old.sum_pi_squared,
+            logprobs=old.logprobs,
+            weights=weights,
+        )
+        advantages, returns = self.advantages(inputs, ranks)
+        advantages = advantages.masked_fill(~mask, 0)
+        if old.sum_pi_squared is not None:
+            self.evaluation_metrics |= gradient_power(
+                advantages, old.logprobs, old.sum_pi_squared, mask, weights=weights, ranks=ranks
+            )
+        return Experience(
+            rollout=rollout,
+            reward=reward,
+            old_logprobs=old.logprobs,
+            ref_logprobs=ref_logprobs,
+            values=values,
+            token_rewards=token_rewards,
+            advantages=advantages,
+            returns=returns.masked_fill(~mask, 0),
+            mask=mask,
+            weights=weights,
+            selected_tokens=torch.zeros_like(mask),
+        )
+
+    def old_scores(self, rollout: Rollout) -> TokenScores:
+        """Return the actor's scores before the first update; with bypass, the engine's log-probs. All ranks."""
+        if self.correction.bypass:
+            return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
+        squares = self.advantages.needs_sum_pi_squared
+        return TokenScores(*self.map_micro_batches(partial(self.actor_scores, "actor", squares=squares), rollout))
+
+    def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Return (B, T) the reward at the policy's last token, minus the KL penalty of each of its tokens."""
+        mask = rollout.response_mask
+        kl = self.kl_reward(logprobs, ref_logprobs, mask, logprobs)
+        # Environment tokens after the policy's last token are masked, and a reward there would be lost.
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
+        return (-self.kl_coef * kl).scatter_add(1, last, reward.unsqueeze(1))
+
+    def values(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+        """Return (B, T) the critic's values and (B,) those after truncated responses; zeros without a critic."""
+        return torch.zeros_like(rollout.rollout_logprobs), None
+
+    def total_reward(self, rollout: Rollout) -> Tensor:
+        """Return (B,) the reward of the reward functions plus the reward model's shaped score. All ranks."""
+        if "reward_model" not in self.sources:
+            return rollout.reward
+        return rollout.reward + self.score_shaping(self.scores(rollout), rollout.truncated)
+
+    @torch.no_grad()
+    def scores(self, rollout: Rollout) -> Tensor:
+        """Return (B,) the reward model's score of each whole response, normalised but not shaped. All ranks."""
+
+        def at_end(rows: Rollout) -> tuple[Tensor]:
+            input_ids, _ = join(rows)
+            return (self.role_strategy.role("reward_model")(input_ids, (rows.total_lengths - 1).unsqueeze(1)),)
+
+        scores: Tensor = self.map_micro_batches(at_end, rollout)[0].squeeze(1)
+        return scores
+
+    def actor_scores(self, role: str, rollout: Rollout, squares: bool = False) -> TokenScores:
+        """Return log-probs and entropies of the sampled tokens under a language-model role, (B, T) each.
+
+        Args:
+            role: ``actor`` or ``ref``; a reference without its own model is the actor without its adapters.
+            rollout: rows to evaluate.
+            squares: whether to return the sum of squared probabilities too.
+        """
+        input_ids, index = join(rollout)
+        adapters = role != "ref" or "ref" in self.sources
+        model = self.role_strategy.role(role if adapters else "actor")
+        scores: TokenScores = model(
+            input_ids,
+            index,
+            rollout.response_ids,
+            rollout.response_mask,
+            temperature=rollout.temperature,
+            squares=squares,
+            adapters=adapters,
+        )
+        return scores
+
+    # -- models -----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Raise without a callback that provides rollouts; warn about a KL loss without effect."""
+        super().setup(stage)
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(getattr(callback, "provides_rollouts", False) for callback in callbacks):
+            raise ValueError(
+                f"{type(self).__name__} trains on rollouts, and no callback provides them: add "
+                f"lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+            )
+        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1" and not self.kl_loss.importance:
+            log.warning("kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3")
+
+    def build_role(self, name: str) -> nn.Module:
+        """Build the scalar model of the reward model, the language models of actor and reference."""
+        source = self.sources[name]
+        return source.scalar() if name == "reward_model" else source.causal()
+
+    def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
+        """Return the optimizer and scheduler factories of the actor."""
+        return self.actor_optimizer, self.actor_lr_scheduler
+
+    def validation_step(self, batch: PromptBatch, batch_idx: int) -> dict[str, Tensor]:
+        """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
+        rollout, _ = self.pop_rollout()
+        return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}

@@ -1,1 +1,1 @@
-"""How rows become the tensors that models read."""
+"""Layouts of rows in the tensors that models read."""

@@ -8,13 +8,13 @@ def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> 
     """Split rows into micro-batches whose size stays within a budget, alike lengths together.
 
     A micro-batch of n rows costs n x its longest row, or packed the sum of its rows. Rows are sorted by length (ties by
-    position, so the split is the same everywhere), longest first: the largest micro-batch comes first, and what does
-    not fit fails at once.
+    position, so the split is the same on all machines), longest first: the largest micro-batch comes first, so that
+    one that does not fit into memory fails at once.
 
     Args:
         lengths: (B,) tokens of each row.
-        budget: most tokens in one micro-batch; a single longer row still gets one of its own.
-        packed: whether rows are laid behind each other without padding.
+        budget: most tokens in one micro-batch; a single longer row is a micro-batch alone.
+        packed: whether rows are concatenated without padding.
 
     Returns:
         Row numbers of each micro-batch; together every row once.

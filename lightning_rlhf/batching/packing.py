@@ -1,11 +1,11 @@
-"""Rows laid behind each other without padding, so that no forward pass spends time on it."""
+"""Rows concatenated without padding, so that a forward pass computes no padding."""
 
 import torch
 from torch import Tensor
 
 
 def pack(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay rows behind each other; positions that start again at 0 are what keeps them apart.
+    """Concatenate rows; positions that restart at 0 separate them.
 
     Args:
         input_ids: (B, L) int64, right-padded.
@@ -13,8 +13,8 @@ def pack(input_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         packed: (1, N) int64, the N real tokens.
-        positions: (1, N) int64, of each within its own row.
-        starts: (B,) int64, where in the packed row each row begins.
+        positions: (1, N) int64, position of each token in its row.
+        starts: (B,) int64, position in the packed row at which each row begins.
     """
     position = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     real = position < lengths.unsqueeze(1)

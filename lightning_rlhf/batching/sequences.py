@@ -1,12 +1,13 @@
-"""Prompt and response joined into one right-padded sequence, and where in it each response token is predicted."""
+"""Batches of sequences: padding, concatenation, prompts joined with responses."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.types import Rollout, SequenceBatch, UnpairedBatch
 
 
@@ -15,7 +16,7 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tens
 
     Args:
         rows: B lists of token ids.
-        pad: fills the rest; never seen by a real token.
+        pad: padding value.
 
     Returns:
         ids: (B, L) int64, L the longest row.
@@ -29,7 +30,7 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tens
 
 
 def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Put each response right behind its prompt.
+    """Join each prompt with its response.
 
     Returns:
         input_ids: (B, L) int64, right-padded with 0, L the longest prompt with response.
@@ -48,8 +49,8 @@ def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
     return input_ids, (prompt - 1 + step).clamp(max=input_ids.shape[1] - 1)
 
 
-def below(texts: Sequence[SequenceBatch]) -> SequenceBatch:
-    """Texts below each other, cut or padded to the longest.
+def concat_texts(texts: Sequence[SequenceBatch]) -> SequenceBatch:
+    """Concatenate batches of texts, cut or padded to the longest text.
 
     Args:
         texts: at least one batch.
@@ -60,42 +61,45 @@ def below(texts: Sequence[SequenceBatch]) -> SequenceBatch:
     def widened(rows: Tensor) -> Tensor:
         return functional.pad(rows[:, :width], (0, width - rows[:, :width].shape[1]))
 
-    ids, masks = ([widened(getattr(batch, name)) for batch in texts] for name in ("input_ids", "loss_mask"))
-    return SequenceBatch(torch.cat(ids), lengths, torch.cat(masks))
+    ids = torch.cat([widened(batch.input_ids) for batch in texts])
+    masks = torch.cat([widened(batch.loss_mask) for batch in texts])
+    return SequenceBatch(ids, lengths, masks)
 
 
-def mismatched(batch: UnpairedBatch, gather: Callable[[Tensor], Tensor]) -> SequenceBatch:
-    """Each prompt of this rank's share with the answer of the next text in the whole batch; the last has the first's.
+def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceBatch:
+    """Combine each prompt of this rank with the response of the next text in the whole batch, cyclically. All ranks.
 
-    An answer is cut where it would make a text longer than any of the batch, so that it fits where they do.
+    A response is cut where a text would be longer than the longest of the batch, so that it fits wherever they fit.
 
     Args:
-        batch: this rank's share.
-        gather: brings the rows of all ranks together.
+        batch: rows of this rank.
+        ranks: ranks that hold the other rows.
     """
-    # Rows are cut one by one, so they are copied to the host once.
-    texts, places = batch.texts.map(gather).to("cpu"), gather(batch.place).cpu()
+    texts = batch.texts.map(ranks.gather).to("cpu")  # rows are cut one by one
+    positions = ranks.gather(batch.place).cpu()
+    order = positions.argsort()
+    next_row = torch.empty_like(order)
+    next_row[order] = order.roll(-1)
     starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
-    order = places.argsort()
-    following = torch.empty_like(order)
-    following[order] = order.roll(-1)
+    longest = int(texts.lengths.max())
     rows, masks = [], []
-    for place in batch.place.tolist():
-        own = int((places == place).nonzero())
-        other, start = int(following[own]), int(starts[own])
-        end = min(int(texts.lengths[other]), int(starts[other]) + int(texts.lengths.max()) - start)
-        answer = slice(int(starts[other]), end)
-        rows.append([*texts.input_ids[own, :start].tolist(), *texts.input_ids[other, answer].tolist()])
-        masks.append([*([False] * start), *texts.loss_mask[other, answer].tolist()])
-    (ids, lengths), (marked, _) = pad_right(rows), pad_right(masks)
-    return SequenceBatch(ids, lengths, marked.bool()).to(batch.place.device)
+    for position in batch.place.tolist():
+        own = int((positions == position).nonzero())
+        other = int(next_row[own])
+        prompt_tokens, other_start = int(starts[own]), int(starts[other])
+        response = slice(other_start, min(int(texts.lengths[other]), other_start + longest - prompt_tokens))
+        rows.append([*texts.input_ids[own, :prompt_tokens].tolist(), *texts.input_ids[other, response].tolist()])
+        masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
+    ids, lengths = pad_right(rows)
+    mask, _ = pad_right(masks)
+    return SequenceBatch(ids, lengths, mask.bool()).to(batch.place.device)
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
-    """Rollouts below each other, padded to the widest; groups are numbered on, so that none meets another's.
+    """Concatenate rollouts, padded to the widest; group numbers are shifted, so that groups stay distinct.
 
     Args:
-        rollouts: at least one, with the same rewards and one temperature.
+        rollouts: at least one, all with the same names of rewards and the same temperature.
     """
     fields = {}
     for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in ("rewards", "temperature")):

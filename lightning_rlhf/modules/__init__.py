@@ -1,1 +1,1 @@
-"""LightningModules: they own everything that has parameters and learn from what they are handed."""
+"""LightningModules that hold the models and train them."""

@@ -28,7 +28,7 @@ class GRPOModule(RLHFModule):
         advantages: estimator of advantages from rewards.
         kl_loss: KL to the reference added to the loss.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DrGRPOModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DAPOModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GSPOModule(RLHFModule):
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GMPOModule(RLHFModule):
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CISPOModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class SAPOModule(RLHFModule):
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class GPGModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class OPOModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         policy_loss: loss per token from log-probabilities and advantages.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RLOOModule(RLHFModule):
         policy_loss: loss per token from log-probabilities and advantages.
         kl_reward: KL to the reference subtracted from each token's reward.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class ReMaxModule(RLHFModule):
         policy_loss: loss per token from log-probabilities and advantages.
         kl_reward: KL to the reference subtracted from each token's reward.
         aggregation: reduction of the losses of tokens to one loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class ReinforcePlusPlusModule(RLHFModule):
         actor: policy to train: directory, hub id or ``FromConfig``.
         advantages: estimator of advantages from rewards.
         kl_reward: KL to the reference subtracted from each token's reward.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class IPOModule(DPOModule):
     Args:
         actor: policy to train: directory, hub id or ``FromConfig``.
         loss: loss of a pair from its log-ratios.
-        **kwargs: see :class:`~lightning_rlhf.modules.dpo.DPOModule`.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.dpo.DPOModule`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Direct preference optimization: learn from pairs which answer to give, without reward model and sampling."""
+"""Direct preference optimization: training on preference pairs, without reward model and sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rlhf.batching.sequences import below
+from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
@@ -25,16 +25,16 @@ class DPOModule(PairModule):
     See "Direct Preference Optimization: Your Language Model is Secretly a Reward Model", Rafailov et al. 2023.
 
     Args:
-        actor: the policy to train: directory, hub id or ``FromConfig``.
-        ref: the frozen reference; None starts from the actor's own source. With LoRA that is the actor without its
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        ref: frozen reference; None takes the actor's source. With LoRA that is the actor without its
             adapters, and no second copy is loaded.
-        loss: from the log-ratios of a pair to its loss.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
+        loss: loss of a pair from its log-ratios.
+        optimizer: factory of the optimizer.
+        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
         packing: lay the texts of a forward pass behind each other without padding, as in
             :class:`~lightning_rlhf.modules.sft.SFTModule`.
         micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
-        max_grad_norm: gradients are clipped to this global norm; None leaves them.
+        max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
     trained_roles = ("actor",)
@@ -53,31 +53,33 @@ class DPOModule(PairModule):
         super().__init__(micro_batch_tokens, max_grad_norm)
         self.set_sources(actor=actor, ref=actor if ref is None else ref)
         self.loss: Any = loss
-        self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.packing = packing
 
     def on_train_start(self) -> None:
-        """Refuse packing where it would let texts see each other."""
+        """Raise if packed texts would attend to each other."""
         check_packing(self)
 
     def on_validation_start(self) -> None:
-        """Likewise, where nothing was trained before."""
+        """Raise if packed texts would attend to each other, in a validation without training."""
         if self.trainer.state.fn == "validate":
             check_packing(self)
 
     def row_scores(self, rows: Any) -> Sequence[Tensor]:
-        """(B,) log-ratios of the preferred answers and of the others, then the actor's log-probabilities of them."""
-        log_ratios, logprobs = self.answer_scores(below([rows.chosen, rows.rejected]))
+        """Return (B,) log-ratios of the preferred responses and of the others, then the actor's log-probs of them."""
+        log_ratios, logprobs = self.answer_scores(concat_texts([rows.chosen, rows.rejected]))
         return (*log_ratios.chunk(2), *logprobs.chunk(2))
 
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """(B,) of each text's answer: actor's log-probability less the reference's, and the actor's. All ranks."""
+        """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks."""
         with torch.no_grad():
             reference = text_scores(self, "ref", texts, self.packing)[0].logprobs.sum(dim=1)
         logprobs = text_scores(self, "actor", texts, self.packing)[0].logprobs.sum(dim=1)
         return logprobs - reference, logprobs
 
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
-        """(B,) of each pair."""
+        """Return (B,) the loss of each pair."""
         ratios, logprobs = scores[:2], scores[2:]
         if self.loss.length_normalized:
             tokens = [texts.loss_mask.sum(dim=1).clamp(min=1) for texts in (rows.chosen, rows.rejected)]
@@ -92,14 +94,14 @@ class DPOModule(PairModule):
         return losses
 
     def differences(self, scores: Sequence[Tensor]) -> Tensor:
-        """(B,) differences of the rewards that the policy implies."""
+        """Return (B,) differences of the implicit rewards."""
         difference: Tensor = self.loss.beta * (scores[0] - scores[1])
         return difference
 
     def build_role(self, name: str) -> nn.Module:
-        """The language model."""
+        """Build a language model."""
         return self.sources[name].causal()
 
     def optimizer_of(self, name: str) -> tuple[Any, Any]:
-        """The only one."""
+        """Return the optimizer and scheduler factories."""
         return self.optimizer, self.lr_scheduler

@@ -1,4 +1,4 @@
-"""KTO: learn from answers that people judged one by one."""
+"""KTO: training on single responses that are labelled desirable or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.batching.sequences import mismatched
+from lightning_rlhf.batching.sequences import with_next_rows_response
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -17,16 +17,16 @@ from lightning_rlhf.types import UnpairedBatch
 
 
 class KTOModule(DPOModule):
-    """Kahneman-Tversky optimization: a thumb up or down per answer is all it asks for.
+    """Kahneman-Tversky optimization: training on responses with a binary label.
 
-    The KL that gains and losses are counted from is measured on prompts with the answer of the next text in the batch
-    over all ranks, as the paper has it; nothing is learnt from those. It takes a second forward pass of both models.
+    The reference point of gains and losses is a KL, estimated as in the paper on prompts with the response of the next
+    text in the batch over all ranks, without gradient. It takes a second forward pass of both models.
     See "KTO: Model Alignment as Prospect Theoretic Optimization", Ethayarajh et al. 2024.
 
     Args:
-        actor: the policy to train: directory, hub id or ``FromConfig``.
-        loss: from the log-ratio of an answer to its loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.dpo.DPOModule`.
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        loss: loss of a response from its log-ratio.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.dpo.DPOModule`.
     """
 
     reads = UnpairedBatch
@@ -37,55 +37,55 @@ class KTOModule(DPOModule):
         self.loss = loss
 
     def setup(self, stage: str) -> None:
-        """Refuse batches of one text, whose KL would be measured on its own answer."""
+        """Raise for batches of one text, whose KL would be estimated on its own response."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("batch_size", "val_batch_size"):
             if getattr(data, name, 2) < 2:
-                raise ValueError(f"KTO measures its KL with the answers of other texts: {name} must be at least 2")
+                raise ValueError(f"KTO estimates its KL with the responses of other texts: {name} must be at least 2")
         super().setup(stage)
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
-        """One update on one batch."""
+        """Update the role on one batch."""
         self.kl = self.measured_kl(batch)
         metrics = self.learn(batch)
         metrics["train/score_margin"] = metrics["train/reward_chosen"] - metrics["train/reward_rejected"]
         self.finish_step(metrics, bar=("train/loss", "train/score_margin"))
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to sum up."""
+        """Reset the metrics."""
         self._held_out = MeanAccumulator()
 
     def validation_step(self, batch: UnpairedBatch, batch_idx: int) -> None:
-        """Loss and rewards of held-out answers, against the KL of their batch over all ranks."""
+        """Accumulate loss and rewards of held-out responses."""
         self.kl = self.measured_kl(batch)
         self.losses(batch, self.map_micro_batches(self.row_scores, batch), self._held_out, "val")
 
     def on_validation_epoch_end(self) -> None:
-        """Each mean over the answers that it is of, in all batches and ranks."""
-        found = self._held_out.means(self.data_ranks)
-        found["val/score_margin"] = found["val/reward_chosen"] - found["val/reward_rejected"]
-        for name, value in found.items():
+        """Log the means over all held-out responses of all ranks."""
+        metrics = self._held_out.means(self.data_ranks)
+        metrics["val/score_margin"] = metrics["val/reward_chosen"] - metrics["val/reward_rejected"]
+        for name, value in metrics.items():
             self.log(name, value, prog_bar=name == "val/loss", batch_size=1)
 
     @torch.no_grad()
     def measured_kl(self, batch: UnpairedBatch) -> Tensor:
-        """() the policy's KL to the reference, at least 0, by prompts with answers to others. All ranks.
+        """Return () the policy's KL to the reference, at least 0, on prompts with responses to others. All ranks.
 
         Args:
-            batch: this rank's share.
+            batch: rows of this rank.
         """
-        texts = mismatched(batch, self.data_ranks.gather)
+        texts = with_next_rows_response(batch, self.data_ranks)
         log_ratios = self.map_micro_batches(self.answer_scores, texts)[0]
         means = MeanAccumulator()
         means.add("kl", log_ratios)
         return log_ratios.new_tensor(means.means(self.data_ranks)["kl"]).clamp(min=0)
 
     def row_scores(self, rows: UnpairedBatch) -> Sequence[Tensor]:
-        """(B,) log-ratios of the answers, and the actor's log-probabilities of them."""
+        """Return (B,) log-ratios of the responses, and the actor's log-probs of them."""
         return self.answer_scores(rows.texts)
 
     def losses(self, rows: UnpairedBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
-        """(B,) of each answer."""
+        """Return (B,) the loss of each response."""
         ratios, logprobs = scores
         losses: Tensor = self.loss(ratios, rows.desirable, self.kl)
         means.add(f"{prefix}/loss", losses)

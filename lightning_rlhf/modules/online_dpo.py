@@ -1,4 +1,4 @@
-"""Online DPO: the policy writes the answers that it learns from, and a reward says which it should have written."""
+"""Online DPO: DPO on pairs of the policy's responses, ordered by reward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ExperiencePairs(TensorBatch):
     """The best and the worst response to each prompt.
 
     Args:
-        chosen: one response to each prompt.
-        rejected: another one each.
-        decided: (B,) bool, False where all rewards were equal, so that there is nothing to learn.
+        chosen: the best response to each prompt.
+        rejected: the worst response to each prompt.
+        decided: (B,) bool, False where all rewards are equal: the pair is left out.
     """
 
     chosen: Experience
@@ -49,18 +49,18 @@ class ExperiencePairs(TensorBatch):
 
 
 class OnlineDPOModule(RLHFModule):
-    """DPO on pairs of the policy's own: of the responses to each prompt the best and the worst by reward.
+    """DPO on pairs of the policy's responses: the best and the worst response to each prompt by reward.
 
-    A prompt whose responses all earned the same is left out, and counted in ``train/tied_fraction``. The reward is that
-    of any other algorithm: reward functions, a reward model, or both; only its order matters.
+    Prompts whose responses all have the same reward are left out, and counted in ``train/tied_fraction``. Rewards come
+    from reward functions, a reward model, or both; only their order matters.
     See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024.
 
     ``minibatch_size`` counts responses as everywhere, so with a group_size of 8 a mini-batch of 64 is 8 pairs.
 
     Args:
-        actor: the policy to train: directory, hub id or ``FromConfig``.
-        loss: from the log-ratios of a pair to its loss.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        loss: loss of a pair from its log-ratios.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     needs_ref = True
@@ -80,43 +80,46 @@ class OnlineDPOModule(RLHFModule):
         self.loss = loss
 
     def setup(self, stage: str) -> None:
-        """Refuse mini-batches that would tear pairs apart, or leave a rank without one."""
+        """Raise for mini-batches that would split groups, or leave a rank without one."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         for size in {getattr(callback, "group_size", 1) for callback in callbacks} - {1}:
             if self.minibatch_size % size or self.minibatch_size // size < self.data_ranks.size:
                 raise ValueError(
-                    f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} that leaves each of "
-                    f"{self.data_ranks.size} ranks a prompt: give a multiple of {size * self.data_ranks.size}"
+                    f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} with a prompt for "
+                    f"each of {self.data_ranks.size} ranks: use a multiple of {size * self.data_ranks.size}"
                 )
 
     def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
-        """As the base does; responses to a prompt must be as many as to any other."""
+        """Evaluate a rollout with the same number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
         sizes = rollout.group.unique(return_counts=True)[1]
         self.group_size = int(sizes[0])
         if self.group_size < 2 or bool((sizes != self.group_size).any()):
-            raise ValueError(f"every prompt needs as many responses, two or more; got {sizes.unique().tolist()}")
+            raise ValueError(
+                f"all prompts must have the same number (>= 2) of responses, got {sizes.unique().tolist()}"
+            )
         return super().evaluate(rollout, greedy)
 
     def select_training_rows(self, experience: Experience) -> TensorBatch:
-        """A pair of each prompt. All ranks."""
+        """Return a pair of responses to each prompt. All ranks."""
         marks = experience.advantages.sum(dim=1).sign().view(-1, self.group_size)
         first = torch.arange(len(marks), device=marks.device) * self.group_size
-        best, worst = (first + place for place in (marks.argmax(dim=1), marks.argmin(dim=1)))
+        best = first + marks.argmax(dim=1)
+        worst = first + marks.argmin(dim=1)
         decided = (marks.amax(dim=1) > 0) & (marks.amin(dim=1) < 0)
         self.evaluation_metrics["train/tied_fraction"] = float((~decided).float().mean())
         return ExperiencePairs(experience[best], experience[worst], decided)
 
     def losses(self) -> dict[str, SummedLoss]:
-        """The actor's."""
+        """Return the loss of the actor."""
         return {"actor": self.pair_loss}
 
     def denominator(self, minibatch: ExperiencePairs) -> Tensor:
-        """Pairs of all ranks."""
+        """Return () the number of pairs of all ranks. All ranks."""
         return self.data_ranks.sum(minibatch.decided.sum())
 
     def pair_loss(self, rows: ExperiencePairs, means: MeanAccumulator) -> Tensor:
-        """Loss summed over some pairs."""
+        """Compute the loss, summed over some pairs."""
         sides = (rows.chosen, rows.rejected)
         both = concatenate([side.rollout for side in sides])
         old, ref = (torch.cat([getattr(side, name) for side in sides]) for name in ("old_logprobs", "ref_logprobs"))

@@ -1,4 +1,4 @@
-"""What modules that learn from preferred and other texts share: one update, and what is measured on held-out pairs."""
+"""PairModule: the update on preference pairs, and the metrics of held-out pairs."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from lightning_rlhf.types import PreferenceBatch
 
 
 class PairModule(RoleModule):
-    """Its first trained role learns from pairs of texts, each pair counting the same.
+    """Trains its first role on pairs of texts; every pair has the same weight.
 
-    Held-out pairs tell how many are ordered rightly, with the interval of that share, and how far the model is surer
-    of its order than right.
+    Metrics of held-out pairs are the share that is ordered correctly with its confidence interval, and the expected
+    calibration error.
     """
 
     reads: type | None = PreferenceBatch
 
     @abstractmethod
     def row_scores(self, rows: Any) -> Sequence[Tensor]:
-        """(B,) each, what the models say of some rows. All ranks."""
+        """Return the scores of some rows under the models, (B,) each. All ranks."""
 
     @abstractmethod
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
-        """(B,) loss of each of some rows, given what :meth:`row_scores` said; adds metrics under the prefix."""
+        """Return (B,) the loss of each row from the result of :meth:`row_scores`; adds metrics under the prefix."""
 
     @abstractmethod
     def differences(self, scores: Sequence[Tensor]) -> Tensor:
-        """(B,) log-odds that the preferred text of each pair is the better one, as the model has it."""
+        """Return (B,) the model's log-odds that the preferred text of each pair is the better one."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """One update on one batch."""
+        """Update the role on one batch."""
         self.finish_step(self.learn(batch), bar=("train/loss", "train/pair_accuracy"))
 
     def learn(self, batch: Any) -> dict[str, float]:
@@ -48,16 +48,16 @@ class PairModule(RoleModule):
         return {**result.means.means(self.data_ranks), f"grad_norm/{role}": float(result.grad_norm)}
 
     def summed_loss(self, rows: Any, means: MeanAccumulator) -> Tensor:
-        """Loss summed over some rows."""
+        """Compute the loss, summed over some rows."""
         return self.losses(rows, self.row_scores(rows), means, "train").sum()
 
     def on_validation_epoch_start(self) -> None:
-        """Begin to count."""
+        """Reset the counts."""
         self._held_out, self._pairs = MeanAccumulator(), 0
         self._calibration = torch.zeros(3, 10, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Loss and accuracy of held-out pairs, each pair counting the same."""
+        """Log loss and accuracy of held-out pairs, the mean over pairs."""
         means, scores = MeanAccumulator(), self.map_micro_batches(self.row_scores, batch)
         self.losses(batch, scores, means, "val")
         self.log_validation(means, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
@@ -66,11 +66,16 @@ class PairModule(RoleModule):
         self._calibration += calibration_bins(self.differences(scores))
 
     def on_validation_epoch_end(self) -> None:
-        """Number of held-out pairs over all ranks, the 95 % interval of their accuracy, and the calibration error."""
+        """Log the number of held-out pairs, the 95 % interval of their accuracy, and the calibration error."""
         accuracy = self._held_out.means(self.data_ranks)["val/pair_accuracy"]
         pairs = float(self.data_ranks.sum(torch.tensor(float(self._pairs), device=self.device)))
         low, high = wilson_interval(round(accuracy * pairs), pairs)
         error = calibration_error(self.data_ranks.sum(self._calibration))
-        found = {"pairs": pairs, "pair_accuracy_low": low, "pair_accuracy_high": high, "pair_calibration_error": error}
-        for name, value in found.items():
+        metrics = {
+            "pairs": pairs,
+            "pair_accuracy_low": low,
+            "pair_accuracy_high": high,
+            "pair_calibration_error": error,
+        }
+        for name, value in metrics.items():
             self.log(f"val/{name}", value, batch_size=1)

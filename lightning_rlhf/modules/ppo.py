@@ -1,4 +1,4 @@
-"""PPO: an actor, and a critic that predicts what its responses are worth."""
+"""PPO: an actor, and a critic that predicts the return of each token."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class PPOModule(RLHFModule):
     """Proximal policy optimization with a learned critic (Schulman et al. 2017; for language, Ouyang et al. 2022).
 
     Args:
-        actor: the policy to train: directory, hub id or ``FromConfig``.
-        critic: ``reward_model`` or ``actor`` starts the critic from that role's source; anything else is a source of
-            its own. None takes the reward model where there is one, else the actor.
-        critic_optimizer: makes the critic's optimizer from its parameters.
-        critic_lr_scheduler: makes its scheduler, stepped once per rollout; None keeps the rate.
-        value_loss: from values and returns to a loss per token.
+        actor: policy to train: directory, hub id or ``FromConfig``.
+        critic: initial weights of the critic: ``reward_model`` or ``actor`` for that role's source, else a source.
+            None takes the reward model if there is one, else the actor.
+        critic_optimizer: factory of the critic's optimizer.
+        critic_lr_scheduler: factory of its scheduler, stepped once per rollout; None keeps the rate.
+        value_loss: loss per token from values and returns.
         vf_coef: weight of the value loss, positive.
-        critic_warmup_steps: rollouts at the start from which only the critic learns, at least 0.
-        advantages: from rewards and values to advantages.
-        resampling: draws the responses to learn from anew, by their rewards (PF-PPO); None learns from each once.
-        **kwargs: see :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
+        critic_warmup_steps: number of first rollouts that only the critic is updated on, at least 0.
+        advantages: estimator of advantages from rewards and values.
+        resampling: draws the responses to train on by their rewards (PF-PPO); None takes each once.
+        **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
     trained_roles = ("actor", "critic")
@@ -56,8 +56,8 @@ class PPOModule(RLHFModule):
         super().__init__(actor, advantages=advantages, **kwargs)
         if not advantages.needs_critic:
             raise ValueError(
-                f"{type(self).__name__} trains a critic, which {type(advantages).__name__} has no use for: take the "
-                f"module of that algorithm, or RLHFModule"
+                f"{type(self).__name__} needs an advantage estimator with a critic such as GAE, got "
+                f"{type(advantages).__name__}: use the module of that algorithm, or RLHFModule"
             )
         if vf_coef <= 0:
             raise ValueError(f"vf_coef must be positive, got {vf_coef}")
@@ -65,14 +65,16 @@ class PPOModule(RLHFModule):
             raise ValueError(f"critic_warmup_steps must be at least 0, got {critic_warmup_steps}")
         start = critic or ("reward_model" if "reward_model" in self.sources else "actor")
         if start == "reward_model" and start not in self.sources:
-            raise ValueError("critic: reward_model needs a reward_model to start from; give one, or say critic: actor")
+            raise ValueError("critic: reward_model needs a reward_model to start from; give one, or set critic: actor")
         self.sources["critic"] = self.sources[start] if start in ("actor", "reward_model") else as_source(start)
         self.critic_optimizer, self.critic_lr_scheduler = critic_optimizer, critic_lr_scheduler
-        self.value_loss, self.vf_coef, self.critic_warmup_steps = value_loss, vf_coef, critic_warmup_steps
+        self.value_loss = value_loss
+        self.vf_coef = vf_coef
+        self.critic_warmup_steps = critic_warmup_steps
         self.resampling = resampling
 
     def select_training_rows(self, experience: Experience) -> Experience:
-        """All responses, or those drawn anew if asked for."""
+        """Return all responses, or those that ``resampling`` draws."""
         if self.resampling is None:
             return experience
         seed = derive_seed(run_seed(), "resampling", self.trainer.global_step, 0)
@@ -83,35 +85,35 @@ class PPOModule(RLHFModule):
         return experience[rows[self.resampling(reward, generator, len(experience))]]
 
     def losses(self) -> dict[str, SummedLoss]:
-        """Critic, then actor; the critic alone while it warms up."""
+        """Return the losses of critic and actor; only the critic's during warm-up."""
         self.actor_is_updated = self.trainer.global_step >= self.critic_warmup_steps
         return {"critic": self.critic_loss, **(super().losses() if self.actor_is_updated else {})}
 
     def critic_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
-        """Value loss summed over the tokens of some rows."""
+        """Compute the value loss, summed over the tokens of some rows."""
         losses, diagnostics = self.value_loss(self.critic_values(rows.rollout)[0], rows.values, rows.returns)
         means.add("loss/value", losses, rows.mask)
         means.add("value/clip_fraction", diagnostics["clip_fraction"], rows.mask)
         return self.vf_coef * self.aggregated(losses, rows)
 
     def critic_values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """(B, T) the critic's value before each response token, and (B,) behind the last one."""
+        """Return (B, T) the critic's value before each response token, and (B,) after the last one."""
         input_ids, index = join(rollout)
-        behind = (rollout.total_lengths - 1).unsqueeze(1)
-        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, behind], dim=1))
+        after_last = (rollout.total_lengths - 1).unsqueeze(1)
+        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, after_last], dim=1))
         return values[:, :-1], values[:, -1]
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """The critic's values before the update, 0 where the mask is False; and behind truncated responses."""
-        values, behind = self.map_micro_batches(self.critic_values, rollout)
-        return values.masked_fill(~rollout.response_mask, 0), behind.masked_fill(~rollout.truncated, 0)
+        """Return the values before the update, 0 where the mask is False, and those after truncated responses."""
+        values, final_values = self.map_micro_batches(self.critic_values, rollout)
+        return values.masked_fill(~rollout.response_mask, 0), final_values.masked_fill(~rollout.truncated, 0)
 
     def build_role(self, name: str) -> nn.Module:
-        """The scalar model of the critic; the others as the base says."""
+        """Build the scalar model of the critic, or another role's model."""
         return self.sources[name].scalar() if name == "critic" else super().build_role(name)
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
-        """The critic's; the actor's as the base says."""
+        """Return the optimizer and scheduler factories of a role."""
         if name == "critic":
             return self.critic_optimizer, self.critic_lr_scheduler
         return super().optimizer_of(name)

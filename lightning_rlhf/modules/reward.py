@@ -1,4 +1,4 @@
-"""Reward modelling: learn from pairs which text people prefer."""
+"""Reward modelling: training a scalar model on preference pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rlhf.batching.sequences import below
+from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
@@ -20,16 +20,16 @@ from lightning_rlhf.types import PreferenceBatch
 class RewardModule(PairModule):
     """A scalar model trained so that the preferred text of each pair scores higher.
 
-    ``val/pair_calibration_error`` tells how far sigmoid(score difference) can be read as a probability. It is of the
-    scores that were trained: a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them at the end.
+    ``val/pair_calibration_error`` measures how far sigmoid(score difference) is from a probability. It refers to the
+    unscaled scores: a :class:`~lightning_rlhf.callbacks.PolicyCheck` scales them at the end.
 
     Args:
-        reward_model: the model to start from: directory, hub id or ``FromConfig``; a language model gets a new head.
-        loss: from the scores of a pair to its loss.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
+        reward_model: initial model: directory, hub id or ``FromConfig``; a language model gets a new head.
+        loss: loss of a pair from its scores.
+        optimizer: factory of the optimizer.
+        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
         micro_batch_tokens: most padded tokens in one forward pass.
-        max_grad_norm: gradients are clipped to this global norm; None leaves them.
+        max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
     trained_roles = ("reward_model",)
@@ -45,16 +45,18 @@ class RewardModule(PairModule):
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
         self.sources = {"reward_model": as_source(reward_model)}
-        self.loss, self.optimizer, self.lr_scheduler = loss, optimizer, lr_scheduler
+        self.loss = loss
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
 
     def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
-        """(B,) scores of the preferred texts and of the others, all in one forward pass."""
-        texts = below([rows.chosen, rows.rejected])
+        """Return (B,) scores of the preferred texts and of the others, from one forward pass."""
+        texts = concat_texts([rows.chosen, rows.rejected])
         scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, (texts.lengths - 1).unsqueeze(1))
         return scores.squeeze(1).chunk(2)
 
     def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:
-        """(B,) nats."""
+        """Return (B,) the loss of each pair, nats."""
         chosen, rejected = scores
         losses = self.loss(chosen, rejected, rows.margin)
         means.add(f"{prefix}/loss", losses)
@@ -63,13 +65,13 @@ class RewardModule(PairModule):
         return losses
 
     def differences(self, scores: Sequence[Tensor]) -> Tensor:
-        """(B,) score differences."""
+        """Return (B,) score differences."""
         return scores[0] - scores[1]
 
     def build_role(self, name: str) -> nn.Module:
-        """The scalar model."""
+        """Build a scalar model."""
         return self.sources[name].scalar()
 
     def optimizer_of(self, name: str) -> tuple[Any, Any]:
-        """The only one."""
+        """Return the optimizer and scheduler factories."""
         return self.optimizer, self.lr_scheduler

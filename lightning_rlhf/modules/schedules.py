@@ -38,7 +38,9 @@ class RunSchedule(LambdaLR):
     ) -> None:
         if not 0.0 <= warmup_ratio < 1.0:
             raise ValueError(f"warmup_ratio must lie in [0, 1), got {warmup_ratio}")
-        self.kind, self.warmup_ratio, self.arguments = kind, warmup_ratio, dict(arguments or {})
+        self.kind = kind
+        self.warmup_ratio = warmup_ratio
+        self.arguments = dict(arguments or {})
         self.steps = 0
         super().__init__(optimizer, _before_stretch)
 

@@ -20,15 +20,15 @@ class SFTModule(RoleModule):
     """Cross-entropy over marked tokens, its mean exact over the whole batch and all ranks.
 
     Args:
-        actor: the model to train: directory, hub id or ``FromConfig``.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes its scheduler, stepped once per batch; None keeps the rate.
-        packing: lay the texts of a forward pass behind each other without padding; none sees another, which is tried
-            on the model before the first update. What is learnt is the same, to rounding. It pays with attention that
-            skips what is masked, such as flash_attention_2; sdpa and eager work out every pair of tokens of a forward
-            pass, so that ``micro_batch_tokens`` should then be small.
+        actor: model to train: directory, hub id or ``FromConfig``.
+        optimizer: factory of the optimizer.
+        lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
+        packing: whether to concatenate the texts of a forward pass without padding. Texts do not attend to each other,
+            which is tested on the model before the first update, and gradients are the same up to rounding. Faster with
+            attention that skips masked pairs, such as flash_attention_2; sdpa and eager compute all pairs of tokens of
+            a forward pass, so ``micro_batch_tokens`` should then be small.
         micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
-        max_grad_norm: gradients are clipped to this global norm; None leaves them.
+        max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
     trained_roles = ("actor",)
@@ -45,40 +45,42 @@ class SFTModule(RoleModule):
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm)
         self.set_sources(actor=actor)
-        self.optimizer, self.lr_scheduler, self.packing = optimizer, lr_scheduler, packing
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.packing = packing
 
     def on_train_start(self) -> None:
-        """Refuse packing where it would let texts see each other."""
+        """Raise if packed texts would attend to each other."""
         check_packing(self)
 
     def on_validation_start(self) -> None:
-        """Likewise, where nothing was trained before."""
+        """Raise if packed texts would attend to each other, in a validation without training."""
         if self.trainer.state.fn == "validate":
             check_packing(self)
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        """One update on one batch."""
+        """Update the role on one batch."""
         tokens = self.data_ranks.sum(batch.loss_mask.sum()).clamp(min=1)
         result = self.update("actor", batch, self.token_loss, tokens)
         metrics = {**result.means.means(self.data_ranks), "grad_norm/actor": float(result.grad_norm)}
         self.finish_step(metrics, bar=("train/loss",))
 
     def validation_step(self, batch: SequenceBatch, batch_idx: int) -> None:
-        """Loss of held-out texts, each token counting the same."""
+        """Log the loss of held-out texts, the mean over tokens."""
         means = self.measure(batch, partial(self.token_loss, prefix="val"))
         self.log_validation(means, batch.loss_mask.sum(), bar="val/loss")
 
     def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:
-        """Negative log-likelihood summed over the marked tokens of some rows."""
+        """Compute the negative log-likelihood, summed over the marked tokens of some rows."""
         (logprobs, entropy, _), mask = text_scores(self, "actor", rows, self.packing)
         means.add(f"{prefix}/loss", -logprobs, mask)
         means.add(f"{prefix}/entropy", entropy, mask)
         return -logprobs.sum()
 
     def build_role(self, name: str) -> nn.Module:
-        """The language model."""
+        """Build a language model."""
         return self.sources[name].causal()
 
     def optimizer_of(self, name: str) -> tuple[Any, Any]:
-        """The only one."""
+        """Return the optimizer and scheduler factories."""
         return self.optimizer, self.lr_scheduler

@@ -1,4 +1,4 @@
-"""A language model asked about given texts, padded or packed."""
+"""Log-probs of given texts under a language-model role, padded or packed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_rlhf.types import SequenceBatch
 
 
 def text_scores(module: RoleModule, role: str, texts: SequenceBatch, packed: bool) -> tuple[TokenScores, Tensor]:
-    """What a language-model role says of the marked tokens. All ranks.
+    """Compute log-probs and entropies of the marked tokens under a language-model role. All ranks.
 
-    Without a model of its own, the reference is the actor with its adapters switched off.
+    A reference without its own model is the actor without its adapters.
 
     Args:
-        module: whose role it is.
-        role: its name.
-        texts: B of them.
-        packed: whether they are laid behind each other without padding.
+        module: module of the role.
+        role: name of the role.
+        texts: B texts.
+        packed: whether the texts are concatenated without padding.
 
     Returns:
         scores: (B, L - 1) each, 0 where the mask is False; the first token of a text is never predicted.
@@ -38,10 +38,10 @@ def text_scores(module: RoleModule, role: str, texts: SequenceBatch, packed: boo
 
 
 def check_packing(module: RoleModule) -> None:
-    """Refuse to pack where the architecture or attention of a language model lets a text see another. All ranks.
+    """Raise if packing is on and a language model lets a packed text attend to another. All ranks.
 
     Raises:
-        ValueError: texts are not kept apart.
+        ValueError: the texts of a packed row influence each other.
     """
     if module.packing:
         for role in module.sources:
@@ -50,41 +50,44 @@ def check_packing(module: RoleModule) -> None:
 
 @torch.no_grad()
 def check_apart(module: RoleModule, role: str) -> None:
-    """Try whether a model lets a packed text see the one before it. All ranks.
+    """Test whether a model lets a packed text attend to the one before it. All ranks.
 
-    A text is scored by itself, and packed behind either of two others: the neighbour must not change its
-    log-probabilities, nor may packing as such, which would say that positions do not start again. Attention does,
-    whose mask transformers derives from the positions; a state that is carried along the row, as in Mamba, does not.
+    A text is scored alone, and packed after each of two other texts. Its log-probs must not depend on the other text,
+    nor on packing itself, which would mean that positions do not restart. Attention passes, because transformers
+    derives its mask from the positions; a state that is carried along the row, as in Mamba, does not.
 
     Args:
-        module: whose role it is.
-        role: its name.
+        module: module of the role.
+        role: name of the role.
 
     Raises:
-        ValueError: texts are not kept apart.
+        ValueError: the texts of a packed row influence each other.
     """
     lm: Any = getattr(module, role).lm
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
-        raise ValueError(f"{name} takes no positions, without which packed texts run into each other: packing: false")
-    draw = torch.Generator().manual_seed(0)
+        raise ValueError(f"{name} does not take positions, which separate packed texts: set packing: false")
+    generator = torch.Generator().manual_seed(0)
     vocabulary = lm.config.get_text_config().vocab_size
-    one, other, ids = (torch.randint(vocabulary, (1, 12), generator=draw) for _ in range(3))
+    one, other, ids = (torch.randint(vocabulary, (1, 12), generator=generator) for _ in range(3))
     marked = torch.arange(12).expand(2, -1) > 0
 
-    def scores(*rows: Tensor) -> Tensor:
+    def logprobs(*rows: Tensor) -> Tensor:
         lengths = torch.tensor([7, 12][-len(rows) :])
         texts = SequenceBatch(torch.cat(rows), lengths, marked[: len(rows)] & (torch.arange(12) < lengths[:, None]))
-        found: Tensor = text_scores(module, role, texts.to(module.device), len(rows) > 1)[0].logprobs[-1]
-        return found
+        scores, _ = text_scores(module, role, texts.to(module.device), packed=len(rows) > 1)
+        return scores.logprobs[-1]
 
-    alone, behind_one, behind_other = scores(ids), scores(one, ids), scores(other, ids)
+    alone = logprobs(ids)
+    after_one = logprobs(one, ids)
+    after_other = logprobs(other, ids)
     exact = module.trainer.precision == "32-true" and module.sources[role].dtype == "float32"
     rounding = 1e-4 if exact else 1e-2
-    seen, moved = float((behind_one - behind_other).abs().max()), float((behind_one - alone).abs().max())
-    # Another shape of the batch rounds otherwise; another neighbour should change no bit, but for mixtures of experts.
-    if not (seen <= rounding and moved <= 10 * rounding):
+    by_neighbour = float((after_one - after_other).abs().max())
+    by_packing = float((after_one - alone).abs().max())
+    # Another batch shape changes the rounding; another neighbour changes no bit, except in mixtures of experts.
+    if not (by_neighbour <= rounding and by_packing <= 10 * rounding):
         raise ValueError(
-            f"{name} does not keep packed texts apart: a text's log-probabilities change by up to {seen:.1g} nats with "
-            f"its neighbour, and by {moved:.1g} by being packed: set packing: false"
+            f"{name} does not separate packed texts: a text's log-probabilities change by up to {by_neighbour:.1g} "
+            f"nats with its neighbour, and by {by_packing:.1g} by packing: set packing: false"
         )

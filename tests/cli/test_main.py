@@ -151,7 +151,7 @@ def test_ppo_without_rollouts_is_refused_before_training(fit, config):
     config["trainer"]["callbacks"] = []
     result = fit(config)
     assert result.code == 2
-    assert result.err.startswith("lightning-rlhf: PPOModule learns from rollouts, and no callback hands them over: add")
+    assert result.err.startswith("lightning-rlhf: PPOModule trains on rollouts, and no callback provides them: add")
 
 
 def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, judged_by):

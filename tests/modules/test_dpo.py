@@ -165,5 +165,5 @@ def test_a_short_fit_prefers_what_people_prefer():
 
 
 def test_a_reference_with_adapters_of_its_own_is_refused():
-    with pytest.raises(ValueError, match=r"^the ref is not trained, so its source can have no lora"):
+    with pytest.raises(ValueError, match=r"^the ref is not trained, so its source cannot have lora"):
         DPOModule(TinyModel(), ref=TinyModel(seed=1, lora=LoRA(2, alpha=4)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf import KTOModule, UnpairedDataModule
-from lightning_rlhf.batching.sequences import mismatched
+from lightning_rlhf.batching.sequences import with_next_rows_response
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 from tests.data.rows_given import Given, Letters
@@ -64,7 +64,7 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
     batch = batch_of()
     expected = mismatched_by_hand(batch)
     for order in (range(5), (3, 0, 4, 2, 1)):
-        found = mismatched(batch[list(order)], lambda rows: rows)
+        found = with_next_rows_response(batch[list(order)], lambda rows: rows)
         for at, row in enumerate(order):
             length = int(expected.lengths[row])
             assert int(found.lengths[at]) == length
@@ -74,7 +74,7 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
 
 def test_an_answer_is_cut_where_the_text_would_be_longer_than_any_of_the_batch():
     batch = batch_of([4, 9], [3, 1], [True, False])
-    found = mismatched(batch, lambda rows: rows)
+    found = with_next_rows_response(batch, lambda rows: rows)
     assert found.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
     assert found.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
 

@@ -148,14 +148,14 @@ def test_the_matrix_holds_every_objective_there_is():
 def test_a_critic_that_nobody_uses_is_refused(estimator):
     name = type(estimator).__name__
     with pytest.raises(
-        ValueError, match=f"^PPOModule trains a critic, which {name} has no use for: take the module of"
+        ValueError, match=f"^PPOModule needs an advantage estimator with a critic such as GAE, got {name}: use the"
     ):
         PPOModule(TinyModel(), advantages=estimator)
 
 
 def test_an_estimator_without_its_critic_is_refused():
     with pytest.raises(
-        ValueError, match=r"^GAE needs a critic, which RLHFModule does not have: take PPOModule, or an est"
+        ValueError, match=r"^GAE needs a critic, which RLHFModule does not have: use PPOModule, or an est"
     ):
         RLHFModule(TinyModel(), advantages=GAE())
 
@@ -171,15 +171,13 @@ def test_importance_weights_on_top_of_a_ratio_that_is_one_are_refused(loss):
 
 def test_the_token_baseline_is_refused_where_nobody_asks_the_actor():
     with pytest.raises(
-        ValueError, match=r"^OptimalTokenBaseline asks the actor about every response, which bypass leaves"
+        ValueError, match=r"^OptimalTokenBaseline evaluates the actor on every response, which bypass leaves"
     ):
         RLHFModule(TinyModel(), advantages=returns.OptimalTokenBaseline(), correction=RolloutCorrection(bypass=True))
 
 
 @pytest.mark.parametrize("unseen", [{"reward_model": TinyModel()}, {"kl_reward": KLTerm(0.1)}])
 def test_what_gdpo_would_not_look_at_is_refused(unseen):
-    with pytest.raises(
-        ValueError, match=r"^GDPO looks at its own reward keys only, so that neither a reward_model nor"
-    ):
+    with pytest.raises(ValueError, match=r"^GDPO uses only its own reward keys, so reward_model and kl_reward"):
         RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), **unseen)
     RLHFModule(TinyModel(), advantages=groups.GDPO(("given",)), kl_loss=KLTerm(0.1, "k3"))

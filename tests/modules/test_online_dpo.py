@@ -130,7 +130,9 @@ def test_with_adapters_the_reference_is_the_actor_without_them():
 def test_prompts_with_other_numbers_of_responses_are_refused():
     made = rollout()
     made.group[:] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
-    with pytest.raises(ValueError, match=r"^every prompt needs as many responses, two or more; got \[4, 5\]$"):
+    with pytest.raises(
+        ValueError, match=r"^all prompts must have the same number \(>= 2\) of responses, got \[4, 5\]$"
+    ):
         fit(online(), [made])
 
 

@@ -365,7 +365,7 @@ def test_the_run_seed_decides_the_order_and_nothing_else_does(monkeypatch):
 @pytest.mark.parametrize("method", ["fit", "validate"])
 def test_without_a_callback_that_hands_over_rollouts_the_module_refuses_to_run_before_any_model_is_loaded(method):
     module = PPOModule(TinyModel())
-    with pytest.raises(ValueError, match=r"^PPOModule learns from rollouts, and no callback hands them over: add "):
+    with pytest.raises(ValueError, match=r"^PPOModule trains on rollouts, and no callback provides them: add "):
         getattr(quiet_trainer(), method)(module, DataLoader([rollout()], batch_size=None))
     assert not module.built
 
@@ -373,7 +373,7 @@ def test_without_a_callback_that_hands_over_rollouts_the_module_refuses_to_run_b
 def test_a_step_without_a_rollout_says_who_must_do_what():
     module = ppo("float32")
     module.receive = lambda given: None
-    message = "PPOModule has no rollout for this batch: the callback that hands them over must call receive() before"
+    message = "PPOModule has no rollout for this batch: a callback must call receive() before"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(module, [rollout()])
 
@@ -399,11 +399,7 @@ def test_a_kl_loss_whose_gradient_is_zero_in_expectation_is_warned_of_once(term,
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     fit(ppo("float32", kl_loss=term, kl_reward=KLTerm(0.1)), [rollout()] * 2)
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert (
-        said
-        == ["kl_loss with estimator k1 does not hold the actor, its gradient is zero on average: take k2 or k3"]
-        * warnings
-    )
+    assert said == ["kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3"] * warnings
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touched():

@@ -237,7 +237,7 @@ def test_target_kl_with_a_loss_that_measures_no_kl_is_refused_by_the_name_of_the
 
     assert stepped(Own, update_epochs=2).metrics["policy/updates"] == 4
     with pytest.raises(
-        RuntimeError, match=r"target_kl is 1e-09, and the actor's loss of Own measures no KL: call sums"
+        RuntimeError, match=r"target_kl is 1e-09, but the actor's loss of Own does not measure a KL: call means"
     ):
         stepped(Own, update_epochs=2, target_kl=1e-9)
 

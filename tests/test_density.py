@@ -14,7 +14,6 @@ TARGETS, POSITIONAL = 2, 5
 PENDING = (
     "lightning_rlhf/__main__.py",
     "lightning_rlhf/attention.py",
-    "lightning_rlhf/batching/",
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
     "lightning_rlhf/compat.py",
@@ -24,7 +23,6 @@ PENDING = (
     "lightning_rlhf/launch_environment.py",
     "lightning_rlhf/metric_names.py",
     "lightning_rlhf/models/",
-    "lightning_rlhf/modules/",
     "lightning_rlhf/objectives/",
     "lightning_rlhf/paths.py",
     "lightning_rlhf/planning/",

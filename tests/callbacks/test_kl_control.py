@@ -57,9 +57,7 @@ def test_a_resumed_run_steers_as_the_undisturbed_one():
 
 def test_a_module_without_a_kl_to_the_reference_is_an_error():
     module = a_module()
-    with pytest.raises(
-        RuntimeError, match="KLControl needs the KL to the reference: SimpleNamespace sets no kl_to_ref"
-    ):
+    with pytest.raises(RuntimeError, match="KLControl needs the KL to the reference"):
         begun(module).on_train_batch_end(None, module, None, None, 0)
 
 

@@ -37,7 +37,7 @@ from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.strategies.deepspeed import RLHFDeepSpeedStrategy
+from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from lightning_rlhf.types import SamplingParams
 from tests.stand_ins import Response, rollout_of

@@ -13,9 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
-from lightning_rlhf.strategies import manifest, ranks, remote
-from lightning_rlhf.strategies.background_save import SaveOptions
-from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies import ranks
+from lightning_rlhf.strategies.checkpoints import manifest, remote
+from lightning_rlhf.strategies.checkpoints.background import SaveOptions
+from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 
 log = logging.getLogger(__name__)
 _NO_CHECKPOINT = "%s has no last.ckpt yet: training starts at the beginning."

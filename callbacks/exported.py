@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.strategies.checkpoint_io import digest
+from lightning_rlhf.strategies.checkpoints.io import digest
 
 _VERSIONS = ("lightning-rlhf", "lightning", "torch", "transformers")
 

@@ -20,9 +20,9 @@ from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import quiet_transformers
 from lightning_rlhf.models.lora import check_same, frozen_names
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.strategies import manifest
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO, load_plain
-from lightning_rlhf.strategies.role_state import native_load
+from lightning_rlhf.strategies.checkpoints import manifest
+from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO, load_plain
+from lightning_rlhf.strategies.checkpoints.role_state import native_load
 
 _NAMED = ("last", "best")
 _EPILOG = """further options change the configuration, as for fit: --data.init_args.tokenizer DIR

@@ -37,7 +37,7 @@ from lightning_rlhf.expected_errors import raising_module as place
 from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 log = logging.getLogger("lightning_rlhf")
 # Said at every run by Lightning, and not for our users: rows are tokenised beforehand, so there is nothing for loader

@@ -30,7 +30,7 @@ from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine
-from lightning_rlhf.strategies.deepspeed_config import configuration
+from lightning_rlhf.strategies.deepspeed.config import configuration
 from lightning_rlhf.strategies.names import OURS, our_name
 
 _DEFAULT_GIB = 80.0

@@ -29,9 +29,9 @@ from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.paths import names_a_path
-from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
+from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
 from lightning_rlhf.strategies.extension_builds import await_builds, optimizer_extensions
-from lightning_rlhf.strategies.role_state import check_optimizer
 from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.tensor_batch import TensorBatch
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.data_ranks import DataRanks
-from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.tensor_parallel import split, tensor_parallel_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.strategies.ddp import RLHFDDPStrategy
-from lightning_rlhf.strategies.deepspeed import RLHFDeepSpeedStrategy
+from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 

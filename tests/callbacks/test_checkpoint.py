@@ -14,7 +14,7 @@ from lightning_rlhf import DPOModule, PreferenceDataModule
 from lightning_rlhf.callbacks import GracefulShutdown, RunCheckpoint, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.strategies import checkpoints, manifest
+from lightning_rlhf.strategies.checkpoints import manifest, reshardable
 from tests.stand_ins import TinyModel, quiet_trainer
 
 
@@ -127,11 +127,11 @@ def copied(monkeypatch):
     """Steps at which a background save copied the actor to host memory."""
     steps = []
 
-    def counted(state, tensors, copy=checkpoints.in_host_memory):
+    def counted(state, tensors, copy=reshardable.in_host_memory):
         steps.append(len(steps) + 1)
         return copy(state, tensors)
 
-    monkeypatch.setattr(checkpoints, "in_host_memory", counted)
+    monkeypatch.setattr(reshardable, "in_host_memory", counted)
     return steps
 
 

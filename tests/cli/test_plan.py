@@ -20,7 +20,7 @@ SERVER = "lightning_rlhf.rollout.server_engine.VLLMServerEngine"
 VLLM = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
 SHARED = "lightning_rlhf.rollout.shared_engine.SharedEngine"
 FSDP = "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy"
-DEEPSPEED = "lightning_rlhf.strategies.deepspeed.RLHFDeepSpeedStrategy"
+DEEPSPEED = "lightning_rlhf.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy"
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf.callbacks import KLControl, RunState
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
-from lightning_rlhf.strategies import manifest
-from lightning_rlhf.strategies.role_files import StoredRole
+from lightning_rlhf.strategies.checkpoints import manifest
+from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
 from tests.distributed.tasks import parts, strategy_of
 from tests.stand_ins import quiet_trainer
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import manifest
 from tests.cli.conftest import PPO
 from tests.distributed.launch import ROOT, free_port
 

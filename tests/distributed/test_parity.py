@@ -18,7 +18,7 @@ from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.tasks import largest_differences
 
 KINDS = ("sft", "rm", "ppo")
-DEEPSPEED = "lightning_rlhf.strategies.deepspeed:RLHFDeepSpeedStrategy"
+DEEPSPEED = "lightning_rlhf.strategies.deepspeed.strategy:RLHFDeepSpeedStrategy"
 # Tiny models would stay whole under ZeRO-3: it shards no parameter below a threshold.
 THRESHOLD = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 SHARDED = {"stage": 3, "activation_checkpointing": True, "config": THRESHOLD}

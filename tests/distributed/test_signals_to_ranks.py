@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch import Callback
 from safetensors.torch import load_file
 
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import manifest
 from tests.cli.conftest import PPO
 from tests.distributed.launch import ROOT
 

@@ -13,8 +13,8 @@ import numpy
 import torch
 import yaml
 
-from lightning_rlhf.strategies import manifest
-from lightning_rlhf.strategies.role_files import StoredRole
+from lightning_rlhf.strategies.checkpoints import manifest
+from lightning_rlhf.strategies.checkpoints.role_files import StoredRole
 
 KILLED = -signal.SIGKILL
 ROOT = Path(__file__).parents[2]

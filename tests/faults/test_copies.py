@@ -7,7 +7,7 @@ import pytest
 
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
-from lightning_rlhf.strategies import manifest, remote
+from lightning_rlhf.strategies.checkpoints import manifest, remote
 from tests.faults.runs import assert_same, callback, checkpoint, output, ppo, rows
 from tests.stand_ins import quiet_trainer
 
@@ -185,7 +185,7 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
 
 def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
     config = ppo(every=4)
-    place = ("lightning_rlhf.strategies.manifest:publish", 2, ["slow"])
+    place = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
     assert forge.attempt(tmp_path, config, place=place) == 0
     assert_same(tmp_path, undisturbed(config))
     written = output(tmp_path).index("slow")

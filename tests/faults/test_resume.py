@@ -12,7 +12,7 @@ from tests.faults.runs import KILLED, ROOT, assert_same, checkpoint, output, ppo
 
 _LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
 _SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
-_MANIFEST = "lightning_rlhf.strategies.manifest:"
+_MANIFEST = "lightning_rlhf.strategies.checkpoints.manifest:"
 _EXPORT = "lightning_rlhf.callbacks.hf_export:HFExport."
 
 # In the order in which one run can meet them all; the numbers count calls since the run was last resumed.

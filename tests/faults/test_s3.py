@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
-from lightning_rlhf.strategies import manifest, remote
+from lightning_rlhf.strategies.checkpoints import manifest, remote
 from tests.faults.test_copies import finished
 from tests.stand_ins import quiet_trainer
 

@@ -54,7 +54,11 @@ def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_pat
 
 
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_path):
-    place = ("lightning_rlhf.strategies.manifest:publish", 2, [TERM])  # of the best, then of the last at step 5
+    place = (
+        "lightning_rlhf.strategies.checkpoints.manifest:publish",
+        2,
+        [TERM],
+    )  # of the best, then of the last at step 5
     assert forge.attempt(tmp_path, ppo(every=5), place=place) == 143
     assert checkpoint(tmp_path)["global_step"] in (5, 6)  # the writer is a thread, and training goes on beside it
 
@@ -105,7 +109,11 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
     forge, undisturbed, tmp_path, background
 ):
     config = ppo(every=2, background=background)
-    place = ("lightning_rlhf.strategies.manifest:write", 3, "full")  # 1: last at 2; 2: best at 3; 3: last at 4
+    place = (
+        "lightning_rlhf.strategies.checkpoints.manifest:write",
+        3,
+        "full",
+    )  # 1: last at 2; 2: best at 3; 3: last at 4
     assert forge.attempt(tmp_path, config, place=place) == 1
     trouble = "lightning-rlhf: the disk of run is full (No space left on device): make room on it; stopped after step "
     assert last_line(tmp_path).startswith(trouble)

@@ -11,7 +11,7 @@ from lightning_rlhf import SFTModule
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.strategies.ddp import RLHFDDPStrategy
-from lightning_rlhf.strategies.deepspeed import RLHFDeepSpeedStrategy
+from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.stand_ins import TinyModel, quiet_trainer

@@ -12,8 +12,8 @@ from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import cache_bytes, engine_bytes, gathered, gradients, memory, resting
 from lightning_rlhf.planning.setup import Engine, Role, Work, Zero, precision, strategy
-from lightning_rlhf.strategies.background_save import in_host_memory
-from lightning_rlhf.strategies.role_state import native_state
+from lightning_rlhf.strategies.checkpoints.background import in_host_memory
+from lightning_rlhf.strategies.checkpoints.role_state import native_state
 from tests.planning.fakes import processes, sharded, source, texts
 
 MODEL = architecture(source("qwen2").hf_config())

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rlhf.strategies import manifest
-from lightning_rlhf.strategies.role_files import StoredRole, write_role
-from lightning_rlhf.strategies.role_state import native_load, native_state
+from lightning_rlhf.strategies.checkpoints import manifest
+from lightning_rlhf.strategies.checkpoints.role_files import StoredRole, write_role
+from lightning_rlhf.strategies.checkpoints.role_state import native_load, native_state
 
 
 class OddRole(nn.Module):
@@ -200,7 +200,7 @@ def zero_ranks(folder, names):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    from lightning_rlhf.strategies.zero_state import zero_load, zero_state
+    from lightning_rlhf.strategies.deepspeed.state import zero_load, zero_state
 
     deepspeed.init_distributed("gloo")
     answers = {}

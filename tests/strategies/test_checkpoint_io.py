@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[2]
 
 # Forks a child that saves one checkpoint after the other, kills it at a random time, and looks at what it left.
 _TIMES = """
 import itertools, os, random, signal, sys, time, torch
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 io, path, draw, kept, kills = AtomicCheckpointIO(), sys.argv[1], random.Random(0), 0, 0
 io.save_checkpoint({"number": 0, "weights": torch.zeros(30_000)}, path)
@@ -38,8 +38,8 @@ while kills < 100 or kept <= 20:  # on a busy machine it takes more kills until 
 # Forks a child that dies at every file operation of a save in turn; the survivor must be the old or the new checkpoint.
 _STEPS = """
 import os, signal, sys, torch
-from lightning_rlhf.strategies import checkpoint_io
-from lightning_rlhf.strategies.checkpoint_io import AtomicCheckpointIO
+from lightning_rlhf.strategies.checkpoints import io
+from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 def state(number):
     return {"number": number, "weights": torch.full((300,), float(number))}

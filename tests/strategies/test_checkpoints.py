@@ -12,9 +12,9 @@ import lightning_rlhf.strategies.registry  # noqa: F401
 from lightning_rlhf import PPOModule
 from lightning_rlhf.modules.algorithms import GRPOModule
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.strategies import background_save, manifest
-from lightning_rlhf.strategies.background_save import SaveOptions
-from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
+from lightning_rlhf.strategies.checkpoints import background, manifest
+from lightning_rlhf.strategies.checkpoints.background import SaveOptions
+from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from tests.stand_ins import HandOver, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
@@ -199,10 +199,10 @@ def test_a_save_in_the_background_holds_the_state_of_its_start_and_its_failure_i
 def test_a_wait_for_a_save_that_a_signal_ends_leaves_the_save_to_the_next_wait(tmp_path, monkeypatch):
     trainer = fit(ppo(), batches(1), max_steps=1, **MORE)
     trainer.save_checkpoint(tmp_path / "last.ckpt", storage_options=SaveOptions(background=True))
-    wait = background_save.futures.wait
-    monkeypatch.setattr(background_save.futures, "wait", lambda running: (_ for _ in ()).throw(KeyboardInterrupt))
+    wait = background.futures.wait
+    monkeypatch.setattr(background.futures, "wait", lambda running: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         trainer.strategy.finish_saving()
-    monkeypatch.setattr(background_save.futures, "wait", wait)
+    monkeypatch.setattr(background.futures, "wait", wait)
     trainer.strategy.finish_saving()
     assert manifest.verified(tmp_path / "last.ckpt").name == "v000001"

@@ -223,7 +223,7 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp.RLHFDDPStrategy", "fsdp.RLHFFSDPStrategy", "deepspeed.RLHFDeepSpeedStrategy"]
+    "strategy", ["ddp.RLHFDDPStrategy", "fsdp.RLHFFSDPStrategy", "deepspeed.strategy.RLHFDeepSpeedStrategy"]
 )
 def test_how_long_a_collective_may_wait_is_an_argument_of_every_strategy(strategy, tmp_path, monkeypatch, capsys):
     """As examples/cluster/README.md says."""

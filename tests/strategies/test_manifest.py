@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import manifest
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,7 @@ _COMMON = """
 import itertools, os, random, signal, sys, time, torch
 from pathlib import Path
 from safetensors.torch import load_file, save_file
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import manifest
 
 path = Path(sys.argv[1])
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rlhf.strategies import manifest, role_files
-from lightning_rlhf.strategies.role_files import RoleState, StoredRole, write_role
-from lightning_rlhf.strategies.role_state import check_optimizer, native_load, native_state, owned_tensors
+from lightning_rlhf.strategies.checkpoints import manifest, role_files
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole, write_role
+from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer, native_load, native_state, owned_tensors
 from tests.distributed.launch import run_ranks
 from tests.strategies.role_ranks import (
     OddRole,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.strategies.checkpoint_io import digest, sync_folder
+from lightning_rlhf.strategies.checkpoints.io import digest, sync_folder
 
 log = logging.getLogger(__name__)
 

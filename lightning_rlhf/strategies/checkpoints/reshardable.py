@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_rlhf.strategies import manifest, ranks, remote
-from lightning_rlhf.strategies.background_save import BackgroundSave, SaveOptions, in_host_memory
-from lightning_rlhf.strategies.checkpoint_io import load_plain
-from lightning_rlhf.strategies.role_files import RoleState, write_role
-from lightning_rlhf.strategies.role_state import native_load, native_state
+from lightning_rlhf.strategies import ranks
+from lightning_rlhf.strategies.checkpoints import manifest, remote
+from lightning_rlhf.strategies.checkpoints.background import BackgroundSave, SaveOptions, in_host_memory
+from lightning_rlhf.strategies.checkpoints.io import load_plain
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState, write_role
+from lightning_rlhf.strategies.checkpoints.role_state import native_load, native_state
 
 _REST = "state.pt"
 _FETCHED = "fetched.ckpt"  # a copy from a URL while it is loaded
@@ -30,7 +31,7 @@ class ReshardableCheckpoints:
 
     ::
 
-        last.ckpt/manifest.json                     see :mod:`lightning_rlhf.strategies.manifest`
+        last.ckpt/manifest.json                     see :mod:`lightning_rlhf.strategies.checkpoints.manifest`
         last.ckpt/v000007/actor/*.safetensors       weights and optimizer, each rank its part
         last.ckpt/v000007/actor/optimizer.json      the optimizer's class and settings
         last.ckpt/v000007/state.pt                  loops, schedulers, callbacks, what the module has beside its roles

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.strategies.role_files import RoleState
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
-from lightning_rlhf.strategies.checkpoints import ReshardableCheckpoints
-from lightning_rlhf.strategies.deepspeed_config import configuration, of_role, with_bucket
-from lightning_rlhf.strategies.deepspeed_precision import RolePrecision
-from lightning_rlhf.strategies.deepspeed_private import gradient_norm, set_clipping, spread, unlink_shared_memory
+from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState
+from lightning_rlhf.strategies.deepspeed.config import configuration, of_role, with_bucket
+from lightning_rlhf.strategies.deepspeed.precision import RolePrecision
+from lightning_rlhf.strategies.deepspeed.private import gradient_norm, set_clipping, spread, unlink_shared_memory
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.extension_builds import await_builds
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
 from lightning_rlhf.strategies.layers import layers
-from lightning_rlhf.strategies.role_files import RoleState
 
 
 class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedStrategy):
@@ -247,13 +247,13 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
     def role_state(self, name: str) -> RoleState:
         """See :meth:`ReshardableCheckpoints.role_state`."""
-        from lightning_rlhf.strategies.zero_state import zero_state
+        from lightning_rlhf.strategies.deepspeed.state import zero_state
 
         return zero_state(getattr(self.module, name), self._zero_optimizer(name))
 
     def load_role_state(self, name: str, folder: Path) -> None:
         """See :meth:`ReshardableCheckpoints.load_role_state`."""
-        from lightning_rlhf.strategies.zero_state import zero_load
+        from lightning_rlhf.strategies.deepspeed.state import zero_load
 
         zero_load(getattr(self.module, name), self._zero_optimizer(name), folder)
 

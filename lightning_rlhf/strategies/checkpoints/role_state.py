@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rlhf.strategies.role_files import RoleState, StoredRole
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
 
 # How a step is computed and not what; they follow from this run's devices.
 _OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")

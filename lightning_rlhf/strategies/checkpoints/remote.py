@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 
-from lightning_rlhf.strategies import manifest
+from lightning_rlhf.strategies.checkpoints import manifest
 
 
 def is_url(path: str | Path) -> bool:

@@ -27,8 +27,8 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.strategies.role_files import RoleState, StoredRole
-from lightning_rlhf.strategies.role_state import merged_settings, owned_tensors, settings_of, storable
+from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
+from lightning_rlhf.strategies.checkpoints.role_state import merged_settings, owned_tensors, settings_of, storable
 
 
 class _Pieces:

@@ -1,0 +1,1 @@
+"""Checkpoints that any strategy and number of ranks can load."""

@@ -1,0 +1,1 @@
+"""DeepSpeed: one engine per role."""

@@ -166,7 +166,7 @@ def continue_random_state(states: list[dict[str, Any]], step: int) -> None:
         states: of every rank that there was.
         step: of the checkpoint.
     """
-    if len(states) == ranks.world():
+    if len(states) == ranks.world_size():
         restore_random_state(states[ranks.rank()])
         return
     seed = derive_seed(run_seed(), "resumed", step, ranks.rank())

@@ -59,7 +59,7 @@ def is_first_here() -> bool:
     Once the processes have joined, the one that fails first reports.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    return local_rank == "0" or ranks.several()
+    return local_rank == "0" or ranks.is_distributed()
 
 
 def explain(message: str) -> str:

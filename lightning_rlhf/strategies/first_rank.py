@@ -33,7 +33,7 @@ def loaded_by_first_rank(name: str, bare: nn.Module, build: Callable[[], nn.Modu
     Raises:
         OSError, ValueError: rank 0 could not load it, or it is not what its configuration says.
     """
-    role = ranks.together(lambda: _like(bare, build(), name) if ranks.rank() == 0 else bare)
+    role = ranks.raise_on_all_ranks(lambda: _like(bare, build(), name) if ranks.rank() == 0 else bare)
     types = ranks.on_first_rank(lambda: {key: tensor.dtype for key, tensor in _tensors(role)})
     for key, tensor in _tensors(role):
         if tensor.is_meta:  # loading keeps some weights in another type than a configuration says

@@ -1,4 +1,4 @@
-"""Exchange of plain values between the processes of a run, under any strategy; a single process has its own values."""
+"""Exchange of Python objects between the processes of a run, under any strategy."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 _GROUP: ContextVar[Any] = ContextVar("process group", default=None)
 
 
-def several() -> bool:
-    """Whether there are processes to talk to."""
+def is_distributed() -> bool:
+    """Return whether a process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
 def over(group: Any) -> Iterator[None]:
-    """Exchange values over another process group while the ``with`` block lasts, in this thread only.
+    """Exchange objects over another process group inside a ``with`` block, in this thread only.
 
-    A thread beside the main one needs a group of its own, because collectives of one group must come in one order.
+    A second thread needs a separate group, because all ranks must call the collectives of a group in one order.
 
     Args:
-        group: of all ranks; None is the default one.
+        group: process group of all ranks; None is the default one.
     """
     token = _GROUP.set(group)
     try:
@@ -35,41 +35,41 @@ def over(group: Any) -> Iterator[None]:
 
 
 def group() -> Any:
-    """The process group in use; None is the default one."""
+    """Return the process group in use; None is the default one."""
     return _GROUP.get()
 
 
 def rank() -> int:
-    """The number of this process, in [0, world())."""
-    return dist.get_rank() if several() else 0
+    """Return the rank of this process, in [0, world_size())."""
+    return dist.get_rank() if is_distributed() else 0
 
 
-def world() -> int:
-    """How many processes there are."""
-    return dist.get_world_size() if several() else 1
+def world_size() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def from_all_ranks(value: T) -> list[T]:
-    """The value of every rank, in their order. All ranks.
+    """Return the value of every rank, in the order of the ranks. All ranks.
 
     Args:
-        value: of this rank; anything that can be pickled.
+        value: value of this rank, which can be pickled.
     """
-    if not several():
+    if not is_distributed():
         return [value]
-    values: list[T | None] = [None] * world()
+    values: list[T | None] = [None] * world_size()
     dist.all_gather_object(values, value, group=group())
     return values  # type: ignore[return-value]
 
 
-def together(work: Callable[[], T]) -> T:
-    """Do what may fail on one rank only; what fails on any rank is raised on all, so that nobody waits. All ranks.
+def raise_on_all_ranks(work: Callable[[], T]) -> T:
+    """Call a function and raise the error of any rank on all ranks, so that none waits for another. All ranks.
 
     Args:
-        work: raises OSError, ValueError or FloatingPointError, or returns this rank's result.
+        work: function that raises OSError, ValueError or FloatingPointError, or returns this rank's result.
 
     Raises:
-        OSError, ValueError, FloatingPointError: of the first rank that failed.
+        OSError, ValueError, FloatingPointError: the error of the first rank that failed.
     """
     failure: OSError | ValueError | FloatingPointError | None = None
     try:
@@ -83,9 +83,9 @@ def together(work: Callable[[], T]) -> T:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Do something on rank 0 and tell all ranks the result; a failure is raised on all. All ranks.
+    """Call a function on rank 0 and return its result on all ranks; its error is raised on all. All ranks.
 
     Args:
-        work: as for :func:`together`.
+        work: function as for :func:`raise_on_all_ranks`.
     """
-    return from_all_ranks(together(lambda: work() if rank() == 0 else None))[0]  # type: ignore[return-value]
+    return from_all_ranks(raise_on_all_ranks(lambda: work() if rank() == 0 else None))[0]  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""The contract between a module and whatever spreads its models over devices.
+"""RoleStrategy: the interface between a module and the strategy that distributes its models over devices.
 
-The LightningModule itself is never wrapped; each of its roles (actor, critic, ref, reward_model) is. A role is only
-ever called through :meth:`RoleStrategy.role`, from the training step, from callbacks and from validation alike.
+The LightningModule itself is never wrapped; each of its roles (actor, critic, ref, reward_model) is. A role is called
+only through :meth:`RoleStrategy.role`, in the training step, in callbacks and in validation.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ T = TypeVar("T")
 
 
 class RoleStrategy:
-    """What a module asks of a strategy; as it stands, in one process.
+    """Builds and runs the roles of a module; this base class in one process.
 
-    Strategies inherit from it beside one of Lightning's and override what several processes need. Every method that
-    all ranks take part in says so: it must be called on every rank, in the same order.
+    Strategies inherit from it and from a strategy of Lightning, and override the methods that differ with several
+    processes. "All ranks" in a docstring means that every rank must call the method, in the same order.
+
+    Attributes:
+        data_ranks: this process among those with different data.
+        activation_checkpointing: whether trained roles keep only the inputs of layers and recompute the rest.
+        gradient_scale: factor of a local loss, so that the reduction over ranks gives the gradient of the sum.
     """
 
-    data_ranks: DataRanks = ONE_RANK  # this process among those with different data
-    activation_checkpointing = False  # whether a trained role keeps only its layers' inputs and computes the rest again
-    gradient_scale = 1.0  # what a local loss is multiplied by so that the reduction gives the gradient of the sum
+    data_ranks: DataRanks = ONE_RANK
+    activation_checkpointing = False
+    gradient_scale = 1.0
 
     @property
     def module(self) -> Any:
-        """The module: one attribute per role, ``trained_roles`` in the order of its optimizers, ``frozen_roles``."""
+        """The module, with one attribute per role in ``trained_roles`` and ``frozen_roles``."""
         return self.lightning_module  # type: ignore[attr-defined]
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build a role where and how its weights are to lie. All ranks.
+        """Build a role and distribute its weights. All ranks.
 
         Args:
-            name: of the role.
-            build: loads or makes the model, in the mode and with the gradients it is to have.
+            name: name of the role.
+            build: factory of the model, in its final mode and with its final ``requires_grad``.
         """
         return build()
 
     def role(self, name: str) -> Callable[..., Any]:
-        """The callable that runs the role's forward; the only way to call a model. Calling it: all ranks."""
-        called: Callable[..., Any] = getattr(self.module, name)
-        return called
+        """Return the callable that runs a role's forward pass; it is called on all ranks."""
+        model: Callable[..., Any] = getattr(self.module, name)
+        return model
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of one micro-batch; ``sync`` only on the last of a mini-batch."""
+        """Return a context for forward and backward of a micro-batch; ``sync`` is True for the last one."""
         return nullcontext()
 
     def backward_role(self, name: str, loss: Tensor) -> None:
@@ -62,64 +67,63 @@ class RoleStrategy:
         self.module.manual_backward(loss)
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """Clip the role's gradients to a global norm (None leaves them); the norm before clipping. All ranks."""
+        """Clip a role's gradient to a global norm, None for no clipping; return the norm before clipping. All ranks."""
         parameters = [p for p in getattr(self.module, name).parameters() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
 
     def step_role(self, name: str) -> None:
-        """One optimizer step of a trained role, then gradients cleared. All ranks."""
+        """Take one optimizer step of a trained role and clear its gradients. All ranks."""
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
     def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, whole tensor), tied ones once, each valid until the next; all ranks exhaust it.
+        """Yield (transformers name, whole tensor), tied ones once, each valid until the next. All ranks, to the end.
 
-        Adapters are merged: these are the weights of a model that computes the same without them. Buffers that are
-        saved with a model come last.
+        Adapters are merged into the weights. Buffers that are saved with a model come last.
         """
         lm = getattr(self.module, name).lm
         yield from merged(lm, self.iter_own_params(name))
         yield from kept_buffers(lm)  # every rank has them whole
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name in the model, whole tensor): the same with adapters by themselves, under peft's names.
+        """Yield (name in the model, whole tensor) with adapters as separate tensors, under peft's names. All ranks.
 
         Args:
-            name: of the role.
-            wanted: which names; the others are not brought together. None wants all.
+            name: name of the role.
+            wanted: filter of names, so that other tensors are not gathered; None yields all.
         """
         for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
             if wanted is None or wanted(parameter_name):
                 yield parameter_name, parameter.detach()
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Of :meth:`iter_own_params` the adapters alone."""
+        """Yield the adapters of :meth:`iter_own_params`. All ranks."""
         return self.iter_own_params(name, is_adapter)
 
     def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """(transformers name, whole tensor) of the model without its adapters."""
+        """Yield (transformers name, whole tensor) of the model without its adapters. All ranks."""
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
         yield from kept_buffers(getattr(self.module, name).lm)
 
     @property
     def is_group_leader(self) -> bool:
-        """Whether this process is the one that :meth:`run_on_group_leader` asks."""
+        """Whether this process is the first of the ranks that have the same data."""
         return True
 
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the first of the ranks that have this share of the data, for all of them. All ranks.
+        """Call a function on the group leader and return its result to all ranks with the same data. All ranks.
 
         Args:
-            make: gives what would not be the same everywhere, or costs money; anything that can be pickled.
+            make: function whose result may differ between calls, or is expensive; the result can be pickled.
         """
         return make()
 
 
 class SingleDeviceRoles(RoleStrategy):
-    """The contract for a strategy of Lightning's own with a single device.
+    """Runs the roles under a strategy of Lightning with a single device.
 
     Args:
-        module: whose roles they are.
+        module: module with the roles.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -132,10 +136,10 @@ class SingleDeviceRoles(RoleStrategy):
 
 
 def role_strategy_of(module: LightningModule) -> RoleStrategy:
-    """The roles of a module under its Trainer; without one, in this process.
+    """Return the strategy of a module's Trainer; without a Trainer, one for this process.
 
     Raises:
-        RuntimeError: the strategy spreads work over processes but knows nothing of roles.
+        RuntimeError: the strategy has several processes but is not a :class:`RoleStrategy`.
     """
     trainer = trainer_of(module)
     if trainer is not None and isinstance(trainer.strategy, RoleStrategy):
@@ -144,6 +148,6 @@ def role_strategy_of(module: LightningModule) -> RoleStrategy:
         return SingleDeviceRoles(module)
     name = type(trainer.strategy).__name__
     raise RuntimeError(
-        f"{name} wraps the whole module, but actor, critic, reference and reward model are trained and sharded one by "
-        f"one: take strategy={OURS.get(name, 'rlhf_ddp')!r}"
+        f"{name} wraps the whole module, but actor, critic, reference and reward model are trained and sharded "
+        f"separately: use strategy={OURS.get(name, 'rlhf_ddp')!r}"
     )

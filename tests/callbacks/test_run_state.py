@@ -50,7 +50,7 @@ def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
         torch.manual_seed(seed)
         states.append(random_state())
         following.append(draws())
-    monkeypatch.setattr(ranks, "world", lambda: 3)
+    monkeypatch.setattr(ranks, "world_size", lambda: 3)
     for number in range(3):
         monkeypatch.setattr(ranks, "rank", lambda number=number: number)
         continue_random_state(through_a_file(states), step=5)
@@ -59,7 +59,7 @@ def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
 
 def test_on_another_number_of_ranks_each_draws_anew_and_the_same_at_each_resume(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
 
     def drawn(rank, step):
         monkeypatch.setattr(ranks, "rank", lambda: rank)

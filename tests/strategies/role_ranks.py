@@ -295,7 +295,7 @@ def disagreeing_ranks(folder):
         if ranks.rank() == 1:
             raise ValueError("only rank 1")
 
-    attempt(lambda: ranks.together(fail))
+    attempt(lambda: ranks.raise_on_all_ranks(fail))
     dist.destroy_process_group()
     return said
 

@@ -51,7 +51,7 @@ class BackgroundSave:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "checkpoint")
             # The thread's collectives would otherwise mix with those of training.
-            self._group = dist.new_group(backend="gloo") if ranks.several() else None
+            self._group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
         # warnings.catch_warnings changes all threads at once, so the thread cannot use it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._running = self._executor.submit(self._run, work)

@@ -131,7 +131,7 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
     Raises:
         ValueError: the ranks did not write into one folder.
     """
-    written = ranks.from_all_ranks(ranks.together(lambda: _summed(version)))
+    written = ranks.from_all_ranks(ranks.raise_on_all_ranks(lambda: _summed(version)))
 
     def finish() -> None:
         files = {name: entry for part in written for name, entry in part.items()}
@@ -197,12 +197,12 @@ def verified(path: Path) -> Path:
     version, files = ranks.on_first_rank(look)
 
     def check() -> None:
-        for name in sorted(files)[ranks.rank() :: ranks.world()]:
+        for name in sorted(files)[ranks.rank() :: ranks.world_size()]:
             entry, file = files[name], version / name
             if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
                 raise _damaged(version.parent, file, "does not have the size and SHA-256 that it was written with")
 
-    ranks.together(check)
+    ranks.raise_on_all_ranks(check)
     return version
 
 

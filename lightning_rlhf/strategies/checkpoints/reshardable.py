@@ -122,7 +122,7 @@ class ReshardableCheckpoints:
             check_finite(name, state, self._owner.trainer.global_step)
             return state
 
-        return ranks.together(look)
+        return ranks.raise_on_all_ranks(look)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Put a checkpoint's roles back; what is in no role is returned.
@@ -155,10 +155,10 @@ class ReshardableCheckpoints:
                 f"the checkpoint {path} holds {', '.join(sorted(stored))}, and this run trains "
                 f"{', '.join(trained)}: it was written by another kind of run"
             )
-        # Not ranks.together: a rank that fails here alone leaves the others in collectives of their own, and ends them.
+        # Not raise_on_all_ranks: if one rank fails, the others wait in collectives, and are ended by the failure watch.
         for name in trained:
             self.load_role_state(name, version / name)
-        rest = ranks.together(lambda: load_plain(version / _REST))
+        rest = ranks.raise_on_all_ranks(lambda: load_plain(version / _REST))
         if lost := sorted({"global_step", "loops", "state_dict", "callbacks"} - rest.keys()):
             raise ValueError(
                 f"the checkpoint {path} is damaged: {_REST} has no {lost[0]!r}, which every run writes; resume from "

@@ -183,7 +183,7 @@ def _check_headers(folder: Path) -> None:
 
 
 def _alone() -> bool:
-    return not ranks.several()
+    return not ranks.is_distributed()
 
 
 @contextmanager

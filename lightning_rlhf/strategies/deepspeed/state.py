@@ -148,7 +148,7 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
     pieces = None if zero is None else _Pieces(zero)
     for number, (name, tensor) in enumerate(named.items()):
         values = _values(name, tensor, pieces)
-        if number % ranks.world() == ranks.rank():
+        if number % ranks.world_size() == ranks.rank():
             tensors |= {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
         del values
     settings = None if pieces is None else settings_of(pieces.inner, pieces.groups(named))
@@ -187,7 +187,7 @@ def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
         settings = merged_settings(pieces.inner, pieces.groups(named), stored)
         _make_state(pieces, named, stored)
     for number, (name, tensor) in enumerate(named.items()):
-        source = number % ranks.world()
+        source = number % ranks.world_size()
         weight = _broadcast(stored, f"model.{name}", source, tensor.device)
         if pieces is None or tensor not in pieces:
             with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0, enabled=is_zero_param(tensor)):
@@ -238,6 +238,6 @@ def _broadcast(stored: StoredRole, key: str, source: int, device: torch.device) 
     value = torch.zeros(stored.shapes[key], dtype=stored.dtypes[key], device=device)
     if ranks.rank() == source:
         stored.read({key: value})
-    if ranks.several():
+    if ranks.is_distributed():
         dist.broadcast(value, source)
     return value

@@ -301,7 +301,7 @@ def test_the_critic_can_have_a_source_of_its_own():
 
 
 def test_a_critic_from_a_reward_model_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"^critic: reward_model needs a reward_model to start from; give one, or say"):
+    with pytest.raises(ValueError, match=r"^critic: reward_model needs a reward_model to start from; give one, or set"):
         PPOModule(TinyModel(), critic="reward_model")
 
 

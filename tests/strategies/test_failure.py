@@ -240,6 +240,6 @@ def test_how_long_a_collective_may_wait_is_an_argument_of_every_strategy(strateg
     assert end.value.code == 0
     understood = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]["init_args"]
     assert understood["timeout"] == "0:10:00"
-    name, _, cls = strategy.partition(".")
+    name, _, cls = strategy.rpartition(".")
     default = inspect.signature(getattr(import_module(f"lightning_rlhf.strategies.{name}"), cls)).parameters["timeout"]
     assert default.default == timedelta(minutes=30)

@@ -39,7 +39,7 @@ class TensorBatch:
                 yield value
 
     def map(self: _Batch, function: Callable[[Tensor], Tensor]) -> _Batch:
-        """The same batch with a function applied to every tensor of it."""
+        """Apply a function to every tensor of the batch."""
 
         def convert(value: Any) -> Any:
             if isinstance(value, TensorBatch):
@@ -53,11 +53,11 @@ class TensorBatch:
         return dataclasses.replace(self, **{f.name: convert(getattr(self, f.name)) for f in dataclasses.fields(self)})
 
     def to(self: _Batch, device: torch.device | str, **kwargs: Any) -> _Batch:
-        """The same rows on another device."""
+        """Move the batch to a device."""
         return self.map(lambda tensor: tensor.to(device, **kwargs))
 
     def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
-        """The rows of these numbers, in that order, or those where a mask is True."""
+        """Return the rows of these numbers, in that order, or those where a mask is True."""
         index = torch.as_tensor(rows)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
         return self.map(lambda tensor: tensor[index.to(tensor.device)])

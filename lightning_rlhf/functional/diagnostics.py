@@ -1,4 +1,4 @@
-"""Numbers that tell whether an update is healthy, and how good a set of samples is."""
+"""Diagnostics of updates, and quality metrics of sets of samples."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: Dat
         values: (B, T) the critic's values.
         returns: (B, T).
         mask: (B, T) bool.
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
     """
     unexplained = masked_mean(masked_centered(returns - values, mask, ranks) ** 2, mask, ranks)
     total = masked_mean(masked_centered(returns, mask, ranks) ** 2, mask, ranks)
@@ -36,7 +36,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     Args:
         num_samples: n, samples drawn of one prompt.
         num_correct: c, how many of them are correct, in [0, n].
-        k: in [1, n].
+        k: number of draws, in [1, n].
 
     Raises:
         ValueError: the three do not fit together.
@@ -55,7 +55,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
     Args:
         rewards: n of them, any real numbers.
-        k: in [1, n].
+        k: number of draws, in [1, n].
 
     Raises:
         ValueError: k does not fit.
@@ -84,7 +84,7 @@ def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int)
     Args:
         answers: n of them; None does not vote, and only where none of the k does, it wins.
         rewards: n of them, of the same samples, finite.
-        k: in [1, n].
+        k: number of draws, in [1, n].
 
     Raises:
         ValueError: the three do not fit together.
@@ -98,24 +98,25 @@ def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int)
     left = len(rewards) - len(silent)
     # (drawn, frequency of the most frequent answers, how many they are): ways, and their sum of those answers' worth
     states: dict[tuple[int, int, int], tuple[int, float]] = {(0, 0, 0): (1, 0.0)}
-    for given in by_answer.values():
-        worth, after = math.fsum(given) / len(given), dict[tuple[int, int, int], tuple[int, float]]()
-        left -= len(given)
+    for own_rewards in by_answer.values():
+        worth = math.fsum(own_rewards) / len(own_rewards)
+        after = dict[tuple[int, int, int], tuple[int, float]]()
+        left -= len(own_rewards)
         for (drawn, most, tied), (ways, total) in states.items():
-            fewest = max(0, k - drawn - left - len(silent))  # or what is left could not fill the draw
-            for count in range(fewest, min(len(given), k - drawn) + 1):
+            fewest = max(0, k - drawn - left - len(silent))  # or the rest could not fill the draw
+            for count in range(fewest, min(len(own_rewards), k - drawn) + 1):
                 state, won = (drawn + count, most, tied), total
                 if count > most:
                     state, won = (drawn + count, count, 1), ways * worth
                 elif count == most > 0:
                     state, won = (drawn + count, most, tied + 1), total + ways * worth
-                factor = math.comb(len(given), count)
+                factor = math.comb(len(own_rewards), count)
                 known = after.get(state, (0, 0.0))
                 after[state] = known[0] + factor * ways, known[1] + factor * won
         states = after
-    nobody = math.fsum(silent) / len(silent) if silent else 0.0
+    nothing = math.fsum(silent) / len(silent) if silent else 0.0
     return math.fsum(
-        math.comb(len(silent), k - drawn) * (total / tied if tied else ways * nobody) / math.comb(len(rewards), k)
+        math.comb(len(silent), k - drawn) * (total / tied if tied else ways * nothing) / math.comb(len(rewards), k)
         for (drawn, _, tied), (ways, total) in states.items()
     )
 
@@ -140,7 +141,7 @@ def gradient_power(
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities.
         mask: (B, T) bool, the tokens to learn from; responses without any do not count.
         weights: (B, T) importance weights; None is 1.
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
 
     Returns:
         ``variance/...`` to a number, NaN where no response counts.
@@ -163,7 +164,7 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     See "Probable Inference, the Law of Succession, and Statistical Inference", Wilson 1927.
 
     Args:
-        successes: in [0, trials].
+        successes: number of successes, in [0, trials].
         trials: n, independent ones, positive.
         z: quantile of the normal distribution; the default covers 95 %.
 
@@ -183,7 +184,7 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
 
 
 def ordered_share(better: Tensor, worse: Tensor) -> float:
-    """Share of (better, worse) pairs that a score orders rightly; ties count one half (the area under the ROC curve).
+    """Share of (better, worse) pairs that a score orders correctly; ties count one half (the area under the ROC curve).
 
     Args:
         better: (N,) scores that should be higher.
@@ -201,8 +202,8 @@ def ordered_share(better: Tensor, worse: Tensor) -> float:
 def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
     """Pairs by how sure a score is of them: what :func:`calibration_error` is worked out from. Sums may be added up.
 
-    A score says that the preferred text of a pair is better with probability sigmoid(difference). Whichever of the two
-    it puts first, it is sure of that with probability sigmoid(|difference|).
+    A score predicts that the preferred text of a pair is better with probability sigmoid(difference). Its
+    confidence in the order that it gives the pair is sigmoid(|difference|).
 
     Args:
         difference: (N,) score of the preferred text less that of the other.
@@ -210,18 +211,18 @@ def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
 
     Returns:
         (3, bins) float64: of the pairs in each part their number, how sure the score was in sum, and how many it
-        ordered rightly; ties count one half.
+        ordered correctly; ties count one half.
     """
     difference = difference.double()
     sure = difference.abs().sigmoid()
     right = (difference > 0).double() + (difference == 0).double() / 2
-    place = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)
-    found = difference.new_zeros(3, bins)
-    return found.index_add(1, place, torch.stack([torch.ones_like(sure), sure, right]))
+    number = ((sure - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    totals = difference.new_zeros(3, bins)
+    return totals.index_add(1, number, torch.stack([torch.ones_like(sure), sure, right]))
 
 
 def calibration_error(bins: Tensor) -> float:
-    """Expected calibration error: by how much a score is surer than right, or less sure, on average over pairs.
+    """Expected calibration error: mean absolute gap between confidence and accuracy over pairs.
 
     ECE = sum over bins of n_b / N * |right_b / n_b - sure_b / n_b|.
     See "On Calibration of Modern Neural Networks", Guo et al. 2017, eq. 3.

@@ -38,7 +38,7 @@ def kl_estimate(
         (...) nats per token.
 
     Raises:
-        ValueError: the estimator is none of the seven.
+        ValueError: the estimator is not one of the seven.
     """
     if estimator not in get_args(KLEstimator):
         raise ValueError(f"KL estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")

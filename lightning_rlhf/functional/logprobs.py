@@ -10,7 +10,7 @@ CHUNK_TOKENS = 1024
 
 
 class TokenScores(NamedTuple):
-    """What a model says of each token.
+    """A model's log-probs and entropy of each token.
 
     Args:
         logprobs: (...) float32, of the token.
@@ -37,7 +37,7 @@ def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> Toke
     Returns:
         (N,) each.
     """
-    # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is no number.
+    # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
     logits = logits.float().clamp(min=torch.finfo(torch.float32).min)
     normalizer = logits.logsumexp(dim=-1)
     logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
@@ -88,7 +88,7 @@ def chunked_token_scores(
         bias: (V,) of the head, or None.
         targets: (N,) int64 token ids in [0, V).
         scale: multiplies the logits: 1 / temperature.
-        softcap: see :func:`head_logits`.
+        softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
         chunk_tokens: tokens in a chunk, at least 1.
 

@@ -7,7 +7,7 @@ from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the values where the mask is True; what lies outside may be NaN or infinite.
+    """Sum of the values where the mask is True; values outside may be NaN or infinite.
 
     Args:
         values: (...) any shape.
@@ -22,7 +22,7 @@ def masked_mean(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Te
     Args:
         values: (...) any shape.
         mask: bool, the same shape.
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
     """
     values = values.to(torch.promote_types(values.dtype, torch.float32))  # half precision cannot count beyond 256
     total, count = ranks.sum(torch.stack([masked_sum(values, mask), mask.sum().to(values.dtype)]))
@@ -54,7 +54,7 @@ def masked_whiten(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK, eps
     Args:
         values: (...) any shape.
         mask: bool, the same shape.
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
         eps: added to the variance, so that equal values give 0 and not NaN.
     """
     scale = torch.rsqrt(masked_variance(values, mask, ranks) + eps)

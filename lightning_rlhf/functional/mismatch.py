@@ -36,7 +36,7 @@ def means_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRank
 
     Args:
         parts: names to values (...) and bool mask (...).
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
     """
     pairs = [torch.stack([masked_sum(values.double(), mask), mask.sum().double()]) for values, mask in parts.values()]
     totals = ranks.sum(torch.stack(pairs))
@@ -48,14 +48,14 @@ def maxima_over_ranks(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRan
 
     Args:
         parts: names to values (...) and bool mask (...).
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
     """
     largest = []
     for values, mask in parts.values():
         masked = values.double().masked_fill(~mask, -torch.inf)
         largest.append(torch.cat([masked.flatten(), masked.new_full((1,), -torch.inf)]).max())
-    found = zip(parts, ranks.max(torch.stack(largest)).tolist(), strict=True)
-    return {name: torch.nan if value == -torch.inf else value for name, value in found}
+    pairs = zip(parts, ranks.max(torch.stack(largest)).tolist(), strict=True)
+    return {name: torch.nan if value == -torch.inf else value for name, value in pairs}
 
 
 def spread_metrics(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks) -> dict[str, float]:
@@ -65,7 +65,7 @@ def spread_metrics(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks)
 
     Args:
         parts: names to values (...) and bool mask (...).
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
     """
     means = means_over_ranks(parts, ranks)
     squares = {name: ((values.double() - means[name]) ** 2, mask) for name, (values, mask) in parts.items()}
@@ -83,7 +83,7 @@ def effective_share(mean: float, deviation: float) -> float:
     See "Monte Carlo theory, methods and examples", Owen 2013, eq. 9.13.
 
     Args:
-        mean: of the weights.
+        mean: mean of the weights.
         deviation: their standard deviation (divisor n).
     """
     square = mean**2 + deviation**2
@@ -99,10 +99,10 @@ def mismatch_metrics(
     """Divergence, perplexities and spread of the ratio between trained policy and rollout policy.
 
     With l = log(train / rollout) of a token, clamped to [-20, 20], r = exp(l), R the product of r over a response
-    (its logarithm clamped likewise), n samples:
+    (its logarithm clamped in the same way), n samples:
         kl_k1 = mean(-l), kl_k3 = mean(r - 1 - l)       estimates of KL(rollout || train), nats per token
         chi2_token = mean(r^2) - 1, chi2_sequence = mean(R^2) - 1
-        ess_token = mean(r)^2 / mean(r^2), ess_sequence likewise of R: share of the samples that is left, in (0, 1]
+        ess_token = mean(r)^2 / mean(r^2), ess_sequence the same of R: share of the samples that is left, in (0, 1]
         log_ppl_train, log_ppl_rollout                  mean over responses of the mean of -logprobs over tokens
         ppl_train, ppl_rollout, ppl_ratio               mean over responses of the exponentials; ratio train / rollout
         log_ppl_diff                                    of each response: mean of -l; the mean of its size is _abs_mean
@@ -113,7 +113,7 @@ def mismatch_metrics(
         logprobs: (B, T) the trained policy's before the first update.
         rollout_logprobs: (B, T) the engine's at sampling time.
         mask: (B, T) bool, policy tokens, before any rejection.
-        ranks: exchange tensors.
+        ranks: ranks that hold the other rows.
 
     Returns:
         ``rollout_corr/<name>`` to a number, NaN where no token counts.

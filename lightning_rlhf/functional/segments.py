@@ -1,4 +1,4 @@
-"""Statistics over segments of rows, given back to each row: the responses to one prompt, say.
+"""Statistics over segments of rows, such as the responses to one prompt, for each row.
 
 Everything is worked out in float64: on a GPU the order of a sum is not fixed, and in float64 that does not show.
 """
@@ -48,7 +48,7 @@ def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor
     Args:
         values: (N,) may be anything where the weight is 0.
         segment: (N,) int64, equal for rows of the same segment, in any order.
-        weights: (N,) at least 0; a bool says which rows count.
+        weights: (N,) at least 0; a bool mask of the rows that count.
 
     Returns:
         (N,) float64.

@@ -27,7 +27,7 @@ class GAE(AdvantageEstimator):
         whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
             Returns are computed before.
         bootstrap_truncated: a response that the length limit cut would have gone on: V after its last token is what
-            the critic says there, and not 0.
+            the critic predicts there, and not 0.
     """
 
     needs_critic: ClassVar[bool] = True
@@ -48,11 +48,12 @@ class GAE(AdvantageEstimator):
         Raises:
             ValueError: no values were given, or no final ones to bootstrap from.
         """
-        token_rewards, mask, values = inputs.token_rewards, inputs.mask, inputs.values
-        if values is None:
+        mask = inputs.mask
+        if inputs.values is None:
             raise ValueError("GAE needs the values of a critic")
-        dtype = token_rewards.dtype
-        token_rewards, values = token_rewards.double(), values.double()  # sums over a response in bfloat16 lose rewards
+        dtype = inputs.token_rewards.dtype
+        token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards
+        values = inputs.values.double()
         advantages = torch.zeros_like(token_rewards)
         next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
         if self.bootstrap_truncated:

@@ -1,4 +1,4 @@
-"""From losses of tokens to one loss: which token counts how much, and what the sum is divided by.
+"""Reduction of the losses of tokens to one loss: the weight of each token, and the denominator.
 
 The denominator is counted over a whole mini-batch and all ranks, so that neither micro-batches nor ranks change the
 gradient. A response without a policy token does not count.
@@ -18,7 +18,7 @@ class Aggregation(ABC):
     """loss = sum over tokens of weight x loss / denominator."""
 
     def weights(self, mask: Tensor) -> Tensor:
-        """(B, T) float64 weight of each token, 0 where the mask is False; each row by itself. Here 1 per token.
+        """(B, T) float64 weight of each token, 0 where the mask is False; each row separately. Here 1 per token.
 
         Args:
             mask: (B, T) bool.
@@ -27,11 +27,11 @@ class Aggregation(ABC):
 
     @abstractmethod
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-        """What the weighted sum over a mini-batch is divided by, float64, positive even where no token is.
+        """() float64 denominator of the weighted sum over a mini-batch, positive also without any token.
 
         Args:
             mask: (B, T) bool, of the whole mini-batch on this rank.
-            ranks: exchange tensors.
+            ranks: ranks that hold the other rows.
         """
 
 

@@ -1,4 +1,4 @@
-"""What the actor learns from: the shape of an advantage estimator and of a policy loss. Subclass these for your own."""
+"""Base classes of advantage estimators and policy losses. Subclass these for new ones."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What an estimator may look at: B responses of at most T tokens.
+    """Inputs of an advantage estimator: B responses of at most T tokens.
 
     Args:
         token_rewards: (B, T) reward of each token, reward units: the response's reward at its last policy token, less
@@ -26,7 +26,7 @@ class AdvantageInputs:
         greedy_reward: (B,) reward of the greedy response to the same prompt; None unless ``needs_greedy``.
         sum_pi_squared: (B, T) sum over the vocabulary of the squared probabilities; None unless
             ``needs_sum_pi_squared``.
-        logprobs: (B, T) the actor's before the first update; None where nobody asked the actor.
+        logprobs: (B, T) the actor's before the first update; None where the actor was not evaluated.
         weights: (B, T) importance weights of a rollout correction; None without one.
     """
 
@@ -55,7 +55,7 @@ class AdvantageInputs:
 
 
 class AdvantageEstimator(ABC):
-    """From rewards to advantages. Subclasses are frozen dataclasses; the four marks say what they need."""
+    """Estimates advantages. Subclasses are frozen dataclasses, whose class attributes declare the inputs they need."""
 
     needs_critic: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False  # at least two responses to each prompt
@@ -68,12 +68,12 @@ class AdvantageEstimator(ABC):
         """Advantages and returns.
 
         Args:
-            inputs: of this rank.
-            ranks: exchange tensors.
+            inputs: responses of this rank.
+            ranks: ranks that hold the other rows.
 
         Returns:
             advantages: (B, T), 0 where the mask is False.
-            returns: (B, T), what a critic would be taught, 0 where the mask is False.
+            returns: (B, T), targets of a critic, 0 where the mask is False.
         """
 
 
@@ -94,14 +94,14 @@ class PolicyLoss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.
 
-        What is returned where the mask is False does not count, and may be anything finite.
+        Values where the mask is False are ignored; they must be finite.
 
         Args:
             logprobs: (B, T) the actor's now, with gradient.
             old_logprobs: (B, T) the actor's before the first update.
             advantages: (B, T).
             mask: (B, T) bool, the tokens that count.
-            selected_tokens: (B, T) bool, rows of what :meth:`select_tokens` returned; None where it was not called.
+            selected_tokens: (B, T) bool, rows of the result of :meth:`select_tokens`; None where it was not called.
 
         Returns:
             loss: (B, T).
@@ -116,23 +116,23 @@ class PolicyLoss(ABC):
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        ranks: DataRanks,
+        ranks: DataRanks = ONE_RANK,
     ) -> Tensor:
-        """(B, T) bool, tokens of a whole mini-batch to be treated specially in its micro-batches.
+        """(B, T) bool, tokens of a whole mini-batch that the loss treats differently.
 
         Args:
             logprobs: (B, T) the actor's at the mini-batch's start, without gradient.
             old_logprobs: (B, T) the actor's before the first update.
             advantages: (B, T).
             mask: (B, T) bool.
-            generator: for random choices, seeded differently on each rank.
-            ranks: exchange tensors.
+            generator: random generator, seeded differently on each rank.
+            ranks: ranks that hold the other rows.
         """
         raise NotImplementedError
 
 
 def log_ratio_of(logprobs: Tensor, old_logprobs: Tensor, bound: float = 20.0) -> Tensor:
-    """Log of the importance ratio, clamped: beyond exp(20) a ratio overflows, and 0 times infinity is no number.
+    """Log of the importance ratio, clamped: beyond exp(20) a ratio overflows, and 0 times infinity is NaN.
 
     Args:
         logprobs: (...) the actor's now.

@@ -25,9 +25,9 @@ class RolloutCorrection:
 
     The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. With
     l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is exp of l (``token``), of its sum over the
-    response (``sequence``, clamped likewise) or of its mean (``geometric``). The weight is the ratio truncated to the
-    bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025), or 0
-    outside them (IcePop, "Every Step Evolves", Ling Team 2025). By default nothing is changed and all is measured.
+    response (``sequence``, clamped in the same way) or of its mean (``geometric``). The weight is the ratio
+    truncated to the bounds (TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", Yao et al.
+    2025), or 0 outside them (IcePop, "Every Step Evolves", Ling Team 2025). By default, only metrics are computed.
 
     A weight multiplies the loss of a token that still counts in the denominator; a rejected token does not count.
 
@@ -40,13 +40,13 @@ class RolloutCorrection:
     Presets of verl are classmethods of the same names. In YAML, ``class_path`` may name the class or a classmethod.
 
     Args:
-        level: whose ratio is the weight; None gives every token weight 1.
+        level: level of the ratio that is the weight; None gives every token weight 1.
         upper: upper bound of the ratio, positive; ``.inf`` for none.
         lower: lower bound of the ratio, in [0, upper]; None is 0.
         mode: ``truncate`` moves a ratio out of bounds to the bound, ``mask`` to 0.
         batch_normalize: whether weights are divided by their mean over the tokens (``token``) or responses (else) that
-            are kept, on all ranks.
-        rejections: what is dropped; a token stays where all keep it.
+            are accepted, on all ranks.
+        rejections: rules that reject tokens; a token is accepted if all rules accept it.
         bypass: whether the rollout's log-probabilities stand for the actor's before the first update.
     """
 
@@ -80,7 +80,7 @@ class RolloutCorrection:
         mask: Tensor,
         ranks: DataRanks = ONE_RANK,
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Weights, what is kept, and metrics of a whole batch.
+        """Weights, accepted tokens and metrics of a whole batch.
 
         Metrics are :func:`~lightning_rlhf.functional.mismatch.mismatch_metrics`, then of the weights before batch
         normalisation and of each rejection, all over the tokens of ``mask``, rejected ones included.
@@ -89,33 +89,33 @@ class RolloutCorrection:
             old_logprobs: (B, T) the actor's before the first update.
             rollout_logprobs: (B, T) the engine's at sampling time.
             mask: (B, T) bool, policy tokens.
-            ranks: exchange tensors.
+            ranks: ranks that hold the other rows.
 
         Returns:
             weights: (B, T) in the dtype of ``old_logprobs`` without gradient, 0 where the mask is False.
-            kept: (B, T) bool, the mask less what was rejected.
+            accepted: (B, T) bool, the mask without rejected tokens.
             metrics: ``rollout_corr/<name>`` to a number, NaN where no token counts.
         """
         log_ratio = train_rollout_log_ratio(old_logprobs, rollout_logprobs, mask)
-        weights, kept = self._weights(log_ratio, mask), self._kept(log_ratio, mask)
+        weights, accepted = self._weights(log_ratio, mask), self._accepted(log_ratio, mask)
         metrics = mismatch_metrics(old_logprobs, rollout_logprobs, mask, ranks)
-        metrics |= self._metrics(log_ratio, mask, weights, kept, ranks)
+        metrics |= self._metrics(log_ratio, mask, weights, accepted, ranks)
         if self.batch_normalize:
-            rows = kept.any(dim=1)
-            counted = (weights, kept) if self.level == "token" else (response_mean(weights, kept), rows)
+            rows = accepted.any(dim=1)
+            counted = (weights, accepted) if self.level == "token" else (response_mean(weights, accepted), rows)
             mean = means_over_ranks({"weights": counted}, ranks)["weights"]
             factor = mean if mean > 1e-8 else 1.0  # all weights 0, or none at all: nothing to normalise
             weights = weights / factor
             metrics["rollout_corr/batch_norm_factor"] = factor
-        return weights.to(old_logprobs.dtype), kept, metrics
+        return weights.to(old_logprobs.dtype), accepted, metrics
 
     def of_rows(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and what is kept of some rows, as :meth:`__call__`, without normalisation and metrics."""
+        """Weights and accepted tokens of some rows, as :meth:`__call__`, without normalisation and metrics."""
         log_ratio = train_rollout_log_ratio(logprobs, rollout_logprobs, mask)
-        return self._weights(log_ratio, mask).to(logprobs.dtype), self._kept(log_ratio, mask)
+        return self._weights(log_ratio, mask).to(logprobs.dtype), self._accepted(log_ratio, mask)
 
     def _log_level_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) where tokens have ratios of their own, else (B, 1)."""
+        """(B, T) where each token has a ratio, else (B, 1)."""
         if self.level == "sequence":
             return log_ratio.sum(dim=1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND)
         return response_mean(log_ratio, mask).unsqueeze(1) if self.level == "geometric" else log_ratio
@@ -129,25 +129,25 @@ class RolloutCorrection:
             weights = torch.where(weights == ratio, ratio, 0.0)
         return weights.expand(mask.shape).masked_fill(~mask, 0)
 
-    def _kept(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        kept = mask
+    def _accepted(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        accepted = mask
         for rejection in self.rejections:
-            kept = kept & rejection.keep(log_ratio, mask)
-        return kept
+            accepted = accepted & rejection.keep(log_ratio, mask)
+        return accepted
 
     def _metrics(
         self,
         log_ratio: Tensor,
         mask: Tensor,
         weights: Tensor,
-        kept: Tensor,
+        accepted: Tensor,
         ranks: DataRanks,
     ) -> dict[str, float]:
         rows = mask.any(dim=1)
         shares: dict[str, tuple[Tensor, Tensor]] = {}
         spreads: dict[str, tuple[Tensor, Tensor]] = {}
         if self.level is not None:
-            # A truncation without lower bound still tells how often it would bind the other way round.
+            # Without a lower bound, report how often the inverse of the upper one would be exceeded.
             low = 1 / self.upper if self.lower is None else self.lower
             ratio = self._log_level_ratio(log_ratio, mask).exp()
             of_response = response_mean(ratio.expand(mask.shape), mask)
@@ -168,7 +168,7 @@ class RolloutCorrection:
             shares[f"{name}_below_fraction"] = values < low, units
             shares[f"{name}_rejected_fraction"] = dropped, mask
             shares[f"{name}_rejected_sequence_fraction"] = dropped.any(dim=1), rows
-        dropped = mask & ~kept
+        dropped = mask & ~accepted
         shares |= {"rejected_fraction": (dropped, mask), "rejected_sequence_fraction": (dropped.any(dim=1), rows)}
         metrics = means_over_ranks(shares, ranks)
         if spreads:

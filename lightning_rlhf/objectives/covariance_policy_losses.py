@@ -1,7 +1,7 @@
 """How the actor learns from advantages without losing its entropy: a few tokens of each mini-batch are held back.
 
 A token's covariance is (A - mean A) (logprob - mean logprob), with means over the tokens of the whole mini-batch and
-all ranks. Entropy falls where it is large: where what is already likely is rewarded. See "The Entropy Mechanism of
+all ranks. Entropy falls where it is large: where likely tokens are rewarded. See "The Entropy Mechanism of
 Reinforcement Learning for Reasoning Language Models", Cui et al. 2025 (arXiv 2505.22617), section 4.2.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
@@ -29,7 +29,7 @@ class ClipCovLoss(ClippedPolicyLoss):
     the mini-batch, but at least one, is drawn at random; their loss is 0, and they still count in the denominator.
 
     Args:
-        share: of all tokens, in (0, 1].
+        share: share of all tokens, in (0, 1].
         covariance_low: tokens have more, in units of advantage times nats.
         covariance_high: tokens have less.
     """
@@ -56,7 +56,7 @@ class ClipCovLoss(ClippedPolicyLoss):
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        ranks: DataRanks,
+        ranks: DataRanks = ONE_RANK,
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         _, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
@@ -89,7 +89,7 @@ class KLCovLoss(PolicyLoss):
     that an actor that has not moved is not pushed by rounding errors.
 
     Args:
-        share: of all tokens, in (0, 1].
+        share: share of all tokens, in (0, 1].
         kl_coef: weight of the penalty, positive.
     """
 
@@ -110,7 +110,7 @@ class KLCovLoss(PolicyLoss):
         advantages: Tensor,
         mask: Tensor,
         generator: torch.Generator,
-        ranks: DataRanks,
+        ranks: DataRanks = ONE_RANK,
     ) -> Tensor:
         """See :meth:`PolicyLoss.select_tokens`."""
         large = covariance(logprobs, advantages, mask, ranks)
@@ -129,7 +129,7 @@ class KLCovLoss(PolicyLoss):
         log_ratio = log_ratio_of(logprobs, old_logprobs)
         loss = -advantages * torch.exp(log_ratio)
         selected_tokens = torch.zeros_like(mask) if selected_tokens is None else selected_tokens
-        # Not the clamped log-ratio: what has gone furthest is to be pulled back too. No kink at 0, where the two are
+        # Not the clamped log-ratio: the tokens that changed most are pulled back too. No kink at 0, where the two are
         # equal but for rounding, whose sign would be the gradient.
         size = huber_loss(logprobs, old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
         penalty = self.kl_coef * size
@@ -139,7 +139,7 @@ class KLCovLoss(PolicyLoss):
         }
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks) -> Tensor:
+def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """(B, T) float64, each token's part in the covariance of advantages and log-probabilities; 0 outside the mask."""
     logprobs, _, advantages = policy_inputs(logprobs, logprobs, advantages, mask)
     product = masked_centered(advantages.double(), mask, ranks) * masked_centered(logprobs.double(), mask, ranks)
@@ -147,7 +147,7 @@ def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRa
 
 
 def select_largest(
-    values: Tensor, candidates: Tensor, count: int, generator: torch.Generator, ranks: DataRanks
+    values: Tensor, candidates: Tensor, count: int, generator: torch.Generator, ranks: DataRanks = ONE_RANK
 ) -> Tensor:
     """Candidates with the largest values over all ranks; ties for the last places are broken at random.
 
@@ -167,7 +167,9 @@ def select_largest(
     return above | drawn | last
 
 
-def _split_at_threshold(values: Tensor, candidates: Tensor, count: int, ranks: DataRanks) -> tuple[Tensor, Tensor, int]:
+def _split_at_threshold(
+    values: Tensor, candidates: Tensor, count: int, ranks: DataRanks = ONE_RANK
+) -> tuple[Tensor, Tensor, int]:
     """Candidates above the count-th largest over all ranks, those equal to it, and how many of these are needed."""
     gathered = ranks.gather(values[candidates])
     count = min(count, len(gathered))
@@ -178,7 +180,7 @@ def _split_at_threshold(values: Tensor, candidates: Tensor, count: int, ranks: D
     return candidates & (values > threshold), candidates & (values == threshold), missing
 
 
-def _count(share: float, mask: Tensor, ranks: DataRanks) -> int:
+def _count(share: float, mask: Tensor, ranks: DataRanks = ONE_RANK) -> int:
     """The share of all tokens over all ranks, rounded down, and at least one."""
     return max(1, math.floor(share * int(ranks.sum(mask.sum().double()))))
 

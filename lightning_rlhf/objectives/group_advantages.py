@@ -34,12 +34,12 @@ class GroupAdvantage(AdvantageEstimator):
 
     @abstractmethod
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
-        """(B,) float64 advantage of each response, 0 where it is no member.
+        """(B,) float64 advantage of each response, 0 for responses that are not members.
 
         Args:
-            inputs: of this rank.
+            inputs: responses of this rank.
             member: (B,) bool, responses with a policy token.
-            ranks: exchange tensors.
+            ranks: ranks that hold the other rows.
         """
 
 
@@ -48,7 +48,7 @@ def over_tokens(values: Tensor, inputs: AdvantageInputs) -> Tensor:
 
     Args:
         values: (B,).
-        inputs: whose mask and dtype.
+        inputs: inputs with the mask and dtype.
     """
     return values.unsqueeze(1).to(inputs.token_rewards.dtype).expand_as(inputs.mask).masked_fill(~inputs.mask, 0)
 
@@ -180,7 +180,7 @@ class GDPO(GroupAdvantage):
     Args:
         reward_keys: names of the rewards.
         reward_weights: w_k, one for each name, finite; None is 1 for all.
-        eps: of the rewards' std, reward units, and of the batch's, no unit; positive.
+        eps: added to the rewards' standard deviation, reward units, and to the batch's, no unit; positive.
     """
 
     reads_total_reward: ClassVar[bool] = False

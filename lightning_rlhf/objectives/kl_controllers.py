@@ -16,7 +16,8 @@ class KLTerm:
 
     Args:
         coef: weight, at least 0; 0 switches the term off.
-        estimator: see :func:`lightning_rlhf.functional.kl.kl_estimate`. In the reward, k1 and k3 are unbiased; in the
+        estimator: estimator of the KL, see :func:`lightning_rlhf.functional.kl.kl_estimate`. In the
+            reward, k1 and k3 are unbiased; in the
             loss, k2, k3+, k1+ and abs+ have the gradient of KL(actor || ref), k3 that of KL(ref || actor), and k1 one
             that is zero in expectation.
         clamp: largest absolute value of a token's estimate, nats, positive; None, the default, leaves it.

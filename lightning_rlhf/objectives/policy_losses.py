@@ -24,7 +24,7 @@ def policy_inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same numbers, 0 outside the mask and log-probabilities within [-1e4, 1e4]; NaN inside stays NaN.
 
-    Filled before anything is computed: infinity times a gradient of 0 is no number.
+    Filled before anything is computed: infinity times a gradient of 0 is NaN.
     """
     logprobs, old_logprobs = (values.masked_fill(~mask, 0).clamp(-1e4, 1e4) for values in (logprobs, old_logprobs))
     return logprobs, old_logprobs, advantages.masked_fill(~mask, 0)
@@ -40,9 +40,9 @@ class ClippedPolicyLoss(PolicyLoss):
     "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning", Ye et al. 2020, eq. 5 (dual clip).
 
     Args:
-        clip_range: both bounds, in (0, 1), unless the next two say otherwise.
-        clip_range_low: how far the ratio may fall below 1, in (0, 1]; None takes ``clip_range``.
-        clip_range_high: how far the ratio may rise above 1, positive; None takes ``clip_range``.
+        clip_range: both bounds, in (0, 1), unless the next two override it.
+        clip_range_low: largest decrease of the ratio below 1, in (0, 1]; None takes ``clip_range``.
+        clip_range_high: largest increase of the ratio above 1, positive; None takes ``clip_range``.
         dual_clip: largest ratio that counts where the advantage is negative, above 1; None switches it off.
     """
 
@@ -101,7 +101,7 @@ class ReinforceLoss(PolicyLoss):
     """The plain policy gradient: L = -A logprob, without a ratio and without a clip.
 
     Right as long as the actor is the policy that sampled: one update on each rollout. Also the loss of GPG ("GPG: A
-    Simple and Strong Reinforcement Learning Baseline", Chu et al. 2025), whose novelty lies in its advantages.
+    Simple and Strong Reinforcement Learning Baseline", Chu et al. 2025), which differs in its advantages.
     See "Simple Statistical Gradient-Following Algorithms", Williams 1992, eq. 11.
     """
 
@@ -130,8 +130,8 @@ class CISPOLoss(PolicyLoss):
     sets no lower bound. The paper's aggregation is ``TokenMean``.
 
     Args:
-        clip_range_low: how far the weight may fall below 1, in (0, 1]; None sets no lower bound.
-        clip_range_high: how far the weight may rise above 1, positive. The default lets it reach 5, as "The Art of
+        clip_range_low: largest decrease of the weight below 1, in (0, 1]; None sets no lower bound.
+        clip_range_high: largest increase of the weight above 1, positive. The default lets it reach 5, as "The Art of
             Scaling Reinforcement Learning Compute for LLMs", Khatri et al. 2025, recommends.
     """
 
@@ -172,7 +172,7 @@ class SAPOLoss(PolicyLoss):
     ``SequenceMeanTokenMean``.
 
     Args:
-        tau_pos: how sharply the gate closes where the advantage is positive, positive.
+        tau_pos: sharpness of the gate where the advantage is positive, positive.
         tau_neg: the same elsewhere; larger, because pushing one token down lifts many others.
     """
 
@@ -206,7 +206,7 @@ class DROLoss(PolicyLoss):
     """The policy gradient with a quadratic penalty on the log-ratio, for answers that another policy wrote.
 
     L = -A logprob + beta / 2 (logprob - old_logprob)^2, whose gradient is -A + beta (logprob - old_logprob).
-    Beyond 20 nats the penalty goes on as a straight line, so that the pull back neither ends nor explodes.
+    Beyond 20 nats the penalty continues as a straight line, so that the pull back neither ends nor explodes.
     See "Offline Regularised Reinforcement Learning for Large Language Models Alignment", Richemond et al. 2024,
     section 3, whose penalty is on whole responses; by token it is what verl trains with.
 

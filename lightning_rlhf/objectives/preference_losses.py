@@ -66,8 +66,8 @@ class DirectLoss(ABC):
         """Loss of each pair.
 
         Args:
-            chosen: (B,) log-ratios of the preferred answers, summed over tokens or averaged as ``length_normalized``
-                says.
+            chosen: (B,) log-ratios of the preferred answers, summed over tokens or averaged if
+                ``length_normalized``.
             rejected: (B,) those of the others.
 
         Returns:
@@ -147,7 +147,7 @@ class IPOLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class KTOLoss:
-    """Kahneman-Tversky optimization: each answer is judged by itself, as a gain or a loss against a point of reference.
+    """Kahneman-Tversky optimization: each response is a gain or a loss against a reference point.
 
     L = w_desirable (1 - sigmoid(beta (r - z))) for answers to give, w_undesirable (1 - sigmoid(beta (z - r))) for
     others; r is the log-ratio, and z >= 0 the policy's KL to the reference.
@@ -155,8 +155,9 @@ class KTOLoss:
 
     Args:
         beta: strength of the hold on the reference, positive.
-        desirable_weight: of answers to give, positive. The paper wants weight times count of both kinds to be alike.
-        undesirable_weight: of the others, positive.
+        desirable_weight: weight of desirable responses, positive. In the paper, weight times count is about equal for
+            both kinds.
+        undesirable_weight: weight of the other responses, positive.
     """
 
     beta: float = 0.1

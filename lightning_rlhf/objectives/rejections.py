@@ -15,14 +15,14 @@ class Rejection:
     """Drops tokens, or whole responses, that the trained policy sees too differently from the rollout policy.
 
     With l = log(train / rollout) of a token, clamped to [-20, 20]:
-        k1 = l                  bounded as a ratio: kept where lower <= exp(k1) <= upper
-        k2 = l^2 / 2            kept where k2 <= upper, nats
-        k3 = exp(l) - 1 - l     kept where k3 <= upper, nats
+        k1 = l                  bounded as a ratio: accepted where lower <= exp(k1) <= upper
+        k2 = l^2 / 2            accepted where k2 <= upper, nats
+        k3 = exp(l) - 1 - l     accepted where k3 <= upper, nats
 
     See "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", Liu et al. 2025.
 
     Args:
-        statistic: what is compared.
+        statistic: statistic that is compared.
         level: ``token`` drops tokens. The others drop whole responses, by the sum or mean of the statistic over their
             tokens, or with ``sequence_max`` as soon as one token is out of bounds.
         upper: upper bound, positive; for k1 a ratio train / rollout, else nats.
@@ -79,13 +79,13 @@ class Rejection:
             return values.sum(dim=1)
         if self.level == "sequence_mean":
             return response_mean(values, mask)
-        # The token that is farthest out: by l where k1 decides, on whichever side that exceeds its bound more.
+        # The token that is farthest out: by l where k1 decides, on the side that exceeds its bound more.
         low, high = self.bounds
         excess = torch.maximum(values - high, low - values).masked_fill(~mask, -math.inf)
         return values.gather(1, excess.argmax(dim=1, keepdim=True)).squeeze(1)
 
     def keep(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) bool, the tokens of the mask that are kept.
+        """(B, T) bool, the tokens of the mask that are accepted.
 
         Args:
             log_ratio: (B, T) log of train / rollout, 0 where the mask is False.
@@ -93,5 +93,5 @@ class Rejection:
         """
         low, high = self.bounds
         values = self.values(log_ratio, mask)
-        kept = (values >= low) & (values <= high)
-        return mask & (kept if self.level == "token" else kept.unsqueeze(1))
+        accepted = (values >= low) & (values <= high)
+        return mask & (accepted if self.level == "token" else accepted.unsqueeze(1))

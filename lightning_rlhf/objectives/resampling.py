@@ -11,7 +11,7 @@ Method = Literal["pow", "max_min", "max_random"]
 
 @dataclass(frozen=True)
 class ScoreResampling:
-    """Policy filtration: rows of a batch are drawn anew, with replacement, by how reliable their scores are.
+    """Policy filtration: rows of a batch are drawn with replacement, by how reliable their scores are.
 
     The chance of a row is proportional to w + 1e-8, with w by method:
         pow          (|score| / largest |score|)^power
@@ -22,7 +22,7 @@ class ScoreResampling:
 
     Args:
         method: one of the three.
-        power: of ``pow``, at least 0; 0 draws all rows alike.
+        power: exponent of ``pow``, at least 0; 0 draws all rows alike.
     """
 
     method: Method = "pow"
@@ -35,12 +35,12 @@ class ScoreResampling:
             raise ValueError(f"power must be at least 0, got {self.power}")
 
     def __call__(self, scores: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
-        """Numbers of the rows to learn from; none where there is none to draw from.
+        """Numbers of the rows to train on; empty for an empty batch.
 
         Args:
             scores: (B,) finite, of all rows that may be drawn.
-            generator: on the CPU, so that a seed gives the same rows everywhere.
-            count: of draws, at least 1; None draws as many as there are scores.
+            generator: random generator on the CPU, so that a seed gives the same rows everywhere.
+            count: number of draws, at least 1; None draws as many as there are scores.
 
         Returns:
             (count,) int64 in [0, B).
@@ -62,7 +62,7 @@ class ScoreResampling:
             scores: (B,) finite, at least one.
         """
         if self.method == "pow":
-            # By the largest one, or large scores would overflow; what is drawn does not change.
+            # By the largest one, or large scores would overflow; the distribution does not change.
             size = scores.double().abs()
             return (size / size.max().clamp(min=torch.finfo(torch.float64).tiny)) ** self.power
         best = scores == scores.max()

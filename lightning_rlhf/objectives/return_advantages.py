@@ -74,7 +74,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
     Args:
         handle_zero_tail: at positions where only one response of a larger group has a policy token, B is 0, so A = G;
-            otherwise B is its own G there, so A = 0 and the tail of the longest response is not learnt.
+            otherwise B is its own G there, so A = 0 and the tail of the longest response has no gradient.
     """
 
     needs_groups: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class ToolOptimalTokenBaseline(OptimalTokenBaseline):
     answers are.
 
     Args:
-        handle_zero_tail: as in :class:`OptimalTokenBaseline`.
+        handle_zero_tail: treatment of the tail, see :class:`OptimalTokenBaseline`.
     """
 
     def baseline(self, returns: Tensor, energy: Tensor, mask: Tensor, group: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def cumulative_energy(inputs: AdvantageInputs) -> Tensor:
     """(B, T) float64 W of :class:`OptimalTokenBaseline`, 0 where the mask is False.
 
     Args:
-        inputs: with ``logprobs`` and ``sum_pi_squared``.
+        inputs: inputs with ``logprobs`` and ``sum_pi_squared``.
 
     Raises:
         ValueError: one of the two is missing.

@@ -34,8 +34,8 @@ class GSPOLoss(PolicyLoss):
     by their length. See "Group Sequence Policy Optimization", Zheng et al. 2025, eqs. 5 and 7, and 13 and 14 (s_t).
 
     Args:
-        clip_range_low: how far the response's ratio may fall below 1, in (0, 1].
-        clip_range_high: how far it may rise above 1, positive. A mean over many tokens stays close to 1, so both are
+        clip_range_low: largest decrease of the response's ratio below 1, in (0, 1].
+        clip_range_high: largest increase above 1, positive. A mean over many tokens stays close to 1, so both are
             a thousand times smaller than for tokens; the defaults are the paper's.
     """
 
@@ -89,8 +89,8 @@ class GMPOLoss(PolicyLoss):
     See "Geometric-Mean Policy Optimization", Zhao et al. 2025 (arXiv 2507.20673), section 3.
 
     Args:
-        clip_range_low: how far a token's log-ratio may fall below 0, nats, positive.
-        clip_range_high: how far it may rise above 0, nats, positive. The defaults are the paper's.
+        clip_range_low: largest decrease of a token's log-ratio below 0, nats, positive.
+        clip_range_high: largest increase above 0, nats, positive. The defaults are the paper's.
     """
 
     clip_range_low: float = 0.4
@@ -131,8 +131,8 @@ class VESPOLoss(PolicyLoss):
     whose sum over a response is ``SequenceMeanTokenSum``; the authors' code and TRL take ``TokenMean``.
 
     Args:
-        k_pos: how fast the weight falls as W falls below 1, positive; where the advantage is at least 0.
-        lambda_pos: how fast it falls as W rises, positive; where the advantage is at least 0.
+        k_pos: rate at which the weight falls as W falls below 1, positive; where the advantage is at least 0.
+        lambda_pos: rate at which it falls as W rises, positive; where the advantage is at least 0.
         k_neg: ``k_pos`` where the advantage is negative.
         lambda_neg: ``lambda_pos`` where the advantage is negative.
     """

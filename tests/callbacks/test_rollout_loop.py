@@ -21,7 +21,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
 from lightning_rlhf.strategies.roles import PlainRoles

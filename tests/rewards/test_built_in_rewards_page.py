@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
 PAGE = (Path(__file__).parents[2] / "docs/built_in_rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

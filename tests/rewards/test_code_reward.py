@@ -16,11 +16,11 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_rlhf.data.programming import Tasks
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.code import CodeExecution, program_of, read_tests
-from lightning_rlhf.rewards.sandbox import Finished, Limits, Sandbox, SandboxFault, SandboxUnavailable
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_verdict import CallTest, TextTest
+from lightning_rlhf.rewards.code import CodeExecution, extract_program
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.sandbox.program_tests import CallTest, TextTest, read_tests
+from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult, Sandbox, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/sandbox.md"
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -44,7 +44,7 @@ class Echo:
             self.runs.append(source)
         if self.fault:
             raise SandboxFault("no namespaces are left")
-        return Finished(source, "", 0)
+        return ProgramResult(source, "", 0)
 
 
 def text(*expected):
@@ -102,7 +102,7 @@ def test_the_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
     reward = CodeExecution(sandbox=echo)
     assert reward(completions=["1", "2", "1", "1"], tests=[text("1")] * 3 + [text("2")]) == [1.0, 0.0, 1.0, 0.0]
     assert sorted(echo.runs) == ["1", "1", "2"]
-    with ThreadPoolExecutor(8) as pool:  # as the jury calls it
+    with ThreadPoolExecutor(8) as pool:  # as the executor calls it
         found = list(pool.map(lambda _: reward(completions=["7"], tests=[text("7", "8")]), range(8)))
     assert found == [[0.5]] * 8
     assert echo.runs.count("7") == 2
@@ -146,7 +146,7 @@ def test_it_is_judged_while_others_are_still_written_and_travels_to_other_proces
     ],
 )
 def test_which_program_is_taken_from_a_completion(completion, program):
-    assert program_of(completion) == program
+    assert extract_program(completion) == program
 
 
 def test_a_completion_of_fences_is_read_in_linear_time():
@@ -154,7 +154,7 @@ def test_a_completion_of_fences_is_read_in_linear_time():
 
     def seconds(count):
         began = time.process_time()
-        program_of("```text\n" * count)
+        extract_program("```text\n" * count)
         return time.process_time() - began
 
     short = min(seconds(10_000) for _ in range(3))
@@ -195,19 +195,19 @@ def test_tests_are_read_in_every_form_and_as_json_text(given, expected):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("{", "the tests '{' are no JSON"),
-        ([], "are not in a form that is known; expected a list of"),
-        (None, "the tests None are not in a form"),
-        (7, "the tests 7 are not in a form"),
+        ("{", "the tests '{' are not JSON"),
+        ([], "have an unknown format; expected a list of"),
+        (None, "the tests None have an unknown format"),
+        (7, "the tests 7 have an unknown format"),
         ([{"input": "1"}], "is neither {input, output} nor {name, args, expected}: {'input': '1'}"),
         ([{"input": 1, "output": 1}], "is neither"),
         (["1"], "is neither"),
-        ({"inputs": ["1"], "outputs": []}, "must be lists of one length"),
-        ({"inputs": [], "outputs": []}, "of at least one test"),
-        ({"inputs": "12", "outputs": "12"}, "must be lists of one length"),
-        ({"inputs": [1], "outputs": [1]}, "must be texts, because there is no fn_name"),
-        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be a list of arguments, because there is a fn_name"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is no JSON"),
+        ({"inputs": ["1"], "outputs": []}, "must be lists of the same length"),
+        ({"inputs": [], "outputs": []}, "the same length, at least 1"),
+        ({"inputs": "12", "outputs": "12"}, "must be lists of the same length"),
+        ({"inputs": [1], "outputs": [1]}, "must be strings unless fn_name is set"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be a list of arguments, because fn_name is set"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is not JSON"),
     ],
 )
 def test_tests_that_nobody_understands_are_refused_and_shown(given, sentence):

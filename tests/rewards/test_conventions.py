@@ -13,10 +13,8 @@ import time
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import OPENRLHF, OURS, VERL, VERL_BATCH, Call, TrainerState
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import OPENRLHF, OURS, VERL, VERL_BATCH, RewardFunction, TrainerState
 
 OFFERED = {
     "prompts": ["1+1?", "2+2?"],
@@ -30,8 +28,8 @@ OFFERED = {
 
 
 def scores(function, offered=OFFERED, **options):
-    with Jury([RewardFunction(function, **options)]) as jury:
-        return Scoring(jury, TrainerState(7, 100, 1.0)).finish(offered)
+    with RewardExecutor([RewardFunction(function, **options)]) as executor:
+        return executor.score(offered, TrainerState(7, 100, 1.0))
 
 
 def rewards(function, offered=OFFERED, **options):
@@ -88,14 +86,14 @@ def test_verls_functions_of_one_sample():
 def test_verls_dictionary_is_a_score_and_numbers_to_log():
     found = scores(math_dapo)
     assert found.rewards["math_dapo"].tolist() == [1, -1]
-    assert found.told["reward_math_dapo/acc"] == (1.0, 2.0)
-    assert "reward_math_dapo/pred" not in found.told  # text has no mean
+    assert found.metrics["reward_math_dapo/acc"] == (1.0, 2.0)
+    assert "reward_math_dapo/pred" not in found.metrics  # text has no mean
 
 
 def test_verls_functions_of_a_batch():
     found = scores(compute_score_batched)
     assert found.rewards["compute_score_batched"].tolist() == [1, 0]
-    assert found.told["reward_compute_score_batched/length"] == (17.0, 2.0)
+    assert found.metrics["reward_compute_score_batched/length"] == (17.0, 2.0)
 
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +148,7 @@ def test_prompts_are_their_own_messages_or_one_of_the_user():
 
 
 def test_a_function_that_reads_messages_from_text_is_told_of_the_option():
-    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to take chat messages: give it messages: true"):
+    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to take chat messages: set messages: true"):
         rewards(accuracy_reward)
 
 
@@ -171,16 +169,16 @@ def test_trls_async_functions_are_given_the_whole_batch():
 def test_what_a_function_logs_is_told_as_means():
     found = scores(that_logs)
     assert found.rewards["that_logs"].tolist() == [7, 100]
-    assert found.told["reward_that_logs/share"] == (0.25, 1.0)
-    assert found.told["reward_that_logs/length"] == (12.0, 2.0)
-    assert "reward_that_logs/extracted" not in found.told
+    assert found.metrics["reward_that_logs/share"] == (0.25, 1.0)
+    assert found.metrics["reward_that_logs/length"] == (12.0, 2.0)
+    assert "reward_that_logs/extracted" not in found.metrics
 
 
 def test_a_number_cannot_be_called_like_one_that_is_counted():
     def function(completions, log_metric):
         log_metric("errors", 1.0)
 
-    with pytest.raises(RuntimeError, match="'function' logs a number as 'errors', which is counted already"):
+    with pytest.raises(RuntimeError, match="'function' logs a number as 'errors', which is a built-in metric"):
         rewards(function)
 
 
@@ -197,9 +195,9 @@ def reward_func(queries, prompts, labels, **kwargs):
 def test_openrlhfs_functions():
     found = scores(reward_func)
     assert found.rewards["reward_func"].tolist() == [1, 0]
-    assert found.told["reward_reward_func/dummy"] == (2.0, 2.0)
-    assert found.told["reward_reward_func/scores"] == (1.0, 2.0)
-    assert found.told["reward_reward_func/one"] == (1.0, 1.0)
+    assert found.metrics["reward_reward_func/dummy"] == (2.0, 2.0)
+    assert found.metrics["reward_reward_func/scores"] == (1.0, 2.0)
+    assert found.metrics["reward_reward_func/one"] == (1.0, 1.0)
     assert rewards(lambda queries, labels: torch.tensor([1.0, 2.0])) == [1, 2]
 
 
@@ -215,8 +213,8 @@ def test_openrlhfs_functions():
     ],
 )  # fmt: skip
 def test_a_convention_is_seen_by_the_parameters(function, convention):
-    assert Call(function).convention is convention
-    assert Call(function).is_async == (function in (compute_score_async, judged_elsewhere))
+    assert RewardFunction(function).convention is convention
+    assert RewardFunction(function).is_async == (function in (compute_score_async, judged_elsewhere))
 
 
 @pytest.mark.parametrize(
@@ -270,9 +268,9 @@ def test_a_class_is_made_an_object_with_the_arguments():
     ("options", "told"),
     [
         ({"timeout_s": 0}, "timeout_s must be positive or null, got 0"),
-        ({"max_error_rate": 1.5}, r"max_error_rate must lie in \[0, 1\], got 1.5"),
-        ({"timeout_s": 1, "per_sample": False}, "timeout_s is for one completion"),
-        ({"function": "nowhere.py:f"}, "there is no file nowhere.py"),
+        ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1.5"),
+        ({"timeout_s": 1, "per_sample": False}, "timeout_s applies to single completions"),
+        ({"function": "nowhere.py:f"}, "file not found: nowhere.py"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, told):

@@ -12,8 +12,8 @@ pytest.importorskip("httpx")
 pytest.importorskip("tenacity")
 
 from lightning_rlhf.rewards import endpoint as endpoint_module
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.endpoint import BudgetSpent, Client, Endpoint, Question
+from lightning_rlhf.rewards.endpoint import BudgetSpent, Client, Endpoint, Request
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.judge import TEMPLATE, JudgeReward
 from lightning_rlhf.rewards.remote import RemoteReward, VLLMReward
 
@@ -105,8 +105,8 @@ def ask(client, count=1, tokens=1):
     """What the questions 0, 1, ... are answered, asked at the same time."""
 
     async def all_of_them():
-        questions = [Question({"n": n}, tokens) for n in range(count)]
-        return await asyncio.gather(*(client.ask(question) for question in questions))
+        requests = [Request({"n": n}, tokens) for n in range(count)]
+        return await asyncio.gather(*(client.post(request) for request in requests))
 
     return asyncio.run(all_of_them())
 
@@ -159,7 +159,7 @@ def test_pauses_grow_to_a_bound_and_no_two_are_alike(monkeypatch):
 @pytest.mark.parametrize("answer", [(500, {}, "down"), ok("not json {")])
 def test_after_all_tries_one_sentence_names_the_server(stub, client, answer):
     stub.script = [answer]
-    with pytest.raises(RuntimeError, match=r"(answered 3 times: 500 'down'|gave no answer in 3 tries: JSON)"):
+    with pytest.raises(RuntimeError, match=r"(answered 3 times: 500 'down'|gave did not answer in 3 tries: JSON)"):
         ask(client(tries=3))
     assert len(stub.seen) == 3
 
@@ -177,7 +177,7 @@ def test_a_server_that_hangs_is_left_and_asked_again(stub, client):
 
 def test_no_server_is_one_sentence(stub):
     client = Client(Endpoint("http://127.0.0.1:9/score", tries=2))
-    with pytest.raises(RuntimeError, match=r"^http://127.0.0.1:9/score gave no answer in 2 tries: ConnectError"):
+    with pytest.raises(RuntimeError, match=r"^http://127.0.0.1:9/score gave did not answer in 2 tries: ConnectError"):
         ask(client)
     client.close()
 
@@ -310,7 +310,7 @@ def test_a_key_that_is_not_there_is_said_at_once(monkeypatch):
     ("options", "said"),
     [
         ({"url": "127.0.0.1:80"}, "url must begin with http"),
-        ({"url": "http://me:secret@127.0.0.1"}, "^url holds a name or password, and would be shown in messages"),
+        ({"url": "http://me:secret@127.0.0.1"}, "^url must not contain a user name or password, because messages show it"),
         ({"tries": 0}, "tries must be positive, got 0"),
         ({"max_tokens": -1}, "max_tokens must be positive, got -1"),
     ],

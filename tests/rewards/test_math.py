@@ -17,10 +17,9 @@ import pytest
 math_verify = pytest.importorskip("math_verify")
 
 from lightning_rlhf.rewards import math_worker  # noqa: E402
-from lightning_rlhf.rewards.adapter import RewardFunction  # noqa: E402
-from lightning_rlhf.rewards.dispatch import Jury  # noqa: E402
+from lightning_rlhf.rewards.executor import RewardExecutor  # noqa: E402
+from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
 from lightning_rlhf.rewards.math import MathReward, gold_text  # noqa: E402
-from lightning_rlhf.rewards.scoring import Scoring  # noqa: E402
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 RIGHT = [
@@ -231,19 +230,19 @@ def test_an_honest_answer_is_judged_however_many_hostile_ones_stand_before_it(mo
     texts = [slow] * 8 + ["5"] + [slow] * 3
     for per_sample in (True, False):
         reward = RewardFunction(MathReward(timeout_s=0.1, workers=1), name="math", per_sample=per_sample)
-        with Jury([reward]) as jury:
+        with RewardExecutor([reward]) as executor:
             columns = {"prompts": [""] * 12, "completions": texts, "ground_truth": ["5"] * 12}
-            scores = Scoring(jury).finish(columns)
+            scores = executor.score(columns)
         reward.close()
         assert scores.rewards["math"].tolist() == [0.0] * 8 + [1.0] + [0.0] * 3
-        assert scores.told["reward_math/given_up"] == (11.0, 12.0)
+        assert scores.metrics["reward_math/given_up"] == (11.0, 12.0)
 
 
 def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
     script = (
         "import os, resource\n"
         "from lightning_rlhf.rewards import math_worker\n"
-        "math_worker.prepare(512)\n"
+        "math_worker.initialize(512)\n"
         "assert not os.environ\n"
         "assert resource.getrlimit(resource.RLIMIT_AS)[0] == 512 << 20\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
@@ -256,9 +255,9 @@ def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
 
 
 def test_a_verdict_that_is_interrupted_leaves_no_alarm_behind():
-    assert math_worker.verdict(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
+    assert math_worker.is_equal(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-    assert math_worker.verdict(r"\boxed{1}", "1", 5.0) is True
+    assert math_worker.is_equal(r"\boxed{1}", "1", 5.0) is True
 
 
 def test_right_answers_that_cannot_be_read_are_refused_not_scored_zero(reward):

@@ -8,9 +8,16 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.rewards import dispatch, worker
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import GIVEN, OPENRLHF, TOOLS, VERL, VERL_BATCH
+from lightning_rlhf.rewards import executor, worker
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import (
+    CALL_ARGUMENTS,
+    GENERATED_COLUMNS,
+    OPENRLHF,
+    VERL,
+    VERL_BATCH,
+    RewardFunction,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 
@@ -37,7 +44,7 @@ def rewards_of(text):
 
 def test_the_function_of_the_page_judges(folder):
     reward = RewardFunction("my_rewards.py:brief_and_right")
-    values = reward(completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
+    values = compute_reward(reward, completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
     assert values == pytest.approx([0.98, -0.01])
 
 
@@ -50,15 +57,15 @@ def test_every_configuration_makes_reward_functions(folder, text):
 
 
 def test_the_tables_name_what_there_is():
-    for name in (*GIVEN, *TOOLS):
+    for name in (*GENERATED_COLUMNS, *CALL_ARGUMENTS):
         assert f"`{name}" in PAGE
     for convention in (VERL, VERL_BATCH, OPENRLHF):
-        assert f"`{convention.sign}`" in PAGE
-        assert all(f"{theirs}=" in PAGE for theirs in convention.ours)
+        assert f"`{convention.marker}`" in PAGE
+        assert all(f"{theirs}=" in PAGE for theirs in convention.columns)
     options = {field.name: field.default for field in fields(RewardFunction)}
     assert f"max_error_rate: {options['max_error_rate']}" in PAGE
     assert "`on_error: raise` | a fault ends the run; the default" in PAGE
     assert options["on_error"] == "raise"
-    assert f"up to {dispatch._PROCESSES} processes" in PAGE
-    assert f"up to {dispatch._THREADS} threads" in PAGE
-    assert f"{worker._MOST_OUTPUT:,} characters" in PAGE
+    assert f"up to {worker._MAX_PROCESSES} processes" in PAGE
+    assert f"up to {executor._THREADS} threads" in PAGE
+    assert f"{worker._MAX_OUTPUT:,} characters" in PAGE

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
@@ -65,7 +66,7 @@ def test_each_completion_is_held_to_its_own_answer():
 @pytest.mark.parametrize("rule", [gsm8k_strict, gsm8k_lenient])
 def test_data_without_results_are_refused_not_scored_zero(rule):
     with pytest.raises(RuntimeError, match=r"'gsm8k_\w+' raised ValueError: the data's answer 'twelve' has no '####"):
-        RewardFunction(rule)(completions=["#### 12"], answer=["twelve"])
+        compute_reward(RewardFunction(rule), completions=["#### 12"], answer=["twelve"])
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards import sandbox_bubblewrap as bubblewrap
-from lightning_rlhf.rewards.sandbox import Limits, Sandbox, SandboxFault, SandboxUnavailable, probe
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_seccomp import _DENIED, _NARROWED, filter_program
+from lightning_rlhf.rewards.sandbox import bubblewrap
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox, probe
+from lightning_rlhf.rewards.sandbox.protocol import Limits, Sandbox, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
+from lightning_rlhf.rewards.sandbox.seccomp import _DENIED, _NARROWED, filter_program
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=10.0)
@@ -48,7 +48,7 @@ def test_the_probe_says_what_works():
 
 
 def test_the_probe_is_light():
-    code = "import sys; import lightning_rlhf.rewards.sandbox_bubblewrap; sys.exit('torch' in sys.modules)"
+    code = "import sys; import lightning_rlhf.rewards.sandbox.bubblewrap; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
@@ -65,18 +65,18 @@ def test_no_bubblewrap_is_no_fault_of_the_machine_but_no_sandbox_either(monkeypa
     [
         (
             "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
-            "AppArmor forbids user namespaces: set",
+            "AppArmor blocks user namespaces: set",
         ),
         (
             "echo 'bwrap: Creating new namespace failed: Operation not permitted' >&2; exit 1",
-            "namespaces are switched off",
+            "namespaces are disabled",
         ),
         ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "install bubblewrap 0.8 or newer"),
-        ("echo 'could not be started as an unprivileged user' >&2; exit 1", "give it the user ids up to 65534"),
+        ("echo 'could not be started as an unprivileged user' >&2; exit 1", "map the user ids up to 65534"),
         ("echo 'bwrap: what?' >&2; exit 1", "(bwrap: what?): use a RemoteSandbox"),
-        ("exit 3", "ended with 3 and said nothing"),
-        ("exit 0", "ended with 0 and said nothing"),
-        ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and said nothing"),
+        ("exit 3", "exited with 3 and no message"),
+        ("exit 0", "exited with 0 and no message"),
+        ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and no message"),
     ],
 )
 def test_bubblewrap_that_does_not_work_is_said_with_what_to_do(monkeypatch, public, script, sentence):
@@ -97,12 +97,12 @@ def test_bubblewrap_that_does_not_work_is_said_with_what_to_do(monkeypatch, publ
     ("name", "value"),
     [
         ("filter_program", lambda: ALLOW_ALL),
-        ("_START", bubblewrap._START.replace(b"resource.setrlimit(", b"str((")),
+        ("_BOOTSTRAP", bubblewrap._BOOTSTRAP.replace(b"resource.setrlimit(", b"str((")),
         ("_LIBRARIES", (*bubblewrap._LIBRARIES, "/proc")),
     ],
 )
 def test_a_sandbox_that_starts_but_leaves_something_open_is_refused(monkeypatch, name, value):
-    if name == "_START":
+    if name == "_BOOTSTRAP":
         value = value.replace(b"(_value, _value))", b"(_value, _value)))")
     monkeypatch.setattr(bubblewrap, name, value)
     with pytest.raises(SandboxUnavailable, match="starts but does not isolate"):
@@ -228,7 +228,8 @@ def test_no_more_programs_run_at_a_time_than_asked_for(monkeypatch):
 def test_a_sandbox_dies_with_the_trainer(end):
     seconds = 12345.0 + os.getpid() + 0.5 * end  # stands on the sandbox's command line, as RLIMIT_CPU
     code = (
-        "from lightning_rlhf.rewards.sandbox import Limits; import lightning_rlhf.rewards.sandbox_bubblewrap as b; "
+        "from lightning_rlhf.rewards.sandbox.protocol import Limits\n"
+        "import lightning_rlhf.rewards.sandbox.bubblewrap as b\n"
         f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
@@ -288,12 +289,10 @@ def becomes(condition, seconds=30.0):
 @needs_bwrap
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_an_ordinary_user_has_the_sandbox_too(public):
-    package = public / "lightning_rlhf/rewards"
-    package.mkdir(parents=True)
-    for file in Path(bubblewrap.__file__).parent.glob("sandbox*.py"):
-        shutil.copy(file, package)
+    shutil.copytree(Path(bubblewrap.__file__).parent, public / "lightning_rlhf/rewards/sandbox")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from lightning_rlhf.rewards.sandbox import probe; print(probe())"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from lightning_rlhf.rewards.sandbox.bubblewrap import probe; print(probe())"
     )
     command = ["/usr/bin/python3", "-c", code, str(public)]
     done = subprocess.run(command, user=1000, group=1000, extra_groups=[], capture_output=True, text=True, check=False)

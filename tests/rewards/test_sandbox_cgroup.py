@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_rlhf.rewards import sandbox_cgroup as cgroup
-from lightning_rlhf.rewards.sandbox import Limits, SandboxFault
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated, mounted
+from lightning_rlhf.rewards.sandbox import cgroup
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.cgroup import control_group, delegated_group, mount_points
+from lightning_rlhf.rewards.sandbox.protocol import Limits, SandboxFault
 
 MIB = 2**20
-FOLDER = delegated()
-KERNELS = next((folder for folder in mounted() if os.access(folder, os.W_OK)), None)
+FOLDER = delegated_group()
+KERNELS = next((folder for folder in mount_points() if os.access(folder, os.W_OK)), None)
 needs_delegation = pytest.mark.skipif(
     FOLDER is None or shutil.which("bwrap") is None,
     reason="needs bubblewrap and a cgroup2 folder that is writable and hands on memory and pids",
@@ -42,22 +42,22 @@ def machine(tmp_path, monkeypatch):
 
 def test_the_nearest_folder_that_hands_on_memory_and_pids_is_taken(machine):
     kernel, root = machine
-    assert delegated(kernel) == root / "user"
+    assert delegated_group(kernel) == root / "user"
     (root / "user/cgroup.subtree_control").write_text("memory\n")
-    assert delegated(kernel) == root
+    assert delegated_group(kernel) == root
     (root / "cgroup.subtree_control").write_text("\n")
-    assert delegated(kernel) is None
+    assert delegated_group(kernel) is None
 
 
 def test_a_machine_that_knows_no_groups_has_none(tmp_path):
-    assert delegated(tmp_path) is None
+    assert delegated_group(tmp_path) is None
 
 
 @pytest.mark.parametrize(("file", "text"), [("mounts", "tmpfs /run tmpfs rw 0 0\n"), ("cgroup", "5:memory:/user\n")])
 def test_without_the_second_version_there_is_none(machine, file, text):
     kernel, _ = machine
     (kernel / file).write_text(text)
-    assert delegated(kernel) is None
+    assert delegated_group(kernel) is None
 
 
 def test_a_folder_in_which_no_group_can_be_made_is_passed_by(machine, monkeypatch):
@@ -70,7 +70,7 @@ def test_a_folder_in_which_no_group_can_be_made_is_passed_by(machine, monkeypatc
         return made(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(cgroup.tempfile, "mkdtemp", refuse)
-    assert delegated(kernel) == root
+    assert delegated_group(kernel) == root
 
 
 def test_what_killed_trainers_left_is_removed_and_what_lives_is_not(machine):
@@ -78,7 +78,7 @@ def test_what_killed_trainers_left_is_removed_and_what_lives_is_not(machine):
     dead, alive = (root / f"user/lightning-rlhf-sandbox-{pid}-x" for pid in (2**22 + 1, os.getpid()))
     for folder in (dead, alive):
         folder.mkdir()
-    assert delegated(kernel) == root / "user"
+    assert delegated_group(kernel) == root / "user"
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
@@ -104,7 +104,7 @@ def test_a_group_that_cannot_be_made_or_removed_is_a_fault(machine, monkeypatch)
         control_group(Path("/nowhere"), 1, 1),
     ):
         pass
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(cgroup, "_REMOVAL_TIMEOUT_S", 0.01)
 
     def busy(folder):
         raise OSError(errno.EBUSY, "Device or resource busy")
@@ -179,7 +179,7 @@ print("all made")
 )
 def test_the_kernel_s_own_groups_take_programs_in_kill_what_is_left_and_are_removed(monkeypatch):
     """Where the machine hands on neither memory nor pids, all but the bounds is seen on the kernel itself."""
-    monkeypatch.setattr(cgroup, "_bound", lambda *_: None)
+    monkeypatch.setattr(cgroup, "_set_limits", lambda *_: None)
     sandbox = BubblewrapSandbox()
     sandbox.__dict__["_groups"] = KERNELS
     assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"

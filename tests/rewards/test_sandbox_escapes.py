@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards.sandbox import Limits
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_seccomp import _DENIED
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.protocol import Limits
+from lightning_rlhf.rewards.sandbox.seccomp import _DENIED
 from tests.rewards.escape_attempts import ATTEMPTS
 
 pytestmark = [

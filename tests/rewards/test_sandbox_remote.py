@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightning_rlhf.rewards.code import CodeExecution
-from lightning_rlhf.rewards.sandbox import Limits, SandboxFault, SandboxUnavailable
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_verdict import TextTest
+from lightning_rlhf.rewards.sandbox.program_tests import TextTest
+from lightning_rlhf.rewards.sandbox.protocol import Limits, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
 
 
 def result(status="Finished", code=0, stdout="", stderr="", seconds=0.05):
@@ -193,8 +193,8 @@ def test_no_more_programs_are_in_flight_than_asked_for(serve):
 def test_the_verdict_and_the_reward_are_the_same_as_at_home(serve):
     stub = serve(SAID)
     sandbox = RemoteSandbox(stub.url)
-    assert TextTest("", "42").judge(sandbox, "", Limits()) == "passed"
-    assert TextTest("", "43").judge(sandbox, "", Limits()) == "wrong"
+    assert TextTest("", "42").run(sandbox, "", Limits()) == "passed"
+    assert TextTest("", "43").run(sandbox, "", Limits()) == "wrong"
     reward = CodeExecution(sandbox=sandbox)
     assert reward(completions=["x"], tests=[[{"input": "", "output": "42"}, {"input": "", "output": "1"}]]) == [0.5]
     stub.answers = [500]
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_run_python_is_refused(serve):
     ("options", "sentence"),
     [
         ({"url": "sandbox:8080"}, "must begin with http:// or https://, got 'sandbox:8080'"),
-        ({"url": "http://me:secret@x"}, "^url holds a name or password, and would be shown"),
+        ({"url": "http://me:secret@x"}, "^url must not contain a user name or password"),
         ({"url": "http://x", "concurrency": 0}, "concurrency must be at least 1, got 0"),
         ({"url": "http://x", "attempts": 0}, "attempts must be at least 1, got 0"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.shaping import OverlongPenalty, ScoreShaping
 from tests.helpers import assert_close
 
@@ -50,5 +50,5 @@ def test_the_penalty_of_length_is_a_reward_function():
 
 @pytest.mark.parametrize("buffer", [0, 11])
 def test_a_slope_longer_than_the_limit_is_refused(buffer):
-    with pytest.raises(ValueError, match=rf"^buffer_tokens must lie in \[1, max_tokens=10\], got {buffer}$"):
+    with pytest.raises(ValueError, match=rf"^buffer_tokens must be in \[1, max_tokens=10\], got {buffer}$"):
         OverlongPenalty(10, buffer)

@@ -2,11 +2,9 @@
 
 import pytest
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import TrainerState
-from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
+from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rewards.rules import gsm8k_strict
-from lightning_rlhf.rewards.scoring import Scoring
 from lightning_rlhf.rewards.sources import BySource
 from lightning_rlhf.rewards.text import ExactMatch
 
@@ -26,11 +24,18 @@ TRUTHS = ["1", "bern", "2", "4", "5", "6"]
 
 def test_each_completion_is_judged_by_the_function_of_its_source():
     reward = BySource({"openai/gsm8k": gsm8k_strict, "wiki": ExactMatch(), "aime*": compute_score, "*": later})
-    found = RewardFunction(reward)(
-        completions=TEXTS, prompts=TEXTS, data_source=SOURCES, ground_truth=TRUTHS, level=[7] * 6
+    found = compute_reward(
+        RewardFunction(reward),
+        completions=TEXTS,
+        prompts=TEXTS,
+        data_source=SOURCES,
+        ground_truth=TRUTHS,
+        level=[7] * 6,
     )
     assert found.tolist() == [1, 1, 0, 1, -1, 7]
-    zero = RewardFunction(reward)(completions=["a"], prompts=["a"], data_source=["x"], ground_truth=["a"], level=[0])
+    zero = compute_reward(
+        RewardFunction(reward), completions=["a"], prompts=["a"], data_source=["x"], ground_truth=["a"], level=[0]
+    )
     assert zero.isnan().all()
 
 
@@ -40,11 +45,11 @@ def test_functions_know_of_the_run_and_their_further_numbers_are_logged():
 
     reward = RewardFunction(BySource({"a": late, "*": compute_score}), name="right")
     columns = {"data_source": ["b", "a", "b"], "ground_truth": ["x"] * 3, "prompts": ["p"] * 3}
-    with Jury([reward]) as jury:
-        found = Scoring(jury, TrainerState(7)).finish({"completions": ["x", "y", "xyz"], **columns})
+    with RewardExecutor([reward]) as executor:
+        found = executor.score({"completions": ["x", "y", "xyz"], **columns}, TrainerState(7))
     assert found.rewards["right"].tolist() == [1, 7, -1]
-    assert found.told["reward_right/length"] == (4.0, 2.0)
-    assert found.told["reward_right/not_applicable"] == (0.0, 3.0)
+    assert found.metrics["reward_right/length"] == (4.0, 2.0)
+    assert found.metrics["reward_right/not_applicable"] == (0.0, 3.0)
 
 
 def test_the_first_pattern_that_fits_is_taken():
@@ -53,7 +58,7 @@ def test_the_first_pattern_that_fits_is_taken():
 
 
 def test_a_source_without_a_function_is_said():
-    with pytest.raises(ValueError, match=r"no reward function for data_source 'wiki': there are \['openai/gsm8k'\]"):
+    with pytest.raises(ValueError, match=r"no reward function for data_source 'wiki'; patterns: \['openai/gsm8k'\]"):
         BySource({"openai/gsm8k": gsm8k_strict})(TEXTS, SOURCES, ground_truth=TRUTHS)
 
 

@@ -119,7 +119,7 @@ def test_thinking_and_answering_by_hand(text, earned):
 def test_a_format_is_of_the_whole_completion():
     assert Format(r"Answer: \d+")(["Answer: 12", " Answer: 12\n", "Answer: 12.", "The Answer: 12"]) == [1, 1, 0, 0]
     assert Format(r"a.b")(["a\nb"]) == [1.0]
-    with pytest.raises(ValueError, match=r"format pattern '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"format pattern '\(' is not a regular expression"):
         Format("(")
 
 

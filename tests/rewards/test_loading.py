@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_rlhf.rewards.resolve import load_function
+from lightning_rlhf.rewards.loading import load_function
 
 SOURCE = """
 import math
@@ -70,20 +70,20 @@ def test_a_function_of_a_module_is_found(reference):
 @pytest.mark.parametrize(
     ("reference", "told"),
     [
-        ("brief", "a function is given as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
-        ("my_rewards.py", "a function is given as .* got 'my_rewards.py'"),
-        (":brief", "a function is given as .* got ':brief'"),
-        ("my_rewards.py:", "a function is given as .* got 'my_rewards.py:'"),
+        ("brief", "specify a function as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
+        ("my_rewards.py", "specify a function as .* got 'my_rewards.py'"),
+        (":brief", "specify a function as .* got ':brief'"),
+        ("my_rewards.py:", "specify a function as .* got 'my_rewards.py:'"),
         ("my_rewards.py:breif", "'breif' was not found in my_rewards.py; did you mean 'brief'?"),
         ("my_rewards.py:zzz", "'zzz' was not found in my_rewards.py; available: Judge, LIMIT, brief, math"),
         ("my_rewards.py:Judge.wrong", "'wrong' was not found in my_rewards.py"),
-        ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is no function: it is int 3"),
-        ("my_reward.py:brief", r"there is no file my_reward.py; did you mean 'my_rewards.py'? (looked in "),
-        ("/nowhere/x.py:f", "there is no file /nowhere/x.py"),
+        ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is not callable (int: 3)"),
+        ("my_reward.py:brief", r"file not found: my_reward.py; did you mean 'my_rewards.py'? (working directory: "),
+        ("/nowhere/x.py:f", "file not found: /nowhere/x.py"),
         ("broken.py:f", "broken.py cannot be imported: ModuleNotFoundError: No module named 'my_rewards_of_mine'"),
         ("wrong.py:f", "wrong.py cannot be imported: ZeroDivisionError: division by zero"),
-        ("folder/file:f", "there is no file folder/file"),
-        ("no_such_package:f", "there is no module 'no_such_package' to import no_such_package from; a function in a "),
+        ("folder/file:f", "file not found: folder/file"),
+        ("no_such_package:f", "no module named 'no_such_package' (to import no_such_package); specify a function in a "),
         ("os.path.joins", "'joins' was not found in os.path; did you mean 'join'?"),
         ("os.path:joins", "'joins' was not found in os.path; did you mean 'join'?"),
     ],

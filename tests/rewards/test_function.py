@@ -7,7 +7,8 @@ import numpy
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
 OFFERED = {
     "prompts": ["p", "q"],
@@ -34,9 +35,12 @@ def giving(values):
 
 
 def test_a_function_gets_the_arguments_it_names():
-    assert RewardFunction(length)(**OFFERED).tolist() == [2, 1]
-    assert RewardFunction(right)(**OFFERED).tolist() == [1, 0]
-    assert RewardFunction(functools.partial(right, bonus=3.0), name="right")(**OFFERED).tolist() == [3, 0]
+    assert compute_reward(RewardFunction(length), **OFFERED).tolist() == [2, 1]
+    assert compute_reward(RewardFunction(right), **OFFERED).tolist() == [1, 0]
+    assert compute_reward(RewardFunction(functools.partial(right, bonus=3.0), name="right"), **OFFERED).tolist() == [
+        3,
+        0,
+    ]
 
 
 def test_a_function_with_kwargs_gets_everything():
@@ -46,7 +50,7 @@ def test_a_function_with_kwargs_gets_everything():
         seen.update(rest, completions=completions)
         return [0, 0]
 
-    RewardFunction(function)(**OFFERED)
+    compute_reward(RewardFunction(function), **OFFERED)
     assert {name: seen.pop(name) for name in OFFERED} == OFFERED
     assert sorted(seen) == ["log_extra", "log_metric", "trainer_state"]
 
@@ -58,7 +62,7 @@ def test_an_object_with_call_is_a_function_too():
 
     reward = RewardFunction(Judge())
     assert reward.label == "Judge"
-    assert reward(**OFFERED).tolist() == [0.5, 0.5]
+    assert compute_reward(reward, **OFFERED).tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_an_object_with_call_is_a_function_too():
     ],
 )
 def test_arguments_that_nobody_takes_are_refused_at_once(function, arguments, told):
-    with pytest.raises(ValueError, match=rf"its arguments do not fit: {told}"):
+    with pytest.raises(ValueError, match=rf"its arguments do not match its signature: {told}"):
         RewardFunction(function, arguments=arguments)
 
 
@@ -80,13 +84,13 @@ def test_arguments_that_nobody_takes_are_refused_at_once(function, arguments, to
     ids=["int", "tuple", "bool", "tensor", "array", "numpy floats"],
 )
 def test_numbers_come_in_many_types(values):
-    rewards = giving(values)(**OFFERED)
+    rewards = compute_reward(giving(values), **OFFERED)
     assert rewards.tolist() == [1, 0]
     assert rewards.dtype == torch.float32
 
 
 def test_none_means_that_it_does_not_apply():
-    first, second = giving([None, 0.5])(**OFFERED).tolist()
+    first, second = compute_reward(giving([None, 0.5]), **OFFERED).tolist()
     assert math.isnan(first)
     assert second == 0.5
 
@@ -107,7 +111,7 @@ def test_none_means_that_it_does_not_apply():
 )
 def test_a_wrong_answer_names_function_and_completion(values, said):
     with pytest.raises(RuntimeError) as caught:
-        giving(values)(**OFFERED)
+        compute_reward(giving(values), **OFFERED)
     assert str(caught.value).startswith(f"reward function 'function' {said}")
 
 
@@ -116,10 +120,10 @@ def test_a_function_that_raises_is_named_with_what_it_said():
         raise KeyError("level")
 
     with pytest.raises(RuntimeError, match="reward function 'strict' raised KeyError: 'level'") as caught:
-        RewardFunction(strict)(**OFFERED)
+        compute_reward(RewardFunction(strict), **OFFERED)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RuntimeError, match="reward function 'mine' raised"):
-        RewardFunction(strict, name="mine")(**OFFERED)
+        compute_reward(RewardFunction(strict, name="mine"), **OFFERED)
 
 
 def test_a_missing_column_is_named_with_what_was_meant():
@@ -153,5 +157,5 @@ def test_all_functions_are_checked():
 
 @pytest.mark.parametrize("name", ["mean", "std", "from_model", "score"])
 def test_a_reward_cannot_take_the_name_of_a_metric(name):
-    with pytest.raises(ValueError, match=f"cannot be called '{name}', which is a metric already"):
+    with pytest.raises(ValueError, match=f"cannot be called '{name}', which is the name of a metric"):
         check_rewards([RewardFunction(lambda completions: [0.0], name=name)], [])

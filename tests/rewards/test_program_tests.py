@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.rewards.sandbox import Finished, Limits
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_verdict import CallTest, TextTest, same_text, same_value
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.program_tests import CallTest, TextTest, same_text, same_value
+from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult
 from tests.helpers import properties
 from tests.rewards.verdict_forgeries import CALLS, SPEAK, TEXTS
 
@@ -29,7 +29,7 @@ def verdicts():
 
     def judge(forgery):
         test, _, source = forgery
-        return test.judge(sandbox, source, LIMITS)
+        return test.run(sandbox, source, LIMITS)
 
     with ThreadPoolExecutor(4) as pool:
         return dict(zip([name for _, name, _ in FORGERIES], pool.map(judge, FORGERIES), strict=True))
@@ -48,10 +48,10 @@ def test_the_forgery_does_not_pass(name, verdicts):
 @needs_bwrap
 def test_the_right_answer_passes_where_the_forgeries_did_not():
     sandbox = BubblewrapSandbox()
-    assert CallTest("f", (7,), RIGHT).judge(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
+    assert CallTest("f", (7,), RIGHT).run(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
     spoken = f"{SPEAK}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
-    assert CallTest("f", (7,), RIGHT).judge(sandbox, spoken, LIMITS) == "passed"  # how the forgeries speak is right
-    assert TextTest("7\n", f"{RIGHT}\n").judge(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
+    assert CallTest("f", (7,), RIGHT).run(sandbox, spoken, LIMITS) == "passed"  # how the forgeries speak is right
+    assert TextTest("7\n", f"{RIGHT}\n").run(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
 
 
 @needs_bwrap
@@ -83,7 +83,7 @@ def test_the_right_answer_passes_where_the_forgeries_did_not():
     ],
 )
 def test_what_a_program_gets(test, source, verdict):
-    assert test.judge(BubblewrapSandbox(), source, Limits(seconds=1.5)) == verdict
+    assert test.run(BubblewrapSandbox(), source, Limits(seconds=1.5)) == verdict
 
 
 class Recorder:
@@ -97,20 +97,20 @@ class Recorder:
 
     def run(self, source, stdin, limits):
         self.given.append(source + stdin)
-        return Finished("", "", 0)
+        return ProgramResult("", "", 0)
 
 
 @pytest.mark.parametrize("test", [CallTest("f", (7,), RIGHT), TextTest("7\n", str(RIGHT))], ids=["call", "text"])
 def test_what_is_expected_never_enters_the_sandbox(test):
     recorder = Recorder()
-    assert test.judge(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 is nothing
+    assert test.run(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 is nothing
     assert str(RIGHT) not in "".join(recorder.given)
 
 
 def test_every_call_has_a_nonce_of_its_own():
     recorder = Recorder()
     for _ in range(20):
-        CallTest("f", (), 1).judge(recorder, "", LIMITS)
+        CallTest("f", (), 1).run(recorder, "", LIMITS)
     nonces = {json.loads(given[given.rindex('{"nonce"') :])["nonce"] for given in recorder.given}
     assert len(nonces) == 20
     assert {len(nonce) for nonce in nonces} == {32}

@@ -9,23 +9,20 @@ import threading
 
 import pytest
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import EndsTheRun
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import DaemonThreads, RewardExecutor, compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.results import AbortRun
 from lightning_rlhf.rewards.sources import BySource
-from lightning_rlhf.rewards.threads import Threads
 
 HANGING = """
 import time
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.function import RewardFunction
 
 def hangs(completions):
     time.sleep(1000)
 
-with Jury([RewardFunction(hangs, per_sample=True)]) as jury:
-    jury.submit(jury.rewards[0], {"completions": ["a"]}, [0])
+with RewardExecutor([RewardFunction(hangs, per_sample=True)]) as executor:
+    executor.submit(executor.functions[0], {"completions": ["a"]}, [0])
 """
 
 
@@ -46,7 +43,7 @@ async def waits(completions):
 
 
 def spends(completions):
-    raise EndsTheRun("all is spent")
+    raise AbortRun("all is spent")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_an_async_function_that_would_end_its_event_loop_is_a_fault_like_others(
 
     def judge():  # elsewhere, so that a test that hangs ends
         with pytest.raises(RuntimeError) as caught:
-            RewardFunction(function)(completions=["a"])
+            compute_reward(RewardFunction(function), completions=["a"])
         found.append(str(caught.value))
 
     thread = threading.Thread(target=judge, daemon=True)
@@ -70,8 +67,8 @@ def test_an_async_function_that_would_end_its_event_loop_is_a_fault_like_others(
 
 def test_what_is_still_awaited_is_cancelled_and_its_thread_ends(caplog):
     before = threading.active_count()
-    with Jury([RewardFunction(waits, per_sample=True)]) as jury:
-        Scoring(jury).add(0, {"completions": ["a"]})
+    with RewardExecutor([RewardFunction(waits, per_sample=True)]) as executor:
+        executor.start(0, {"completions": ["a"]})
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     gc.collect()
@@ -83,7 +80,7 @@ def test_a_function_that_hangs_does_not_keep_the_process_from_ending():
 
 
 def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
-    threads, go = Threads(2, "test"), threading.Event()
+    threads, go = DaemonThreads(2, "test"), threading.Event()
     running = [threads.submit(go.wait) for _ in range(2)]
     waiting = [threads.submit(int, text) for text in ("1", "2")]
     assert not any(future.done() for future in waiting)
@@ -91,7 +88,7 @@ def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
     assert all(future.cancelled() for future in waiting)
     go.set()
     assert [future.result(10) for future in running] == [True, True]
-    again = Threads(1, "test")
+    again = DaemonThreads(1, "test")
     broken, fine = again.submit(int, "x"), again.submit(int, "7")
     assert fine.result(10) == 7
     assert isinstance(broken.exception(), ValueError)
@@ -100,14 +97,14 @@ def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"timeout_s": 60.0}])
 def test_what_ends_the_run_ends_it_wherever_it_is_raised(options):
     reward = RewardFunction(spends, on_error="skip", max_error_rate=1.0, **options)
-    with pytest.raises(EndsTheRun, match="'spends' raised EndsTheRun: all is spent"):
-        reward(completions=["a"])
+    with pytest.raises(AbortRun, match="'spends' raised AbortRun: all is spent"):
+        compute_reward(reward, completions=["a"])
 
 
 def test_what_ends_the_run_ends_it_from_within_a_function_for_a_source_too():
     reward = RewardFunction(BySource({"*": spends}), on_error="skip", max_error_rate=1.0)
-    with pytest.raises(EndsTheRun, match="all is spent"):
-        reward(completions=["a"], data_source=["x"])
+    with pytest.raises(AbortRun, match="all is spent"):
+        compute_reward(reward, completions=["a"], data_source=["x"])
 
 
 class Holding:
@@ -136,7 +133,7 @@ def test_processes_for_mathematics_end_with_the_run():
     before = len(multiprocessing.active_children())
     reward = RewardFunction(MathReward(workers=1))
     for _ in range(2):
-        assert reward(completions=["5"], ground_truth=["5"]).tolist() == [1]
+        assert compute_reward(reward, completions=["5"], ground_truth=["5"]).tolist() == [1]
         assert len(multiprocessing.active_children()) == before + 1
         reward.close()
         assert len(multiprocessing.active_children()) == before

@@ -28,7 +28,6 @@ PENDING = (
     "lightning_rlhf/objectives/",
     "lightning_rlhf/paths.py",
     "lightning_rlhf/planning/",
-    "lightning_rlhf/rewards/",
     "lightning_rlhf/rollout/",
     "lightning_rlhf/seeding.py",
     "lightning_rlhf/serving/",

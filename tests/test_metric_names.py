@@ -207,5 +207,7 @@ def test_no_metric_is_the_folder_of_another():
 
 
 def test_a_reward_s_name_makes_no_folder():
-    with pytest.raises(ValueError, match="a reward cannot be called 'a/b': loggers that write files take"):
+    with pytest.raises(
+        ValueError, match="a reward cannot be called 'a/b': loggers that write files would make folders"
+    ):
         check_rewards([RewardFunction(style, name="a/b")], [])

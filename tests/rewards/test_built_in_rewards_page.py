@@ -23,7 +23,7 @@ def made(block):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_each_block_makes_rewards_that_a_run_with_right_answers_accepts(block):
+def test_each_block_creates_rewards_that_pass_the_checks(block):
     pytest.importorskip("math_verify")
     pytest.importorskip("tenacity")
     rewards = made(block)
@@ -32,15 +32,15 @@ def test_each_block_makes_rewards_that_a_run_with_right_answers_accepts(block):
     check_rewards(rewards, ["ground_truth", "data_source"])
 
 
-def test_every_reward_of_the_table_exists_and_is_shown():
+def test_every_reward_of_the_table_exists_and_has_an_example():
     assert len(NAMED) >= 16
     for module, name in NAMED:
-        found = import_module(f"lightning_rlhf.rewards.{module}")
-        assert callable(getattr(found, name)), name
+        result = import_module(f"lightning_rlhf.rewards.{module}")
+        assert callable(getattr(result, name)), name
         if module != "code":  # docs/sandbox.md shows it
             assert any(f"lightning_rlhf.rewards.{module}.{name}" in block for block in BLOCKS), name
 
 
-def test_a_block_with_a_wrong_option_is_seen():
+def test_a_block_with_a_wrong_option_raises_an_error():
     with pytest.raises(Exception, match="timeout_ms"):
         made("- {function: {class_path: lightning_rlhf.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")

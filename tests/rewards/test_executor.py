@@ -39,8 +39,8 @@ def rollout_of(executor, early):
     return collector.rollout(completions, 1.0)
 
 
-def test_the_rollout_is_the_same_bit_by_bit_in_whatever_order_completions_come(executor):
-    whole, told = rollout_of(executor, [])
+def test_the_rollout_does_not_depend_on_the_order_of_completions(executor):
+    whole, message = rollout_of(executor, [])
     assert whole.rewards["of_all"].tolist() == [float(sorted(WORDS).index(word)) for word in WORDS]
     assert whole.rewards["one_by_one"].tolist() == [float(len(word)) for word in WORDS]
     assert whole.rewards["timed"].isnan().tolist() == [word == "" for word in WORDS]
@@ -52,10 +52,10 @@ def test_the_rollout_is_the_same_bit_by_bit_in_whatever_order_completions_come(e
                 assert torch.equal(tensor, getattr(rollout, name)), name
         for name, values in whole.rewards.items():
             assert torch.equal(values.nan_to_num(-9), rollout.rewards[name].nan_to_num(-9)), name
-        assert scores.metrics == told.metrics
+        assert scores.metrics == message.metrics
 
 
-def test_each_completion_is_judged_once(tmp_path):
+def test_each_completion_is_scored_once(tmp_path):
     calls = []
 
     def counted(solution_str):
@@ -69,7 +69,7 @@ def test_each_completion_is_judged_once(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"timeout_s": 20.0}, {"per_sample": True}, {}], ids=str)
-def test_a_slow_function_works_while_the_rest_generates(options):
+def test_a_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
         rollout_of(executor, range(2))  # its processes are there
         completions, began = completions_of(WORDS), time.monotonic()
@@ -85,7 +85,7 @@ def test_a_slow_function_works_while_the_rest_generates(options):
     assert waited < 1.5  # the last one's
 
 
-def test_functions_of_a_whole_rollout_are_called_at_its_end_only():
+def test_functions_of_a_whole_rollout_are_called_once_at_its_end():
     calls = []
 
     def whole(completions):

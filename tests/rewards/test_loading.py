@@ -33,14 +33,14 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_function_of_a_file_is_found_from_the_current_folder_and_by_its_whole_path(folder):
-    found = load_function("my_rewards.py:brief")
-    assert found(["abc"]) == [-3]
-    assert load_function(f"{folder}/my_rewards.py:brief") is found
+def test_a_file_is_found_by_relative_and_absolute_path(folder):
+    result = load_function("my_rewards.py:brief")
+    assert result(["abc"]) == [-3]
+    assert load_function(f"{folder}/my_rewards.py:brief") is result
     assert load_function("./my_rewards.py:Judge.right")([]) == [1.0]
 
 
-def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is_found(folder):
+def test_lazy_and_inherited_attributes_are_found(folder):
     (folder / "lazy.py").write_text(
         "class Base:\n    def right(completions): return [1.0]\nclass Child(Base): pass\n"
         "def __getattr__(name):\n"
@@ -55,7 +55,7 @@ def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is
         load_function("lazy.py:broken")
 
 
-def test_two_files_of_one_name_are_two_modules(folder):
+def test_two_files_with_the_same_name_are_two_modules(folder):
     (folder / "other").mkdir()
     (folder / "other" / "my_rewards.py").write_text("def brief(completions): return [7]")
     assert load_function("other/my_rewards.py:brief")([]) == [7]
@@ -68,7 +68,7 @@ def test_a_function_of_a_module_is_found(reference):
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "message"),
     [
         ("brief", "specify a function as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
         ("my_rewards.py", "specify a function as .* got 'my_rewards.py'"),
@@ -83,17 +83,20 @@ def test_a_function_of_a_module_is_found(reference):
         ("broken.py:f", "broken.py cannot be imported: ModuleNotFoundError: No module named 'my_rewards_of_mine'"),
         ("wrong.py:f", "wrong.py cannot be imported: ZeroDivisionError: division by zero"),
         ("folder/file:f", "file not found: folder/file"),
-        ("no_such_package:f", "no module named 'no_such_package' (to import no_such_package); specify a function in a "),
+        (
+            "no_such_package:f",
+            "no module named 'no_such_package' (to import no_such_package); specify a function in a ",
+        ),
         ("os.path.joins", "'joins' was not found in os.path; did you mean 'join'?"),
         ("os.path:joins", "'joins' was not found in os.path; did you mean 'join'?"),
     ],
 )
-def test_what_cannot_be_found_is_told(folder, reference, told):
-    with pytest.raises(ValueError, match=re.escape(told).replace(r"\.\*", ".*")):
+def test_a_wrong_reference_raises_an_error_with_a_suggestion(folder, reference, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         load_function(reference)
 
 
-def test_a_file_that_failed_is_read_anew(folder):
+def test_a_file_that_failed_is_imported_again(folder):
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_function("wrong.py:f")
     (folder / "wrong.py").write_text("def f(): return 1")

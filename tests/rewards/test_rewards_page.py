@@ -34,29 +34,29 @@ def folder(tmp_path, monkeypatch):
 
 
 def rewards_of(text):
-    found = yaml.safe_load(text)
-    if "rewards" not in found:
-        found = found["trainer"]["callbacks"][0]["init_args"]
+    result = yaml.safe_load(text)
+    if "rewards" not in result:
+        result = result["trainer"]["callbacks"][0]["init_args"]
     parser = ArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])
-    return parser.instantiate(parser.parse_object({"rewards": found["rewards"]})).rewards
+    return parser.instantiate(parser.parse_object({"rewards": result["rewards"]})).rewards
 
 
-def test_the_function_of_the_page_judges(folder):
+def test_the_function_of_the_page_computes_rewards(folder):
     reward = RewardFunction("my_rewards.py:brief_and_right")
     values = compute_reward(reward, completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
     assert values == pytest.approx([0.98, -0.01])
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_every_configuration_makes_reward_functions(folder, text):
+def test_every_configuration_creates_reward_functions(folder, text):
     made = rewards_of(text)
     for reward in made:
         reward.check(["answer"])
     assert made[0].label == "brief_and_right"
 
 
-def test_the_tables_name_what_there_is():
+def test_the_tables_name_all_arguments_and_options():
     for name in (*GENERATED_COLUMNS, *CALL_ARGUMENTS):
         assert f"`{name}" in PAGE
     for convention in (VERL, VERL_BATCH, OPENRLHF):
@@ -64,7 +64,7 @@ def test_the_tables_name_what_there_is():
         assert all(f"{theirs}=" in PAGE for theirs in convention.columns)
     options = {field.name: field.default for field in fields(RewardFunction)}
     assert f"max_error_rate: {options['max_error_rate']}" in PAGE
-    assert "`on_error: raise` | a fault ends the run; the default" in PAGE
+    assert "`on_error: raise` | a failure ends the run; the default" in PAGE
     assert options["on_error"] == "raise"
     assert f"up to {worker._MAX_PROCESSES} processes" in PAGE
     assert f"up to {executor._THREADS} threads" in PAGE

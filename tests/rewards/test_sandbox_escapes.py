@@ -136,7 +136,7 @@ def results(world):
         return dict(zip([a.name for a in ATTEMPTS], pool.map(run, ATTEMPTS), strict=True))
 
 
-def test_there_are_enough_attempts_each_of_its_own_kind():
+def test_there_are_enough_distinct_attempts():
     assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 60
     assert len({attempt.program for attempt in ATTEMPTS}) == len(ATTEMPTS)
 
@@ -152,7 +152,7 @@ def test_the_attempt_fails_and_ends_in_time(attempt, results):
     assert found.seconds <= SECONDS + 1
 
 
-def test_after_all_attempts_the_machine_is_as_it_was(world, results):
+def test_the_attempts_do_not_change_the_machine(world, results):
     assert not world.visited()
     for file in (world.canary, world.scratch, world.doomed):
         assert file.read_text() == SECRET
@@ -161,7 +161,7 @@ def test_after_all_attempts_the_machine_is_as_it_was(world, results):
     assert all_gone()
 
 
-def test_the_search_for_processes_finds_one_that_lives():
+def test_the_search_for_processes_finds_a_running_one():
     with ThreadPoolExecutor(1) as pool:
         sleeper = pool.submit(BubblewrapSandbox().run, "import time; time.sleep(99)", "", LIMITS)
         seen = False
@@ -177,7 +177,7 @@ CONTROLS = [attempt for attempt in ATTEMPTS if attempt.control != "never"]
 
 
 @pytest.mark.parametrize("attempt", CONTROLS, ids=lambda attempt: attempt.name)
-def test_without_a_sandbox_the_attempt_gets_through(attempt, tmp_path):
+def test_the_attempt_succeeds_without_a_sandbox(attempt, tmp_path):
     if attempt.control == "root" and os.getuid() != 0:
         pytest.skip("only root gets through even without a sandbox")
     with ExitStack() as stack:

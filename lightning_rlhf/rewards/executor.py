@@ -84,7 +84,7 @@ class RewardExecutor:
             The calls, to be passed to :meth:`score`.
         """
         singly = [function for function in self.functions if function.scores_singly]
-        return {(function.label, index): self._submit(function, row, [index], state) for function in singly}
+        return {(function.label, index): self.submit(function, row, [index], state) for function in singly}
 
     def score(
         self, columns: Mapping[str, list[Any]], state: TrainerState | None = None, started: Calls | None = None
@@ -142,36 +142,29 @@ class RewardExecutor:
         """Return all calls of a function in order, starting those that are missing."""
         count = len(columns["completions"])
         if not function.scores_singly:
-            return [self._submit(function, columns, range(count), state)]
+            return [self.submit(function, columns, range(count), state)]
         calls = []
         for index in range(count):
-            call = started.get((function.label, index))
-            if call is None:
-                row = {name: values[index : index + 1] for name, values in columns.items()}
-                call = self._submit(function, row, [index], state)
-            calls.append(call)
+            row = {name: values[index : index + 1] for name, values in columns.items()}
+            calls.append(started.get((function.label, index)) or self.submit(function, row, [index], state))
         return calls
 
-    def _submit(
+    def submit(
         self,
         function: RewardFunction,
-        columns: Mapping[str, list[Any]],
+        columns: Mapping[str, Any],
         indices: Sequence[int],
-        state: TrainerState | None,
-    ) -> Future[RewardResult]:
-        arguments = {**function.with_messages(columns), "trainer_state": state or TrainerState()}
-        return self.submit(function, arguments, indices)
-
-    def submit(
-        self, function: RewardFunction, columns: Mapping[str, Any], indices: Sequence[int]
+        state: TrainerState | None = None,
     ) -> Future[RewardResult]:
         """Start a call where the function is to run.
 
         Args:
             function: one of the executor's functions.
-            columns: lists with one entry for each of these completions, and ``trainer_state``.
+            columns: lists with one entry for each of these completions.
             indices: positions of the completions in the rollout.
+            state: progress of the run.
         """
+        columns = {**function.with_messages(columns), "trainer_state": state or TrainerState()}
         if function.runs_in_worker:
             return self._workers.submit(function, columns, indices)
         if function.is_async:

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import json
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
 
@@ -28,6 +29,7 @@ _FIELDS = re.compile(r"\{(prompt|response|ground_truth|mark|lowest|highest)\}")
 _LAST_OBJECT = re.compile(r"(\{[^{}]*\})[\s`*.]*\Z")  # also in bold, in a fenced block, or followed by a full stop
 
 
+@dataclass(eq=False)
 class JudgeReward:
     """Score by a language model behind an OpenAI-compatible chat endpoint, scaled to [0, 1].
 
@@ -53,36 +55,29 @@ class JudgeReward:
         ValueError: template, pattern or range are invalid.
     """
 
-    per_sample = True
-    dry_call = False
+    endpoint: Endpoint
+    model: str
+    template: str | None = None
+    lowest: float = 0.0
+    highest: float = 10.0
+    score_pattern: str | None = None
+    max_answer_tokens: int = 512
+    temperature: float = 0.0
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        model: str,
-        template: str | None = None,
-        lowest: float = 0.0,
-        highest: float = 10.0,
-        score_pattern: str | None = None,
-        max_answer_tokens: int = 512,
-        temperature: float = 0.0,
-    ) -> None:
-        if not lowest < highest:
-            raise ValueError(f"lowest must be below highest, got {lowest:g} and {highest:g}")
-        self.template = TEMPLATE if template is None else template
-        used = set(_FIELDS.findall(self.template))
+    per_sample: ClassVar[bool] = True
+    dry_call: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not self.lowest < self.highest:
+            raise ValueError(f"lowest must be below highest, got {self.lowest:g} and {self.highest:g}")
+        self._template = TEMPLATE if self.template is None else self.template
+        used = set(_FIELDS.findall(self._template))
         if not {"prompt", "response"} <= used:
             raise ValueError("the judge's template needs {prompt} and {response}")
-        if score_pattern is not None and re.compile(score_pattern).groups < 1:
-            raise ValueError(f"score_pattern {score_pattern!r} needs a group around the score")
+        if self.score_pattern is not None and re.compile(self.score_pattern).groups < 1:
+            raise ValueError(f"score_pattern {self.score_pattern!r} needs a group around the score")
         self.needs_truth = "ground_truth" in used
-        self.client = Client(endpoint)
-        self.model = model
-        self.lowest = lowest
-        self.highest = highest
-        self.score_pattern = score_pattern
-        self.max_answer_tokens = max_answer_tokens
-        self.temperature = temperature
+        self.client = Client(self.endpoint)
 
     async def __call__(
         self, prompts: list[Any], completions: list[Any], ground_truth: list[Any] | None = None
@@ -119,7 +114,7 @@ class JudgeReward:
             "lowest": f"{self.lowest:g}",
             "highest": f"{self.highest:g}",
         }
-        return _FIELDS.sub(lambda match: values[match[1]], self.template)
+        return _FIELDS.sub(lambda match: values[match[1]], self._template)
 
     def score(self, answer: str) -> float:
         """Read the score in an answer and scale it to [0, 1].

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from lightning_rlhf.attention import checked_attention, expect_installed
 from lightning_rlhf.batching.sequences import pad_right
 
 
+@dataclass(eq=False)
 class LearnedReward:
     """Score of prompt and response by a sequence classifier with one label.
 
@@ -30,26 +32,19 @@ class LearnedReward:
         max_tokens: number of tokens to score, the last ones of a longer text; None scores all.
     """
 
-    dry_call = False
+    path: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    batch_tokens: int = 16384
+    max_tokens: int | None = None
 
-    def __init__(
-        self,
-        path: str,
-        revision: str | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "auto",
-        batch_tokens: int = 16384,
-        max_tokens: int | None = None,
-    ) -> None:
-        for name, value in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
+    dry_call: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_tokens", self.batch_tokens), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.path = path
-        self.revision = revision
-        self.dtype = dtype
-        self.device = device
-        self.batch_tokens = batch_tokens
-        self.max_tokens = max_tokens
         self._model: Any = None
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:

@@ -9,7 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -25,6 +26,7 @@ _NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
 Pair = tuple[str, str]  # correct answer and response
 
 
+@dataclass(eq=False)
 class MathReward:
     """Reward of 1 if math-verify finds the answer mathematically equal to the correct one, else ``wrong``.
 
@@ -49,29 +51,21 @@ class MathReward:
         ValueError: a limit is not positive.
     """
 
-    per_sample = True
+    timeout_s: float = 2.0
+    on_timeout: Literal["wrong", "skip"] = "wrong"
+    wrong: float = 0.0
+    max_chars: int = 4000
+    workers: int = 2
+    memory_mb: int = 1024
 
-    def __init__(
-        self,
-        timeout_s: float = 2.0,
-        on_timeout: Literal["wrong", "skip"] = "wrong",
-        wrong: float = 0.0,
-        max_chars: int = 4000,
-        workers: int = 2,
-        memory_mb: int = 1024,
-    ) -> None:
+    per_sample: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
-        limits = {"timeout_s": timeout_s, "max_chars": max_chars, "workers": workers, "memory_mb": memory_mb}
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        self.timeout_s = timeout_s
-        self.on_timeout = on_timeout
-        self.wrong = wrong
-        self.max_chars = max_chars
-        self.workers = workers
-        self.memory_mb = memory_mb
+        for name in ("timeout_s", "max_chars", "workers", "memory_mb"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         self._pool: Any = None
         self._lock = threading.Lock()
 

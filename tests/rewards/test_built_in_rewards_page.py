@@ -1,4 +1,4 @@
-"""docs/built_in_rewards.md: every YAML block makes its objects, and every reward of the table exists."""
+"""docs/built_in_rewards.md: every YAML block is valid, and every reward of the table exists."""
 
 import re
 from importlib import import_module
@@ -16,7 +16,7 @@ NAMED = re.findall(r"^\| `(\w+)\.(\w+)` \|", PAGE, re.MULTILINE)
 
 
 def made(block):
-    """What a configuration makes of the block."""
+    """Instantiate the rewards of a block."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=list[RewardFunction])
     return parser.instantiate(parser.parse_object({"rewards": yaml.safe_load(block)})).rewards

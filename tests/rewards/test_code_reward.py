@@ -1,4 +1,4 @@
-"""A reward by hidden tests: which program is taken, which tests, what it scores, and what is no program's fault."""
+"""The code reward: extracting programs, reading tests, scores, caching and sandbox faults."""
 
 import json
 import pickle
@@ -150,7 +150,7 @@ def test_the_last_python_block_is_extracted(completion, program):
 
 
 def test_extraction_takes_linear_time():
-    """Twenty times as long takes about twenty times as long; with a regular expression it was four hundred times."""
+    """A text twenty times longer takes about twenty times as long; with a regular expression four hundred times."""
 
     def seconds(count):
         began = time.process_time()
@@ -171,7 +171,7 @@ TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("tests_column", "expected"),
     [
         ([{"input": "2 3", "output": "5"}], TEXT),
         ([{"name": "f", "args": [1, [2]], "expected": {"a": 3}}], CALL),
@@ -193,7 +193,7 @@ def test_tests_are_read_in_every_format_and_as_json_text(tests_column, expected)
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("tests_column", "sentence"),
     [
         ("{", "the tests '{' are not JSON"),
         ([], "have an unknown format; expected a list of"),

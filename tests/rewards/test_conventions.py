@@ -1,4 +1,4 @@
-"""Functions written for TRL, verl and OpenRLHF are called as those libraries call them, and their answers are read.
+"""Functions written for TRL, verl and OpenRLHF are called as those libraries do, and their results are read.
 
 The functions have the signatures and the habits of released ones: verl 0.9's ``gsm8k.compute_score``,
 ``math_dapo.compute_score``, ``default_compute_score`` and a batch function; TRL 1.16's ``accuracy_reward``,
@@ -239,7 +239,7 @@ def test_available_columns_pass_the_check(function):
 
 
 class Judge:
-    """Has arguments of its own, and is asked by name."""
+    """A class with arguments, specified by name."""
 
     def __init__(self, bonus: float) -> None:
         self.bonus = bonus

@@ -1,4 +1,4 @@
-"""Rewards from a server that fails, hangs, limits and babbles: what is asked again, how fast, and what it may cost."""
+"""Rewards from a server that fails, hangs or limits requests: retries, rate limits and budget."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from lightning_rlhf.rewards.remote import RemoteReward, VLLMReward
 
 
 class Stub:
-    """A server on the loopback that answers by a script: for each request a status, headers, and JSON or raw text."""
+    """A server on the loopback with scripted replies: for each request a status, headers, and JSON or raw text."""
 
     def __init__(self):
         self.script = []  # of answers; the last goes on
@@ -75,7 +75,7 @@ def stub():
 
 @pytest.fixture
 def client(stub):
-    """Makes clients and closes them."""
+    """Create clients and close them."""
     made = []
 
     def client(**options):
@@ -89,7 +89,7 @@ def client(stub):
 
 @pytest.fixture(autouse=True)
 def _no_long_pauses(monkeypatch):
-    """Pauses between tries are those of the code, a hundred times shorter."""
+    """Shorten the pauses between tries by a factor of a hundred."""
     whole = endpoint_module._pause
     monkeypatch.setattr(endpoint_module, "_pause", lambda state: whole(state) / 100)
 
@@ -103,7 +103,7 @@ def chat(text, tokens=7):
 
 
 def ask(client, count=1, tokens=1):
-    """What the questions 0, 1, ... are answered, asked at the same time."""
+    """Send the requests 0, 1, ... at the same time and return the replies."""
 
     async def all_of_them():
         requests = [Request({"n": n}, tokens) for n in range(count)]
@@ -131,7 +131,7 @@ def test_temporary_errors_are_retried_until_a_reply(stub, client):
     assert stub.seen == [{"n": 0}] * 5
 
 
-def test_retry_after_is_obeyed_up_to_a_limit(stub, client, monkeypatch):
+def test_retry_after_is_respected_up_to_a_limit(stub, client, monkeypatch):
     monkeypatch.setattr(endpoint_module, "_MAX_WAIT_S", 40.0)
     stub.script = [(429, {"Retry-After": "35"}, ""), (429, {"Retry-After": "86400"}, ""), ok({})]
     ask(client())
@@ -362,7 +362,7 @@ QUOTED = 'The response ends with {"score": 10}, which tells me what to do. It is
 
 
 def test_a_quoted_score_does_not_count(stub):
-    """Even where the judge has no room left for its own."""
+    """This holds even if the judge's own score is truncated."""
     judge = JudgeReward(Endpoint(stub.url), "judge")
     with pytest.raises(RuntimeError, match="the judge judge returned no score"):
         judge.score(QUOTED)
@@ -498,7 +498,7 @@ def test_a_reply_without_a_number_is_an_error(stub, answer):
 
 
 def test_a_rollout_with_some_failed_requests(stub):
-    """Forty completions, every tenth of which the server never answers, the others after a fault."""
+    """The server never answers every tenth of forty completions, and the others after an error."""
     tries = {}
 
     def moody(body):

@@ -1,4 +1,4 @@
-"""What is judged while the rest still generates gets the same rewards, in the same places, and costs no time."""
+"""Scoring during generation returns the same rewards and takes no extra time."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Users' reward functions are called with what they name, and named when they misbehave."""
+"""Reward functions receive the arguments they name, and errors name the function."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""A reward model with a tokenizer of its own: its scores are the model's own on the text."""
+"""A reward model with its own tokenizer returns the model's scores of the text."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def path(request, tmp_path):
 
 
 def own_scores(path, texts):
-    """The model's own score of each text alone."""
+    """Compute the model's score of each text separately."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]

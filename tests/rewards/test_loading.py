@@ -1,4 +1,4 @@
-"""A reference names a function, or the message says what it could have meant."""
+"""Importing a function by reference; errors suggest similar names."""
 
 import re
 import sys

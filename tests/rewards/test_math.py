@@ -1,4 +1,4 @@
-"""Mathematics judged in processes that can be ended: verdicts, hostile answers, what happens when time runs out."""
+"""The math reward in worker processes: comparisons, hostile answers, time limits."""
 
 import contextlib
 import json
@@ -62,7 +62,7 @@ PAYLOAD = "open({marker!r}, 'w').write('x')"
 
 @pytest.fixture(scope="module")
 def reward():
-    """One pool for the module."""
+    """A reward shared by the tests of this file."""
     reward = MathReward()
     yield reward
     reward.close()
@@ -73,7 +73,7 @@ def judged(reward, pairs):
 
 
 def workers():
-    """Processes of all pools that are alive."""
+    """Return the running processes of all pools."""
     result = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -83,7 +83,7 @@ def workers():
 
 
 def resident(process):
-    """Bytes that a process has in memory, 0 once it has ended."""
+    """Return the resident memory of a process in bytes, 0 after its end."""
     try:
         return process.memory_info().rss
     except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ def resident(process):
 
 
 def hostile(count, marker):
-    """Answers that are meant to hang, fill the memory or run code, each unlike the others."""
+    """Return distinct answers that try to hang, fill the memory or run code."""
     draw = random.Random(0)
     code = PAYLOAD.format(marker=marker)
     kinds = (
@@ -146,7 +146,7 @@ def test_results_equal_math_verify_s_with_the_correct_answer_first(reward):
 
 
 def test_an_asymmetric_pair_shows_the_order(reward):
-    """math-verify takes a bare value for a right equation, and not every set for a right relation."""
+    """math-verify accepts a plain value for an equation, but not every set for a relation."""
     one, other = "$(1,2)$", r"$\{x : 1 < x < 2\}$"
     forward = math_verify.verify(math_verify.parse(one), math_verify.parse(other))
     backward = math_verify.verify(math_verify.parse(other), math_verify.parse(one))
@@ -166,7 +166,7 @@ def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hostile_answers_run_no_code_and_do_not_affect_others(tmp_path):
-    """Five of each kind, and 12 honest ones in between, on two workers. All is counted, not timed."""
+    """Five of each kind and 12 honest ones on two workers; asserts counts, not times."""
     marker = tmp_path / "executed"
     answers = hostile(120, str(marker))
     honest = set(range(5, 120, 10))
@@ -224,7 +224,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced():
 
 
 def test_an_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
-    """No clock runs while it waits; and of those that are given up the share is logged."""
+    """Waiting does not count towards the limit, and the fraction given up is logged."""
     monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine
     slow = r"\boxed{9^{9^{9^{9}}}}"
     texts = [slow] * 8 + ["5"] + [slow] * 3

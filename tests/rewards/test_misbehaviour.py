@@ -114,7 +114,7 @@ def test_a_failure_is_described_and_the_next_completion_is_scored(executor, name
 
 
 def test_calls_lost_with_a_broken_pool_are_repeated_once(executor, monkeypatch):
-    """As when a process ends before its pool has read that it took up a call."""
+    """A process may end before its pool has read that it started a call."""
     unread, result = [True], PoolManager.find_expired_task
 
     def find(manager, worker):
@@ -323,7 +323,7 @@ def test_an_error_of_one_source_names_its_row_once():
 
 
 def running(number):
-    """Whether ``sleep <number>`` runs."""
+    """Return whether ``sleep <number>`` runs."""
     commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -369,7 +369,7 @@ def test_a_process_group_that_is_killed_leaves_no_semaphores():
 
 
 class OwnStop(BaseException):
-    """Not an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 def stops(completions):

@@ -1,4 +1,4 @@
-"""The verdict is the parent's: no program is called right that does not say the right thing."""
+"""Program tests: no program passes without returning the correct result."""
 
 import json
 import math

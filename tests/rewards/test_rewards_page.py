@@ -1,4 +1,4 @@
-"""docs/rewards.md: its code runs, its configurations make reward functions, its tables name what there is."""
+"""docs/rewards.md: its code runs, its configurations are valid, its tables are complete."""
 
 import re
 from dataclasses import fields

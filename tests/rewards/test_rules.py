@@ -1,4 +1,4 @@
-"""GSM8K's two rules, on answers as models and data write them."""
+"""GSM8K's two rules on answers of models and data."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The sandbox refuses to start where it does not work, keeps limits apart, and never takes a fault for an answer."""
+"""The bubblewrap sandbox: checks at the start, limits, faults, and the system call filter."""
 
 import math
 import os
@@ -28,7 +28,7 @@ ALLOW_ALL = bytes.fromhex("06000000 0000ff7f")
 
 @pytest.fixture
 def public():
-    """A folder that everybody may read, as nobody must be able to."""
+    """A folder that all users can read, including user 65534."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -116,7 +116,7 @@ def test_an_unknown_architecture_raises_an_error(monkeypatch):
 
 
 def verdict(program, number, architecture, *arguments):
-    """What the kernel makes of a filter and a call: its machine of four instructions, by hand."""
+    """Evaluate a filter for a call as the kernel does, with its four instructions."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
     index = accumulator = 0
     while True:
@@ -242,7 +242,7 @@ def test_a_sandbox_dies_with_the_trainer(end):
 
 @needs_bwrap
 def test_a_timeout_during_startup_leaves_no_process(monkeypatch):
-    """Killed while bubblewrap still sets up, when its first child is not bound to it yet."""
+    """The kill happens during bubblewrap's setup, before its first child is tied to it."""
     monkeypatch.setattr(Limits, "__post_init__", lambda limits: None)
     memory = 2**29 + os.getpid()  # stands on the sandbox's command line
     for moment in range(40):

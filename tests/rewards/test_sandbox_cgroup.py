@@ -1,4 +1,4 @@
-"""One bound for a whole program: where control groups may be made, what is written there, and that it holds."""
+"""Control groups: finding a folder, setting limits, and enforcing them for a whole program."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ needs_delegation = pytest.mark.skipif(
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Folders that stand in for a machine's control groups; a group is removed with its files, as the kernel does."""
+    """Folders that simulate control groups; a group is removed with its files, as the kernel does."""
     kernel, root = tmp_path / "proc", tmp_path / "cgroup"
     (root / "user/session").mkdir(parents=True)
     kernel.mkdir()
@@ -116,7 +116,7 @@ def test_a_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypat
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_a_program_starts_only_in_its_group(machine, monkeypatch):
-    """In a stand-in nothing is bounded, but it is seen what is put in, and that it is no program yet."""
+    """A simulated group has no limits, but shows the process that is moved in before it runs the program."""
     _, root = machine
     sandbox, seen, write = BubblewrapSandbox(), [], Path.write_text
 
@@ -178,7 +178,7 @@ print("all made")
     KERNELS is None or shutil.which("bwrap") is None, reason="needs bubblewrap and a cgroup2 folder that is writable"
 )
 def test_real_groups_contain_and_kill_programs_and_are_removed(monkeypatch):
-    """Where the machine hands on neither memory nor pids, all but the bounds is seen on the kernel itself."""
+    """If neither memory nor pids are delegated, everything except the limits is tested with real groups."""
     monkeypatch.setattr(cgroup, "_set_limits", lambda *_: None)
     sandbox = BubblewrapSandbox()
     sandbox.__dict__["_groups"] = KERNELS

@@ -1,4 +1,4 @@
-"""Nothing that a program tries in the sandbox reaches the machine; seen from outside where that is possible."""
+"""Escape attempts from the sandbox do not affect the machine; checked from outside where possible."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ SECRET = f"secret-{uuid.uuid4()}"
 
 
 class World:
-    """What there is to reach: files, listeners, a session key, shared memory, an open descriptor, this process."""
+    """Targets of the attempts: files, listeners, a session key, shared memory, an open descriptor, this process."""
 
     def __init__(self, stack: ExitStack) -> None:
         folder = Path(tempfile.mkdtemp())  # pytest's own lies where nobody may look, which would prove nothing
@@ -97,7 +97,7 @@ class World:
 
 
 def sandboxed():
-    """Sandboxed processes of these tests that are alive."""
+    """Return the running sandboxed processes of these tests."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -109,7 +109,7 @@ def sandboxed():
 
 
 def all_gone():
-    """Whether they end within moments: the kernel still clears up when the one that was waited for is gone."""
+    """Return whether they end soon: the kernel still cleans up when the one that was waited for is gone."""
     deadline = time.monotonic() + 5
     while sandboxed() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def results(world):
-    """What came of every attempt, by name; four at a time."""
+    """Results of all attempts by name; four run at a time."""
     sandbox = BubblewrapSandbox()
     sandbox.check()
 

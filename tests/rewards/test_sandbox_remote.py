@@ -1,4 +1,4 @@
-"""A sandbox over HTTP: SandboxFusion's answers as it documents them, by a stub that runs nothing."""
+"""The remote sandbox with SandboxFusion's documented replies from a stub."""
 
 import json
 import threading
@@ -15,12 +15,12 @@ from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
 
 
 def result(status="Finished", code=0, stdout="", stderr="", seconds=0.05):
-    """``run_result`` of an answer."""
+    """Return the ``run_result`` of a reply."""
     return {"status": status, "execution_time": seconds, "return_code": code, "stdout": stdout, "stderr": stderr}
 
 
 def answer(status="Success", run_result=None, message=""):
-    """A whole answer of POST /run_code."""
+    """Return a complete reply of POST /run_code."""
     return {
         "status": status, "message": message, "compile_result": None, "run_result": run_result,
         "executor_pod_name": None, "files": {},
@@ -34,7 +34,7 @@ BROKEN = answer("SandboxError", result("Error", None), "no pod is left")
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers in turn, the last for ever; remembers what it was asked and how many asked at a time."""
+    """A server with scripted replies, the last one repeated; records requests and their concurrency."""
 
     daemon_threads = True
 
@@ -104,7 +104,7 @@ def test_the_request_is_the_documented_one(serve):
 
 
 @pytest.mark.parametrize(
-    ("said", "stdout", "exit_code", "timed_out", "truncated"),
+    ("reply", "stdout", "exit_code", "timed_out", "truncated"),
     [
         (SAID, "42\n", 0, False, False),
         (FAILED, "", 1, False, False),
@@ -136,7 +136,7 @@ def test_server_errors_are_retried_and_never_count_against_the_program(serve, tr
     assert len(stub.asked) == 3
 
 
-@pytest.mark.parametrize("said", [422, 401, 404], ids=str)
+@pytest.mark.parametrize("reply", [422, 401, 404], ids=str)
 def test_a_rejected_request_is_a_fault_without_retries(serve, reply):
     stub = serve(reply)
     with pytest.raises(SandboxFault, match=f"rejected the request with HTTP status {reply}: busy"):
@@ -152,7 +152,7 @@ def test_no_proxy_is_used(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [b"<html>", b"[]", b"null", b"{}", answer(), answer(run_result=result("Odd")), answer(run_result=result(code="0")),
      {"status": "Success", "run_result": {"status": "Finished"}}, b"[" * 50_000],
     ids=lambda reply: str(reply)[:60],

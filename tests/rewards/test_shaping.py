@@ -1,4 +1,4 @@
-"""Clipping, weight, and the score of what never ended."""
+"""Clipping, weight, the score of truncated responses, and the length penalty."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_a_clip_must_be_positive(clip):
 
 
 def test_the_length_penalty_by_hand():
-    """Limit 10, slope over the last 4 tokens: free up to 6, half at 8, whole from 10 on."""
+    """Limit 10, slope over the last 4 tokens: 0 up to 6, half at 8, full from 10."""
     penalty = OverlongPenalty(max_tokens=10, buffer_tokens=4)
     assert penalty([[0] * length for length in (0, 6, 7, 8, 10, 12)]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 

@@ -1,4 +1,4 @@
-"""However judging ends, nothing of it stays behind: no loop, no task, no thread that is waited for, no process."""
+"""The executor leaves no event loop, task, blocking thread or process behind."""
 
 import asyncio
 import gc
@@ -109,7 +109,7 @@ def test_abort_run_ends_the_run_from_a_function_of_one_source():
 
 
 class Holding:
-    """Has something to end."""
+    """Counts calls of close."""
 
     closed = 0
 

@@ -1,4 +1,4 @@
-"""A function for each source of data: who gets which completions."""
+"""A separate function for each source of data receives its completions."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rewards by text: hand-worked values, SQuAD's own rules, and texts made to be slow."""
+"""Text rewards: values by hand, SQuAD's rules, and texts built to be slow."""
 
 import time
 

@@ -26,7 +26,7 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.setup import Role, Work, strategy
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.weight_sync import WeightSender, in_dtype
 from tests.stand_ins import ScriptedEngine
 

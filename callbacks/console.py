@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 
 from .module_check import check_module
 from .rollout_loop import RolloutLoop

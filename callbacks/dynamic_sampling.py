@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.objectives.base import AdvantageEstimator
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch, Rollout
 
 

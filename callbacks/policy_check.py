@@ -19,7 +19,7 @@ from lightning_rlhf.models.loading import ModelSource, as_source, save_architect
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.collect import collect
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine

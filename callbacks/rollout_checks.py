@@ -10,8 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.types import PromptBatch
 
@@ -61,7 +60,7 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
     check_positions(roles, data.longest_text, loop.max_response_tokens)
     _check_ranks(loop, data, module)
     for batch in _first_prompts(data)[:1]:
-        Collector(batch, Scoring(loop.jury), data.tokenizer, size=3 - len(batch)).rehearse()
+        Collector(batch, loop.reward_executor, data.tokenizer, size=3 - len(batch)).dry_run()
     splitting = tensor_ranks(trainer, module)
     if loop._engine_choice != "auto" and loop._engine_choice.ranks % splitting:
         raise ValueError(
@@ -79,7 +78,7 @@ def _first_prompts(data: PromptDataModule) -> list[PromptBatch]:
 def gaps(reward: RewardFunction, data: PromptDataModule) -> list[str]:
     """What a reward function asks for and some rows lack, in every part of the data."""
     parts = [(data.reports[name], examples) for name, examples in data.examples.items()]
-    told = [reward.gaps([row.columns for row in rows], report.name, report.places) for report, rows in parts]
+    told = [reward.missing_columns([row.columns for row in rows], report.name, report.places) for report, rows in parts]
     return [gap for part in told for gap in part]
 
 

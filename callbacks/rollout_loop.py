@@ -18,10 +18,8 @@ from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import TrainerState
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring, Told
+from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rollout.answer_checks import AnswerCheck
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
@@ -94,7 +92,7 @@ class RolloutLoop(Callback):
             raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
         self.rewards = [own if isinstance(own, RewardFunction) else RewardFunction(own) for own in rewards or []]
         self._engine_choice = engine
-        self.jury = Jury(self.rewards)
+        self.reward_executor = RewardExecutor(self.rewards)
         self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
         self.validate_at_ends = validate_at_ends
         self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
@@ -174,7 +172,7 @@ class RolloutLoop(Callback):
         limit_gpu_memory(trainer.strategy.root_device, 0.0)
 
     def _close(self) -> None:
-        self.jury.close()
+        self.reward_executor.close()
         if self.engine is not None:
             self.engine.close()
         for reward in self.rewards:
@@ -188,7 +186,7 @@ class RolloutLoop(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
         """One rollout."""
-        clock, tokens, told, roles = Clock(), 0, list[Told](), pl_module.role_strategy
+        clock, tokens, told, roles = Clock(), 0, list[MetricSums](), pl_module.role_strategy
         ranks = pl_module.data_ranks
         with clock("time/sync_s"):
             self.push_weights(trainer, pl_module)
@@ -202,7 +200,7 @@ class RolloutLoop(Callback):
             tokens += sum(len(completion.token_ids) for completion in completions)
             with clock("time/reward_s"):  # what is left to do
                 rollout, scores = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
-            told.append(scores.told)
+            told.append(scores.metrics)
             return rollout
 
         sample = partial(roll, samples=self.group_size, temperature=self.temperature)
@@ -269,7 +267,7 @@ class RolloutLoop(Callback):
 
     def _collector(self, trainer: Trainer, batch: PromptBatch, size: int) -> Collector:
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
-        return Collector(batch, Scoring(self.jury, state), trainer.datamodule.tokenizer, size)
+        return Collector(batch, self.reward_executor, trainer.datamodule.tokenizer, size, state)
 
     def verify(self, module: RLHFModule, rollout: Rollout) -> None:
         """Compare engine and actor on a few responses, so that a lost or garbled weight is seen before it teaches.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.seeding import run_seed
 
 from .rollout_loop import RolloutLoop
@@ -81,7 +81,7 @@ def _module_settings(module: RoleModule) -> dict[str, str]:
 
 
 def _reward(reward: RewardFunction) -> str:
-    function = reward.call.function
+    function = reward.target
     try:
         code = _digest(inspect.getsource(function if inspect.isroutine(function) else type(function)))
     except (OSError, TypeError):  # no source: built in, or made at run time

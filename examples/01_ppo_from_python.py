@@ -16,7 +16,7 @@ from lightning_rlhf.callbacks import RolloutLoop, complete
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 
 

@@ -16,7 +16,8 @@ Run this file to see how it is called, and what is said when it asks for a colum
     python examples/02_custom_reward.py
 """
 
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 
 
 def brief_and_right(completions: list[str], answer: list[str], finished: list[bool]) -> list[float | None]:
@@ -38,7 +39,9 @@ def main() -> list[float]:
     columns = {"answer": ["42", "42", "42"]}
     reward = RewardFunction(brief_and_right)
     reward.check(columns)
-    values = reward(completions=["42", "it is 42", "it"], finished=[True, True, False], **columns).tolist()
+    values = compute_reward(
+        reward, completions=["42", "it is 42", "it"], finished=[True, True, False], **columns
+    ).tolist()
     print("rewards:", [round(value, 2) for value in values])
     try:
         RewardFunction(needs_a_hint).check(columns)

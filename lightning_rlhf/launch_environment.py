@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 OURS = "LIGHTNING_RLHF_SET"  # names that were set here, so that child processes can tell them from their user's
+# First parts of the names of variables that torchrun, SLURM and MPI set for the processes of a run.
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA, AMD, Windows' GPUs under WSL
 
 

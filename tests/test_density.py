@@ -24,7 +24,6 @@ PENDING = (
     "lightning_rlhf/models/",
     "lightning_rlhf/paths.py",
     "lightning_rlhf/planning/",
-    "lightning_rlhf/rewards/",
     "lightning_rlhf/rollout/",
     "lightning_rlhf/seeding.py",
     "lightning_rlhf/serving/",

@@ -33,7 +33,7 @@ from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -207,5 +207,7 @@ def test_no_metric_is_the_folder_of_another():
 
 
 def test_a_reward_s_name_makes_no_folder():
-    with pytest.raises(ValueError, match="a reward cannot be called 'a/b': loggers that write files take"):
+    with pytest.raises(
+        ValueError, match="a reward cannot be called 'a/b': loggers that write files would make folders"
+    ):
         check_rewards([RewardFunction(style, name="a/b")], [])

@@ -11,8 +11,8 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 # function raises is counted or ends the run, by the policy of the reward; threads give it to whoever waits.
 PASSED_ON = {
     "lightning_rlhf/rollout/vllm_worker.py": 1,
-    "lightning_rlhf/rewards/worker.py": 1,
-    "lightning_rlhf/rewards/threads.py": 1,
+    "lightning_rlhf/rewards/function.py": 1,
+    "lightning_rlhf/rewards/executor.py": 1,
 }
 BROAD = {"Exception", "BaseException"}
 CODE_FROM_DATA = {

@@ -20,7 +20,7 @@ from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.types import SamplingParams
 
 if TYPE_CHECKING:
-    from lightning_rlhf.rewards.endpoint import Client, Question
+    from lightning_rlhf.rewards.endpoint import Client, Request
 
 _SERVER_SECONDS = 3600.0  # for one answer, and for a server that is up but busy
 _TRIES = 8
@@ -131,9 +131,9 @@ class ServerAnswerer:
     def _only_model(self) -> str:
         import httpx
 
-        from lightning_rlhf.rewards.endpoint import key_in
+        from lightning_rlhf.rewards.endpoint import read_key
 
-        headers = {"Authorization": f"Bearer {key_in(self._key_env)}"} if self._key_env else {}
+        headers = {"Authorization": f"Bearer {read_key(self._key_env)}"} if self._key_env else {}
         try:
             response = httpx.get(f"{self._url}/v1/models", headers=headers, timeout=30, trust_env=False)
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -192,7 +192,7 @@ class ServerAnswerer:
         return asyncio.run(all_of_them())
 
     async def _ask(self, prompt: Prompt, seed: int) -> Answer:
-        from lightning_rlhf.rewards.endpoint import Question
+        from lightning_rlhf.rewards.endpoint import Request
 
         route = "chat/completions" if prompt.messages else "completions"
         given = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
@@ -203,7 +203,7 @@ class ServerAnswerer:
         }  # fmt: skip
         if drawn.top_k:  # not every server knows it
             body["top_k"] = drawn.top_k
-        answer = await self._patiently(self._clients[route], Question(body, 1))
+        answer = await self._patiently(self._clients[route], Request(body, 1))
         try:
             choice, used = answer["choices"][0], answer.get("usage") or {}
             text = choice["message"]["content"] if prompt.messages else choice["text"]
@@ -211,14 +211,14 @@ class ServerAnswerer:
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             raise RuntimeError(f"{self._url}/v1/{route} answered what is no completion: {str(answer)[:200]}") from error
 
-    async def _patiently(self, client: Client, question: Question) -> Any:
-        from lightning_rlhf.rewards.endpoint import Busy
+    async def _patiently(self, client: Client, request: Request) -> Any:
+        from lightning_rlhf.rewards.endpoint import ServerBusy
 
         until = time.monotonic() + _SERVER_SECONDS
         while True:
             try:
-                return await client.ask(question)
-            except Busy:  # others ask it too; what stands behind their requests takes longer than a few tries
+                return await client.post(request)
+            except ServerBusy:  # others ask it too; what stands behind their requests takes longer than a few tries
                 if time.monotonic() > until:
                     raise
 

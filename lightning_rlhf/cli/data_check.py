@@ -22,7 +22,7 @@ from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.positions import check_positions, positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}

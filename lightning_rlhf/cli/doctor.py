@@ -24,7 +24,7 @@ from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows, driver_rows
 from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
-from lightning_rlhf.rewards import sandbox
+from lightning_rlhf.rewards.sandbox import bubblewrap
 from lightning_rlhf.rollout.vllm_engine import unusable_build, vllm_installed
 
 _SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     memory(report, directory)
     tools(report)
     engine(report)
-    for name, finding, fault in sandbox.probe():
+    for name, finding, fault in bubblewrap.probe():
         report.add("sandbox", name, finding, fault)
     launch_environment(report)
     for name, finding, fault in cluster(os.environ):

@@ -24,7 +24,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 
 Row = tuple[str, str, str]  # name, finding, and a fault, empty where there is none
 

@@ -23,8 +23,9 @@ from lightning_rlhf.data.chat import messages_of
 from lightning_rlhf.data.columns import ABOUT, PROMPT, Columns
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
-from lightning_rlhf.rewards.resolve import load_function
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.rewards.loading import load_function
 
 ALL = "all"
 _EPILOG = """The file is what generate writes, or verl: each row has a list of responses, and beside it what the reward
@@ -161,7 +162,7 @@ def check(rewards: Sequence[RewardFunction], columns: Sequence[str], sources: Co
         raise ValueError(f"a data_source is called {ALL!r}, as the figures of all of them are: rename it")
     check_rewards(rewards, columns)
     for reward in rewards:
-        if "completion_ids" in reward.call.required:
+        if "completion_ids" in reward.required:
             raise ValueError(f"reward function {reward.label!r} needs 'completion_ids', which a file of texts has not")
 
 
@@ -191,7 +192,7 @@ def judge(
         "messages": [row.messages for row in each] if any(row.messages for row in rows) else [],
         **{name: [row.columns.get(name) for row in each] for name in columns},
     }
-    values = {reward.label: iter(reward(**offered).tolist()) for reward in rewards}
+    values = {reward.label: iter(compute_reward(reward, **offered).tolist()) for reward in rewards}
     judged = []
     for row in rows:
         answers = [] if extract is None else answers_of(extract, row.responses)

@@ -1,1 +1,1 @@
-"""What a response is worth: rules, adapters around users' functions, and shaping of learned scores."""
+"""Reward functions: their execution, built-in ones, and shaping of learned scores."""

@@ -1,4 +1,4 @@
-"""Asking a server many questions: at a pace, with patience, within a budget."""
+"""Client for rewards from a server: rate limits, retries and a budget."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_rlhf.rewards.conventions import EndsTheRun
+from lightning_rlhf.rewards.results import AbortRun
 
-_MAX_WAIT_S = 30.0  # between two tries; also the most that a server's Retry-After is believed
-
-
-class BudgetSpent(EndsTheRun):
-    """The requests or tokens that a run may use are used."""
+_MAX_WAIT_S = 30.0  # between two tries, whether computed or from Retry-After
 
 
-class Busy(RuntimeError):
-    """All tries were answered with status 429: come again."""
+class BudgetSpent(AbortRun):
+    """The budget of requests or tokens is spent."""
+
+
+class ServerBusy(RuntimeError):
+    """All tries were answered with status 429."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, and how much may be asked of it.
+    """A server and the limits of requests to it.
 
     Args:
-        url: of the route, for example ``http://127.0.0.1:8000/v1/chat/completions``.
-        key_env: environment variable that holds the key, sent as a bearer token; None sends none. The key itself is in
-            no configuration and in no message.
-        timeout_s: for one try, seconds.
-        tries: how often a request is sent until it is answered, at least 1. Sent again is what met no server, a
-            timeout, status 429 or 5xx, or an answer that is no JSON; after a pause that doubles up to 30 s, with
-            jitter, or after the server's Retry-After.
-        concurrency: requests under way at the same time.
-        requests_per_minute: pace, tries included; None is no limit.
-        tokens_per_minute: pace by estimate, four characters a token and the longest answer; None is no limit.
-        max_requests: of the whole run in each process, tries included; then the run ends with a sentence.
-        max_tokens: likewise, as the server counts them, by estimate where it does not; a refusal counts none.
+        url: URL of the route, for example ``http://127.0.0.1:8000/v1/chat/completions``.
+        key_env: name of the environment variable with the key, sent as a bearer token; None sends no key. The key
+            itself appears neither in configurations nor in messages.
+        timeout_s: time limit of one try, seconds.
+        tries: number of times that a request is sent, at least 1. It is repeated after a connection error, a timeout,
+            status 429 or 5xx, or a reply that is not JSON, after a pause that doubles up to 30 s, with jitter, or after
+            the server's Retry-After.
+        concurrency: number of requests at a time.
+        requests_per_minute: rate limit of requests including repeated ones; None: no limit.
+        tokens_per_minute: rate limit of tokens, estimated as four characters each plus the longest answer; None: no
+            limit.
+        max_requests: number of requests, including repeated ones, after which each process ends the run.
+        max_tokens: number of tokens after which each process ends the run, as counted by the server or estimated;
+            rejected requests count none.
     """
 
     url: str
@@ -58,12 +60,12 @@ class Endpoint:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
         if "@" in urlsplit(self.url).netloc:
-            raise ValueError("url holds a name or password, and would be shown in messages: give a key by key_env")
+            raise ValueError("url must not contain a user name or password, because messages show it: use key_env")
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.key_env is not None:
-            key_in(self.key_env)
+            read_key(self.key_env)
         missing = [name for name in ("httpx", "tenacity") if importlib.util.find_spec(name) is None]
         if missing:
             raise ImportError(
@@ -72,12 +74,12 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Question:
+class Request:
     """One request.
 
     Args:
-        body: JSON.
-        tokens: that it may take, question and answer, by estimate.
+        body: JSON object.
+        tokens: estimated number of tokens of request and reply.
     """
 
     body: dict[str, Any]
@@ -85,94 +87,98 @@ class Question:
 
 
 class Client:
-    """Asks an endpoint, from any thread; pace and budget are those of all its callers together.
+    """Sends requests to an endpoint from any thread; all callers share its limits and budget.
 
-    Requests run in an event loop of a thread of their own, which starts with the first question.
+    Requests run in an event loop in a separate thread, which starts with the first request.
+
+    Args:
+        endpoint: server and request limits.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.requests = self.tokens = 0
-        self._key = key_in(endpoint.key_env) if endpoint.key_env else "\0"
+        self._key = read_key(endpoint.key_env) if endpoint.key_env else "\0"
         self._lock = threading.Lock()
         self._next = {"requests": 0.0, "tokens": 0.0}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def ask(self, question: Question) -> Any:
-        """What the server answers, as parsed JSON. It may be awaited in any event loop.
+    async def post(self, request: Request) -> Any:
+        """Send a request and return the reply as parsed JSON; may be awaited in any event loop.
 
         Raises:
-            BudgetSpent: before the first request that would exceed the budget.
-            RuntimeError: no answer after all tries, or the server refuses such requests (a status 4xx but 429).
+            BudgetSpent: the request would exceed the budget; it is not sent.
+            RuntimeError: no reply after all tries, or the server rejects the request (a status 4xx other than 429).
         """
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(question), self._running_loop()))
+        future = asyncio.run_coroutine_threadsafe(self._post(request), self._running_loop())
+        return await asyncio.wrap_future(future)
 
-    async def _ask(self, question: Question) -> Any:
+    async def _post(self, request: Request) -> Any:
         import httpx
         import tenacity
 
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.endpoint.tries),
             wait=_pause,
-            retry=tenacity.retry_if_exception(_is_passing),
+            retry=tenacity.retry_if_exception(_is_temporary),
             reraise=True,
         )
         try:
-            async with self._places:
-                return await retrying(self._try, question)
+            async with self._slots:
+                return await retrying(self._try, request)
         except httpx.HTTPStatusError as error:
-            said = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
-            tries = f" {self.endpoint.tries} times" if _is_passing(error) else ""
-            kind = Busy if error.response.status_code == 429 else RuntimeError
-            raise kind(f"{self.endpoint.url} answered{tries}: {said}") from None
+            reply = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
+            tries = f" {self.endpoint.tries} times" if _is_temporary(error) else ""
+            kind = ServerBusy if error.response.status_code == 429 else RuntimeError
+            raise kind(f"{self.endpoint.url} answered{tries}: {reply}") from None
         except (httpx.TransportError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            raise RuntimeError(f"{self.endpoint.url} gave no answer in {self.endpoint.tries} tries: {reason}") from None
+            raise RuntimeError(f"{self.endpoint.url} did not answer in {self.endpoint.tries} tries: {reason}") from None
 
-    async def _try(self, question: Question) -> Any:
-        self._spend(question)
-        await asyncio.sleep(self._turn(question.tokens))
-        response = await self._client.post(self.endpoint.url, json=question.body)
+    async def _try(self, request: Request) -> Any:
+        self._reserve(request)
+        await asyncio.sleep(self._delay(request.tokens))
+        response = await self._client.post(self.endpoint.url, json=request.body)
         if response.is_error:
-            self._count(-question.tokens)  # a server that refuses has read and written none
+            self._correct_tokens(-request.tokens)  # a rejected request uses no tokens
         response.raise_for_status()
-        found = response.json()
-        usage = found.get("usage") if isinstance(found, dict) else None
+        reply = response.json()
+        usage = reply.get("usage") if isinstance(reply, dict) else None
         used = usage.get("total_tokens") if isinstance(usage, dict) else None
         if isinstance(used, int):
-            self._count(used - question.tokens)
-        return found
+            self._correct_tokens(used - request.tokens)
+        return reply
 
-    def _count(self, tokens: int) -> None:
+    def _correct_tokens(self, difference: int) -> None:
         with self._lock:
-            self.tokens += tokens
+            self.tokens += difference
 
-    def _spend(self, question: Question) -> None:
-        """Count a request before it is sent, so that those under way together cannot exceed the budget."""
+    def _reserve(self, request: Request) -> None:
+        """Count a request before it is sent, so that simultaneous requests cannot exceed the budget."""
         with self._lock:
-            for name, used, more, limit in (
+            for name, used, needed, limit in (
                 ("requests", self.requests, 1, self.endpoint.max_requests),
-                ("tokens", self.tokens, question.tokens, self.endpoint.max_tokens),
+                ("tokens", self.tokens, request.tokens, self.endpoint.max_tokens),
             ):
-                if limit is not None and used + more > limit:
+                if limit is not None and used + needed > limit:
                     raise BudgetSpent(
                         f"{self.endpoint.url}: the budget of {limit} {name} (max_{name}) is spent: {used} are used and "
-                        f"the next request may take {more}; raise it, or ask less often"
+                        f"the next request may need {needed}; raise the budget or send fewer requests"
                     )
             self.requests += 1
-            self.tokens += question.tokens
+            self.tokens += request.tokens
 
-    def _turn(self, tokens: int) -> float:
-        """Seconds until a request may be sent: each takes its share of a minute, and none is sent before its turn."""
+    def _delay(self, tokens: int) -> float:
+        """Reserve the next time slot within the rate limits and return the seconds until it starts."""
         with self._lock:
             now = time.monotonic()
             start = max(now, *self._next.values())
-            for name, share, pace in (
+            for name, amount, rate in (
                 ("requests", 1, self.endpoint.requests_per_minute),
                 ("tokens", tokens, self.endpoint.tokens_per_minute),
             ):
-                if pace is not None:
-                    self._next[name] = start + 60.0 * share / pace
+                if rate is not None:
+                    self._next[name] = start + 60.0 * amount / rate
             return start - now
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -181,35 +187,36 @@ class Client:
         with self._lock:
             if self._loop is None:
                 headers = {"Authorization": f"Bearer {self._key}"} if self.endpoint.key_env else {}
-                self._places = asyncio.Semaphore(self.endpoint.concurrency)
+                self._slots = asyncio.Semaphore(self.endpoint.concurrency)
                 self._client = httpx.AsyncClient(headers=headers, timeout=self.endpoint.timeout_s, trust_env=False)
                 self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(self._loop,), name="reward endpoint", daemon=True)
+                thread = threading.Thread(target=_run_loop, args=(self._loop,), name="reward endpoint", daemon=True)
                 thread.start()
-                self._finalizer = weakref.finalize(self, _end, self._client, self._loop, thread)
+                self._finalizer = weakref.finalize(self, _close, self._client, self._loop, thread)
             return self._loop
 
     def close(self) -> None:
-        """End connections and thread; another question starts new ones."""
+        """Close connections and thread; another request starts new ones."""
         with self._lock:
-            running, self._loop = self._loop, None
-        if running is not None:
+            is_running = self._loop is not None
+            self._loop = None
+        if is_running:
             self._finalizer()
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
         loop.close()
 
 
-def _end(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _close(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     async def close() -> None:
-        asking = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in asking:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await client.aclose()
 
     asyncio.run_coroutine_threadsafe(close(), loop).result()
@@ -217,22 +224,24 @@ def _end(client: Any, loop: asyncio.AbstractEventLoop, thread: threading.Thread)
     thread.join()
 
 
-def key_in(name: str) -> str:
-    """The key in an environment variable; spaces around it, as a file's last line has, are no part of it.
+def read_key(name: str) -> str:
+    """Read a key from an environment variable, without surrounding whitespace.
 
     Raises:
-        ValueError: there is none, or what no header can hold; it is not shown.
+        ValueError: the variable is not set, or its value, which is not shown, cannot be sent in a header.
     """
     key = os.environ.get(name, "").strip()
     if not key:
-        raise ValueError(f"the environment variable {name!r} (key_env) is not set: it must hold the key")
+        raise ValueError(f"the environment variable {name!r} (key_env) is not set: it must contain the key")
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError(f"the environment variable {name!r} (key_env) holds no key: a key is ASCII, without spaces")
+        raise ValueError(
+            f"the environment variable {name!r} (key_env) does not contain a key: keys are ASCII without spaces"
+        )
     return key
 
 
-def _is_passing(error: BaseException) -> bool:
-    """Whether the same request may be answered later; an answer that is no JSON may be, too."""
+def _is_temporary(error: BaseException) -> bool:
+    """Return whether a retry may succeed; also true for a reply that is not JSON."""
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):
@@ -241,13 +250,13 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _pause(state: Any) -> float:
-    """Seconds before the next try."""
+    """Compute the seconds before the next try."""
     import httpx
     import tenacity
 
     error = state.outcome.exception()
     if isinstance(error, httpx.HTTPStatusError):
-        wanted = error.response.headers.get("Retry-After", "")
-        if wanted.isdecimal():
-            return min(float(wanted), _MAX_WAIT_S)
+        retry_after = error.response.headers.get("Retry-After", "")
+        if retry_after.isdecimal():
+            return min(float(retry_after), _MAX_WAIT_S)
     return float(tenacity.wait_random_exponential(multiplier=0.5, max=_MAX_WAIT_S)(state))

@@ -1,9 +1,10 @@
-"""A reward model from a directory or hub id, with its own tokenizer."""
+"""A reward from a sequence classifier with its own tokenizer."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,79 +15,80 @@ from lightning_rlhf.attention import checked_attention, expect_installed
 from lightning_rlhf.batching.sequences import pad_right
 
 
+@dataclass(eq=False)
 class LearnedReward:
-    """The score that a sequence classifier with one label gives to prompt and response.
+    """Score of prompt and response by a sequence classifier with one label.
 
-    For reward models whose tokenizer or chat template is not the policy's: the text is put together and tokenised anew.
-    One that shares the policy's tokenizer is the module's ``reward_model``, which the strategy spreads over devices.
-    The model loads with the first call, once in each process. Safetensors only, no code from the hub.
+    For reward models whose tokenizer or chat template differs from the policy's: the text is tokenised again. Use the
+    module's ``reward_model``, which the strategy distributes, for a model that shares the policy's tokenizer. The model
+    is loaded at the first call, once per process, from safetensors only and without code from the hub.
 
     Args:
-        path: directory that ``save_pretrained`` wrote, or hub id.
+        path: directory written by ``save_pretrained``, or hub id.
         revision: branch, tag or commit of the hub repository.
-        dtype: of the parameters.
-        device: ``auto`` is the process's GPU where there is one, else the CPU.
-        batch_tokens: padded tokens that are scored at once.
-        max_tokens: of a longer text the end is scored; None takes all.
+        dtype: dtype of the parameters.
+        device: device name; ``auto`` is the process's GPU if there is one, else the CPU.
+        batch_tokens: number of padded tokens per batch.
+        max_tokens: number of tokens to score, the last ones of a longer text; None scores all.
     """
 
-    dry_call = False
+    path: str
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    batch_tokens: int = 16384
+    max_tokens: int | None = None
 
-    def __init__(
-        self,
-        path: str,
-        revision: str | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        device: str = "auto",
-        batch_tokens: int = 16384,
-        max_tokens: int | None = None,
-    ) -> None:
-        for name, value in (("batch_tokens", batch_tokens), ("max_tokens", max_tokens)):
+    dry_call: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch_tokens", self.batch_tokens), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.path, self.revision, self.dtype, self.device = path, revision, dtype, device
-        self.batch_tokens, self.max_tokens = batch_tokens, max_tokens
         self._model: Any = None
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
-        """The reward model's score of each completion.
+        """Score each completion with the reward model.
 
         Args:
-            prompts: text, or with ``messages: true`` chat messages, which go through the reward model's own template.
-            completions: likewise.
+            prompts: texts, or with ``messages: true`` chat messages, formatted by the reward model's own template.
+            completions: responses in the same form.
         """
         self._load()
         rows = [self._ids(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
-        order, scores = sorted(range(len(rows)), key=lambda i: len(rows[i])), torch.zeros(len(rows))
+        scores = torch.zeros(len(rows))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         while order:
-            size, longest = 1, len(rows[order[-1]])  # the longest first: where memory does not do, it is seen at once
+            longest = len(rows[order[-1]])  # the longest first, so that a lack of memory shows at once
+            size = 1
             while size < len(order) and (size + 1) * longest <= self.batch_tokens:
                 size += 1
-            chosen = order[-size:]
-            scores[chosen] = self._scores([rows[i] for i in chosen])
+            batch = order[-size:]
+            scores[batch] = self._scores([rows[i] for i in batch])
             del order[-size:]
         return scores.tolist()
 
     def close(self) -> None:
-        """Give up the model; another call loads it again."""
+        """Release the model; another call loads it again."""
         self._model = None
 
     @torch.no_grad()
     def _scores(self, rows: list[list[int]]) -> Tensor:
-        """The classifier's output at the last token of each row."""
-        if self._own_pad is None:  # transformers reads the last token that is not this one
+        """Compute the classifier's output at the last token of each row."""
+        if self._pad_token_id is None:  # transformers reads the last token that is not padding
             ends = {row[-1] for row in rows}
             self._model.config.pad_token_id = next(i for i in itertools.count() if i not in ends)
         ids, lengths = pad_right(rows, self._model.config.pad_token_id)
         mask = torch.arange(ids.shape[1]).unsqueeze(0) < lengths.unsqueeze(1)
-        found = self._model(input_ids=ids.to(self._model.device), attention_mask=mask.long().to(self._model.device))
-        return found.logits.squeeze(-1).float().cpu()
+        device = self._model.device
+        output = self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device))
+        return output.logits.squeeze(-1).float().cpu()
 
     def _ids(self, prompt: Any, response: Any) -> list[int]:
         if isinstance(prompt, str):
             ids = self._tokenizer(prompt + response)["input_ids"]
         elif self._tokenizer.chat_template is None:
-            raise ValueError(f"{self.path} has no chat template: leave out messages: true, and it is given text")
+            raise ValueError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
         else:
             text = self._tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -95,15 +97,15 @@ class LearnedReward:
     def _load(self) -> None:
         if self._model is not None:
             return
-        given = {"revision": self.revision, "trust_remote_code": False}
-        config = checked_attention(AutoConfig.from_pretrained(self.path, **given))
+        options = {"revision": self.revision, "trust_remote_code": False}
+        config = checked_attention(AutoConfig.from_pretrained(self.path, **options))
         expect_installed(config)
         if config.num_labels != 1:
-            raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model has one (num_labels=1)")
-        self._tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
-        self._own_pad = config.pad_token_id
-        device = torch.device(self._chosen_device())
-        shown = logging.is_progress_bar_enabled()
+            raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model needs one (num_labels=1)")
+        self._tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
+        self._pad_token_id = config.pad_token_id
+        device = torch.device(self._device_name())
+        progress_bar = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         model, report = AutoModelForSequenceClassification.from_pretrained(
             self.path,
@@ -111,15 +113,15 @@ class LearnedReward:
             dtype=getattr(torch, self.dtype),
             use_safetensors=True,
             output_loading_info=True,
-            **given,
+            **options,
         )
-        if shown:
+        if progress_bar:
             logging.enable_progress_bar()
         if report["missing_keys"]:
-            raise ValueError(f"{self.path} is no trained reward model: it lacks {sorted(report['missing_keys'])[:3]}")
+            raise ValueError(f"{self.path} is not a trained reward model: missing {sorted(report['missing_keys'])[:3]}")
         self._model = model.eval().requires_grad_(False).to(device)
 
-    def _chosen_device(self) -> str:
+    def _device_name(self) -> str:
         if self.device != "auto":
             return self.device
         return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"

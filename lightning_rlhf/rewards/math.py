@@ -1,4 +1,4 @@
-"""Mathematical answers compared by math-verify, in processes that can be ended."""
+"""A reward for mathematical answers, compared by math-verify in worker processes."""
 
 from __future__ import annotations
 
@@ -8,65 +8,64 @@ import re
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as OutOfTimeError
-from typing import Any, Literal
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pebble import ProcessExpired, ProcessPool
 
-from lightning_rlhf.rewards.math_worker import prepare, verdict
+from lightning_rlhf.rewards.math_worker import initialize, is_equal
 from lightning_rlhf.rewards.text import boxed
 
-_QUICK_S = 0.05  # thirty times what an ordinary pair takes; whoever needs more waits until all others had their turn
-_KILL_FACTOR, _KILL_S = 4, 1.0  # a worker is killed when that many times its seconds, and one, have passed by the clock
+_QUICK_S = 0.05  # thirty times the duration of an ordinary pair; slower ones are repeated after all others
+_KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time
+_KILL_S = 1.0  # added to it
 _START_S = 300.0
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
-Job = tuple[str, str]
+Pair = tuple[str, str]  # correct answer and response
 
 
+@dataclass(eq=False)
 class MathReward:
-    """1 where the answer equals the right one as mathematics, judged by math-verify, else ``wrong``.
+    """Reward of 1 if math-verify finds the answer mathematically equal to the correct one, else ``wrong``.
 
-    A response's text is hostile: ``9^{9^{9^9}}`` keeps a computer busy for ever. So formulas are read and compared in
-    processes of their own, with little memory, no environment and no files to write to. One that takes too long is
-    interrupted; if it does not end then, its process is killed and replaced. Those that are quick come first, and every
-    one is judged: its time begins when a process takes it up, however many others it had to wait for. So n responses
-    take at most n / workers times a response's limit by the clock, which is its processor time four times and two
-    seconds. A script that uses this class needs ``if __name__ == "__main__":``, as all that start processes do.
+    Responses may be hostile: ``9^{9^{9^9}}`` never ends. So formulas are parsed and compared in worker processes with
+    little memory, no environment variables and no writable files. A comparison that exceeds its limit is interrupted;
+    if it does not end then, its process is killed and replaced. Quick comparisons run first, and the limit excludes
+    waiting, so each response is compared: n responses take at most n / workers times the wall-clock limit of one, which
+    is four times its processor time limit plus two seconds. Scripts that use this class need
+    ``if __name__ == "__main__":``, as with all multiprocessing.
 
     Args:
-        timeout_s: for one response, seconds of processor time, so that a busy machine changes no verdict.
-        on_timeout: a response that was given up is ``wrong``, or ``skip``: the reward does not apply to it. Their share
-            is logged as ``given_up``.
-        wrong: what a wrong answer earns; 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
-        max_chars: of a boxed answer its beginning is read, of a response without one its end.
-        workers: processes.
-        memory_mb: largest address space of one of them, MiB.
+        timeout_s: limit for one response, seconds of processor time, so that the load of the machine has no influence.
+        on_timeout: ``wrong`` treats a response that exceeds the limit as wrong, ``skip`` omits its reward. Their
+            fraction is logged as ``given_up``.
+        wrong: reward of a wrong answer; 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
+        max_chars: number of characters to read: the first of a boxed answer, the last of a response without one.
+        workers: number of processes.
+        memory_mb: address space limit of each process, MiB.
 
     Raises:
         ImportError: math-verify is not installed.
-        ValueError: a limit that is not positive.
+        ValueError: a limit is not positive.
     """
 
-    per_sample = True
+    timeout_s: float = 2.0
+    on_timeout: Literal["wrong", "skip"] = "wrong"
+    wrong: float = 0.0
+    max_chars: int = 4000
+    workers: int = 2
+    memory_mb: int = 1024
 
-    def __init__(
-        self,
-        timeout_s: float = 2.0,
-        on_timeout: Literal["wrong", "skip"] = "wrong",
-        wrong: float = 0.0,
-        max_chars: int = 4000,
-        workers: int = 2,
-        memory_mb: int = 1024,
-    ) -> None:
+    per_sample: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
-        limits = {"timeout_s": timeout_s, "max_chars": max_chars, "workers": workers, "memory_mb": memory_mb}
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        self.timeout_s, self.on_timeout, self.wrong = timeout_s, on_timeout, wrong
-        self.max_chars, self.workers, self.memory_mb = max_chars, workers, memory_mb
+        for name in ("timeout_s", "max_chars", "workers", "memory_mb"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         self._pool: Any = None
         self._lock = threading.Lock()
 
@@ -76,45 +75,46 @@ class MathReward:
         ground_truth: list[Any],
         log_extra: Callable[[str, list[float]], None] | None = None,
     ) -> list[float | None]:
-        r"""One number per completion, None where it was given up and ``on_timeout`` says skip.
+        r"""Score each completion; None where the limit was exceeded and ``on_timeout`` is ``skip``.
 
         Args:
-            completions: the responses. Of each counts the last ``\boxed{...}``, without one what follows the last
-                ``####``, without that the formula or number that math-verify finds.
-            ground_truth: the right answers: a formula or a number, in dollar signs, boxed, behind ``####``, or plain.
-            log_extra: is told which were given up.
+            completions: responses. The answer of each is the last ``\boxed{...}``, else the text after the last
+                ``####``, else the formula or number that math-verify finds.
+            ground_truth: correct answers: a formula or a number, in dollar signs, boxed, after ``####``, or plain.
+            log_extra: function that logs whether each comparison was given up.
 
         Raises:
-            ValueError: a right answer that cannot be read: the data is another, or the column the wrong one.
+            ValueError: a correct answer cannot be parsed, because it is other data or another column.
         """
-        jobs = [(gold_text(gold), self._read(text)) for text, gold in zip(completions, ground_truth, strict=True)]
-        given_up = self.wrong if self.on_timeout == "wrong" else None
-        earned = {True: 1.0, False: self.wrong, None: given_up}
-        found = self.verdicts(jobs)
+        pairs = [(gold_text(gold), self._answer(text)) for text, gold in zip(completions, ground_truth, strict=True)]
+        rewards = {True: 1.0, False: self.wrong, None: self.wrong if self.on_timeout == "wrong" else None}
+        equal = self.compare(pairs)
         if log_extra is not None:
-            log_extra("given_up", [float(one is None) for one in found])
-        return [earned[one] for one in found]
+            log_extra("given_up", [float(result is None) for result in equal])
+        return [rewards[result] for result in equal]
 
-    def verdicts(self, jobs: list[Job]) -> list[bool | None]:
-        """Whether the second text of each pair equals the first; None where it was given up."""
-        found = self._pass(jobs, min(_QUICK_S, self.timeout_s))
-        slow = [i for i, verdict in enumerate(found) if verdict is None]
+    def compare(self, pairs: list[Pair]) -> list[bool | None]:
+        """Return for each pair of texts whether they are equal as mathematics; None where the limit was exceeded."""
+        equal = self._compare_within(pairs, min(_QUICK_S, self.timeout_s))
+        slow = [i for i, result in enumerate(equal) if result is None]
         if slow and self.timeout_s > _QUICK_S:
-            for i, again in zip(slow, self._pass([jobs[i] for i in slow], self.timeout_s), strict=True):
-                found[i] = again
-        return found
+            repeated = self._compare_within([pairs[i] for i in slow], self.timeout_s)
+            for i, result in zip(slow, repeated, strict=True):
+                equal[i] = result
+        return equal
 
     def close(self) -> None:
-        """End the processes; another call starts new ones."""
+        """Stop the processes; another call starts new ones."""
         with self._lock:
             if self._pool is not None:
                 self._finalizer()
                 self._pool = None
 
-    def _pass(self, jobs: list[Job], seconds: float) -> list[bool | None]:
+    def _compare_within(self, pairs: list[Pair], seconds: float) -> list[bool | None]:
         pool = self._running_pool()
-        # Pebble's time runs from when a worker begins, so waiting for others is not a response's own.
-        futures = [pool.schedule(verdict, (*job, seconds), timeout=_KILL_FACTOR * seconds + _KILL_S) for job in jobs]
+        # Pebble's timeout starts when a worker starts the call, so it excludes waiting.
+        timeout = _KILL_FACTOR * seconds + _KILL_S
+        futures = [pool.schedule(is_equal, (*pair, seconds), timeout=timeout) for pair in pairs]
         try:
             return [_result(future) for future in futures]
         finally:
@@ -126,15 +126,15 @@ class MathReward:
             if self._pool is None:
                 spawn = multiprocessing.get_context("spawn")
                 self._pool = ProcessPool(
-                    self.workers, context=spawn, initializer=prepare, initargs=(self.memory_mb,), max_tasks=10_000
+                    self.workers, context=spawn, initializer=initialize, initargs=(self.memory_mb,), max_tasks=10_000
                 )
-                self._finalizer = weakref.finalize(self, _end, self._pool)
-                first = self._pool.schedule(verdict, (r"\boxed{1}", "1", _START_S))
-                first.result(timeout=_START_S)  # starting a process is no time of a response
+                self._finalizer = weakref.finalize(self, _stop, self._pool)
+                first = self._pool.schedule(is_equal, (r"\boxed{1}", "1", _START_S))
+                first.result(timeout=_START_S)  # so that the start of a process does not count as time of a response
             return self._pool
 
-    def _read(self, text: str) -> str:
-        r"""The part of a response that math-verify gets."""
+    def _answer(self, text: str) -> str:
+        r"""Return the part of a response to be parsed by math-verify."""
         answer = boxed(text)
         if answer is not None:
             return rf"\boxed{{{answer[: self.max_chars]}}}"
@@ -144,10 +144,10 @@ class MathReward:
 
 
 def gold_text(gold: Any) -> str:
-    r"""A right answer in the form in which math-verify reads formulas and numbers alike.
+    r"""Convert a correct answer to a format in which math-verify parses formulas and numbers.
 
     Raises:
-        ValueError: neither text nor number; math-verify would read ``None`` as a product of four letters.
+        ValueError: it is neither text nor number; math-verify would parse ``None`` as a product of four letters.
     """
     if not isinstance(gold, str | int | float) or isinstance(gold, bool):
         raise ValueError(f"MathReward needs a formula or a number as ground_truth, got {gold!r}")
@@ -160,20 +160,20 @@ def gold_text(gold: Any) -> str:
 
 
 def _marked(text: str) -> str:
-    r"""What follows ``####``: its number, without what is said about it, or a formula."""
+    r"""Convert the text after ``####``: its number without further words, or a formula."""
     number = _NUMBER.match(text)
-    whole = text if number is None or "\\" in text else number[0]
-    return rf"\boxed{{{whole.replace('$', '')}}}"
+    answer = text if number is None or "\\" in text else number[0]
+    return rf"\boxed{{{answer.replace('$', '')}}}"
 
 
 def _result(future: Any) -> bool | None:
     try:
-        found: bool | None = future.result()
-    except (OutOfTimeError, ProcessExpired):
+        equal: bool | None = future.result()
+    except (FutureTimeoutError, ProcessExpired):
         return None
-    return found
+    return equal
 
 
-def _end(pool: Any) -> None:
+def _stop(pool: Any) -> None:
     pool.stop()
     pool.join()

@@ -1,4 +1,4 @@
-"""What the worker processes of :class:`~lightning_rlhf.rewards.math.MathReward` run; without torch, to be small."""
+"""Functions that run in the worker processes of :class:`~lightning_rlhf.rewards.math.MathReward`, without torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class OutOfTimeError(BaseException):
-    """Not an Exception: what simplifies formulas catches those and goes on."""
+class TimeLimitError(BaseException):
+    """The time limit was exceeded; not an Exception, because the code that simplifies formulas catches those."""
 
 
-def prepare(memory_mb: int) -> None:
-    """Give up what a formula has no use for, and load what it needs.
+def initialize(memory_mb: int) -> None:
+    """Import math-verify, then drop the environment and limit resources.
 
     Args:
-        memory_mb: address space of this process.
+        memory_mb: address space limit of this process, MiB.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's own handler waits for the formula to return
     os.environ.clear()
     import math_verify
 
-    logging.disable(logging.CRITICAL)  # each formula that it cannot read would be a line on the user's screen
+    logging.disable(logging.CRITICAL)  # it logs each formula that it cannot parse
     math_verify.verify(math_verify.parse("$1$", parsing_timeout=None), math_verify.parse("1", parsing_timeout=None))
     for kind, limit in (
         (resource.RLIMIT_AS, memory_mb << 20),
@@ -35,39 +35,36 @@ def prepare(memory_mb: int) -> None:
         resource.setrlimit(kind, (limit, limit))
 
 
-def verdict(gold: str, answer: str, seconds: float) -> bool | None:
-    """Whether a response's answer equals the right one.
+def is_equal(gold: str, answer: str, seconds: float) -> bool | None:
+    """Return whether a response's answer equals the correct one, None if time or memory ran out.
 
     Args:
-        gold: the right answer, as ``math_verify.parse`` reads it.
-        answer: the response.
-        seconds: of processor time after which to give up. Python is interrupted; the caller ends what is not Python.
-
-    Returns:
-        None when time or memory ran out.
+        gold: correct answer, in a format for ``math_verify.parse``.
+        answer: response.
+        seconds: limit of processor time. It interrupts Python code; for other code the caller kills the process.
 
     Raises:
-        ValueError: no answer can be read from ``gold``.
+        ValueError: ``gold`` cannot be parsed.
     """
     from math_verify import parse, verify
 
     try:
-        with _within(seconds):
-            right = parse(gold, parsing_timeout=None)
-            if right:
-                given = parse(answer, parsing_timeout=None)
-                return bool(given) and bool(verify(right, given, timeout_seconds=None))
-    except (OutOfTimeError, MemoryError):
+        with _time_limit(seconds):
+            correct = parse(gold, parsing_timeout=None)
+            if correct:
+                parsed = parse(answer, parsing_timeout=None)
+                return bool(parsed) and bool(verify(correct, parsed, timeout_seconds=None))
+    except (TimeLimitError, MemoryError):
         return None
     except RecursionError:
         return False
-    raise ValueError(f"math-verify reads no answer from the data's {gold[:80]!r}")
+    raise ValueError(f"math-verify cannot parse the data's answer {gold[:80]!r}")
 
 
 @contextmanager
-def _within(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise OutOfTimeError
+        raise TimeLimitError
 
     signal.signal(signal.SIGPROF, interrupt)
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 from numbers import Real
 from typing import Any
 
-from lightning_rlhf.rewards.endpoint import Client, Endpoint, Question
+from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
 from lightning_rlhf.rewards.judge import as_text
 
 
 class _ServedReward(ABC):
-    """Asks a server about each completion; subclasses say how it is asked and where its answer has the reward."""
+    """Requests the reward of each completion; subclasses define the request and read the reward from the reply."""
 
     per_sample = True
     dry_call = False
@@ -22,79 +22,79 @@ class _ServedReward(ABC):
 
     @abstractmethod
     def body(self, prompt: Any, response: Any, truth: Any) -> dict[str, Any]:
-        """The question as JSON."""
+        """Build the JSON of a request."""
 
     @abstractmethod
-    def reward(self, answer: Any) -> Any:
-        """What the answer has where the reward should be; may raise KeyError, IndexError or TypeError."""
+    def reward(self, reply: Any) -> Any:
+        """Return the reward in a reply; may raise KeyError, IndexError or TypeError."""
 
     async def __call__(
         self, prompts: list[Any], completions: list[Any], ground_truth: list[Any] | None = None
     ) -> list[float]:
-        """One number per completion.
+        """Request one number per completion.
 
         Args:
-            prompts: text, or chat messages.
-            completions: likewise.
-            ground_truth: for servers that want it.
+            prompts: texts or chat messages.
+            completions: responses in the same form.
+            ground_truth: correct answers, for servers that use them.
 
         Raises:
-            RuntimeError: no answer, or one without a number.
+            RuntimeError: no reply, or a reply without a number.
         """
         truths = ground_truth or [None] * len(completions)
         rows = zip(prompts, completions, truths, strict=True)
-        return list(await asyncio.gather(*(self._ask(*row) for row in rows)))
+        return list(await asyncio.gather(*(self._request(*row) for row in rows)))
 
     def close(self) -> None:
-        """End the connections; another call opens new ones."""
+        """Close the connections; another call opens new ones."""
         self.client.close()
 
-    async def _ask(self, prompt: Any, response: Any, truth: Any) -> float:
+    async def _request(self, prompt: Any, response: Any, truth: Any) -> float:
         size = len(as_text(prompt)) + len(as_text(response))
-        answer = await self.client.ask(Question(self.body(prompt, response, truth), size // 4 + 1))
+        reply = await self.client.post(Request(self.body(prompt, response, truth), size // 4 + 1))
         try:
-            found = self.reward(answer)
+            reward = self.reward(reply)
         except (KeyError, IndexError, TypeError):
-            found = None
-        if not isinstance(found, Real) or isinstance(found, bool):
-            raise RuntimeError(f"no reward in the answer of {self.client.endpoint.url}: {str(answer)[:200]!r}")
-        return float(found)
+            reward = None
+        if not isinstance(reward, Real) or isinstance(reward, bool):
+            raise RuntimeError(f"no reward in the reply of {self.client.endpoint.url}: {str(reply)[:200]!r}")
+        return float(reward)
 
 
 class RemoteReward(_ServedReward):
-    """The reward that a server gives, asked as OpenRLHF asks its remote reward models.
+    """Reward from a server with OpenRLHF's protocol for remote reward models.
 
-    ``{"query": [prompt + response], "prompts": [prompt], "labels": [ground truth]}`` is answered by
+    The reply to ``{"query": [prompt + response], "prompts": [prompt], "labels": [ground truth]}`` is
     ``{"rewards": [number]}``.
 
     Args:
-        endpoint: where to ask, and how much.
+        endpoint: server and request limits.
     """
 
     def body(self, prompt: Any, response: Any, truth: Any) -> dict[str, Any]:
-        """One query.
+        """Build a query.
 
         Raises:
-            ValueError: chat messages, which this protocol does not know.
+            ValueError: the protocol does not support chat messages.
         """
         if not isinstance(prompt, str) or not isinstance(response, str):
-            raise ValueError("RemoteReward sends text: leave out messages: true")
+            raise ValueError("RemoteReward sends text: remove messages: true")
         return {"query": [prompt + response], "prompts": [prompt], "labels": [truth]}
 
-    def reward(self, answer: Any) -> Any:
-        """The first of the rewards."""
-        return answer["rewards"][0]
+    def reward(self, reply: Any) -> Any:
+        """Return the first reward."""
+        return reply["rewards"][0]
 
 
 class VLLMReward(_ServedReward):
-    """The score of a reward model that ``vllm serve`` runs, by its ``/classify`` or ``/pooling`` route.
+    """Score of a reward model served by ``vllm serve``, through its ``/classify`` or ``/pooling`` route.
 
-    Of several numbers the last counts: that of the last class, and of the last token. ``/classify`` squashes a score
-    unless the server is told not to (``--pooler-config '{"use_activation": false}'``).
+    Of several numbers the last is used: the one of the last class and token. ``/classify`` applies an activation to the
+    score unless the server runs with ``--pooler-config '{"use_activation": false}'``.
 
     Args:
-        endpoint: where to ask, and how much.
-        model: name that the server knows.
+        endpoint: server and request limits.
+        model: name of the model on the server.
     """
 
     def __init__(self, endpoint: Endpoint, model: str) -> None:
@@ -102,15 +102,15 @@ class VLLMReward(_ServedReward):
         self.model = model
 
     def body(self, prompt: Any, response: Any, truth: Any) -> dict[str, Any]:
-        """A text, or a conversation that the server puts into the reward model's own template."""
+        """Build a request with text, or with messages that the server formats by the reward model's own template."""
         if isinstance(prompt, str):
             return {"model": self.model, "input": prompt + as_text(response)}
         return {"model": self.model, "messages": [*prompt, *response]}
 
-    def reward(self, answer: Any) -> Any:
-        """The last number of the first result."""
-        first = answer["data"][0]
-        found = first["probs"] if "probs" in first else first["data"]
-        while isinstance(found, list):
-            found = found[-1]
-        return found
+    def reward(self, reply: Any) -> Any:
+        """Return the last number of the first result."""
+        first = reply["data"][0]
+        value = first["probs"] if "probs" in first else first["data"]
+        while isinstance(value, list):
+            value = value[-1]
+        return value

@@ -1,4 +1,4 @@
-"""What becomes of a reward model's score before it is a reward."""
+"""Shaping of a reward model's score, and a penalty for long responses."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoreShaping:
-    """Clipping and weight of a reward model's score, and the score of a response that never ended.
+    """Clipping and weight of a reward model's score, and the score of truncated responses.
 
     Args:
-        weight: multiplies the shaped score before it is added to the other rewards.
-        clip: scores are clipped to [-clip, clip], positive; None leaves them.
-        truncated_score: replaces the score of a response that the length limit cut, and is then clipped and weighted
-            like any other; None keeps the model's own.
+        weight: factor of the shaped score in the sum of rewards.
+        clip: bound of the score, which is clipped to [-clip, clip], positive; None: no clipping.
+        truncated_score: score of a response that the length limit cut, before clipping and weight; None uses the
+            model's score.
     """
 
     weight: float = 1.0
@@ -26,10 +26,10 @@ class ScoreShaping:
             raise ValueError(f"score clip must be positive or null, got {self.clip}")
 
     def __call__(self, scores: Tensor, truncated: Tensor) -> Tensor:
-        """Shaped and weighted scores.
+        """Shape and weight scores.
 
         Args:
-            scores: (B,) the reward model's.
+            scores: (B,) scores of the reward model.
             truncated: (B,) bool, True where the length limit cut the response.
 
         Returns:
@@ -44,13 +44,13 @@ class ScoreShaping:
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """A reward function that grows negative as a response nears the length limit ("DAPO", Yu et al. 2025, eq. 13).
+    """A reward that decreases to -1 as a response approaches the length limit ("DAPO", Yu et al. 2025, eq. 13).
 
-    0 up to ``max_tokens - buffer_tokens``; from there a straight line to -1 at ``max_tokens``.
-    Give it to RolloutLoop among the rewards, its strength as their weight.
+    0 up to ``max_tokens - buffer_tokens``, then linear to -1 at ``max_tokens``.
+    Add it to the rewards of RolloutLoop; the weight there is its strength.
 
     Args:
-        max_tokens: longest response, tokens.
+        max_tokens: length limit of a response, tokens.
         buffer_tokens: length of the slope, in [1, max_tokens].
     """
 
@@ -59,13 +59,13 @@ class OverlongPenalty:
 
     def __post_init__(self) -> None:
         if not 1 <= self.buffer_tokens <= self.max_tokens:
-            raise ValueError(f"buffer_tokens must lie in [1, max_tokens={self.max_tokens}], got {self.buffer_tokens}")
+            raise ValueError(f"buffer_tokens must be in [1, max_tokens={self.max_tokens}], got {self.buffer_tokens}")
 
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
-        """One number in [-1, 0] per completion.
+        """Compute one number in [-1, 0] per completion.
 
         Args:
-            completion_ids: the responses' tokens.
+            completion_ids: token ids of each response.
         """
         start = self.max_tokens - self.buffer_tokens
         return [-min(max((len(ids) - start) / self.buffer_tokens, 0.0), 1.0) for ids in completion_ids]

@@ -1,4 +1,4 @@
-"""Another reward function for each source of data."""
+"""A separate reward function for each source of data."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import COUNTED, TrainerState
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction, TrainerState
+from lightning_rlhf.rewards.results import RESERVED_METRICS
 
 
 class BySource:
-    """Gives each completion to the function of its ``data_source``.
+    """Scores each completion with the function of its ``data_source``.
 
     Args:
-        functions: by pattern of the source, as shells have them (``openai/gsm8k``, ``aime*``); the first that fits is
-            taken, so ``"*"`` comes last. Each is called as if it stood alone, with its completions only.
+        functions: functions by shell pattern of the source (``openai/gsm8k``, ``aime*``); the first matching pattern
+            is used, so ``"*"`` comes last. Each function receives only the completions of its sources.
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
@@ -36,42 +35,42 @@ class BySource:
         log_extra: Callable[[str, list[float]], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The reward of each completion.
+        """Compute the reward of each completion.
 
         Args:
-            completions: the responses.
-            data_source: of each.
-            trainer_state: for functions that ask for it.
-            log_extra: is told of the further numbers of all functions.
-            **columns: all else that is offered.
+            completions: responses.
+            data_source: source of each response.
+            trainer_state: progress of the run, for functions that use it.
+            log_extra: function that logs the further numbers of all functions.
+            **columns: all other columns.
 
         Raises:
-            ValueError: no pattern fits a source.
+            ValueError: no pattern matches a source.
         """
         columns |= {"completions": completions, "data_source": data_source}
-        places: dict[str, list[int]] = {}
-        for i, source in enumerate(data_source):
-            places.setdefault(self._pattern(source), []).append(i)
-        found: list[float | None] = [None] * len(completions)
-        for pattern, rows in places.items():
-            given = {name: [values[i] for i in rows] for name, values in columns.items() if isinstance(values, list)}
+        rows_by_pattern: dict[str, list[int]] = {}
+        for row, source in enumerate(data_source):
+            rows_by_pattern.setdefault(self._pattern(source), []).append(row)
+        values: list[float | None] = [None] * len(completions)
+        for pattern, rows in rows_by_pattern.items():
             reward = self.rewards[pattern]
-            with Jury([reward]) as jury:
+            own = {name: [column[row] for row in rows] for name, column in columns.items() if isinstance(column, list)}
+            with RewardExecutor([reward]) as executor:
                 try:
-                    scores = Scoring(jury, trainer_state).finish(given)
-                except RuntimeError as fault:
-                    # Whose row it was, and what on_error can do, is said by who called us.
-                    raise fault.__cause__ or fault from None
-            for i, value in zip(rows, scores.rewards[reward.label].tolist(), strict=True):
-                found[i] = None if math.isnan(value) else value
-            for metric, (total, count) in scores.told.items():
+                    scored = executor.score(own, trainer_state)
+                except RuntimeError as error:
+                    # The caller's message names the row and describes on_error.
+                    raise error.__cause__ or error from None
+            for row, value in zip(rows, scored.rewards[reward.label].tolist(), strict=True):
+                values[row] = None if math.isnan(value) else value
+            for metric, (total, count) in scored.metrics.items():
                 name = metric.removeprefix(f"reward_{reward.label}/")
-                if log_extra is not None and name not in COUNTED:
+                if log_extra is not None and name not in RESERVED_METRICS:
                     log_extra(name, [total / count] * int(count))
-        return found
+        return values
 
     def close(self) -> None:
-        """End what the functions hold."""
+        """Release the functions' resources."""
         for reward in self.rewards.values():
             reward.close()
 
@@ -80,5 +79,5 @@ class BySource:
             if fnmatchcase(str(source), pattern):
                 return pattern
         raise ValueError(
-            f"no reward function for data_source {source!r}: there are {list(self.rewards)}; '*' is for all"
+            f"no reward function for data_source {source!r}; patterns: {list(self.rewards)} ('*' matches all sources)"
         )

@@ -1,4 +1,4 @@
-"""Rewards by what a text says and how it is laid out."""
+"""Rewards for the content, format and length of a text."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str) -> str:
-    """Lower case, without punctuation, English articles and repeated spaces: how SQuAD compares answers."""
+    """Convert to lower case without punctuation, English articles and repeated spaces, as SQuAD compares answers."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What stands in the last ``<tag>...</tag>``; None where there is none. Linear in the text, whatever it holds."""
+    """Return the content of the last ``<tag>...</tag>``, None without one; in time linear in the text."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, inner braces paired; None where there is none or it never closes."""
+    r"""Return the content of the last ``\boxed{...}`` with nested braces; None without one or if it is not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -39,90 +39,90 @@ def boxed(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Compares the answer of each completion with the right ones.
+    """Compares the answer of each completion with the correct ones.
 
     Args:
-        tag: the answer stands in the last ``<tag>...</tag>``, and a completion without one earns 0; None takes the
-            whole completion.
-        normalize: compare as SQuAD does, without case, punctuation, articles and repeated spaces; False compares
-            characters, less the spaces around them.
+        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
+            uses the whole completion.
+        normalize: whether to ignore case, punctuation, articles and repeated spaces, as SQuAD does; False compares
+            characters except surrounding spaces.
     """
 
     tag: str | None = None
     normalize: bool = True
 
-    def score(self, given: str, right: str) -> float:
-        """Of one answer against one right one, both normalised."""
+    def score(self, answer: str, correct: str) -> float:
+        """Compare an answer with a correct one, both normalised."""
         raise NotImplementedError
 
     def __call__(self, completions: list[str], ground_truth: list[Any]) -> list[float]:
-        """One number in [0, 1] per completion, the best of its right answers.
+        """Score each completion with a number in [0, 1], the maximum over its correct answers.
 
         Args:
-            completions: the responses.
-            ground_truth: a right answer each, or a list of right answers, or ``{"target": [...]}``.
+            completions: responses.
+            ground_truth: correct answer of each, or a list of correct answers, or ``{"target": [...]}``.
 
         Raises:
-            ValueError: a row without a right answer.
+            ValueError: a row without a correct answer.
         """
         return [self._best(text, truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
     def _best(self, text: str, truth: Any) -> float:
         answer = text if self.tag is None else tagged(text, self.tag)
-        right = [self._plain(one) for one in _right_answers(truth)]
-        return 0.0 if answer is None else max(self.score(self._plain(answer), one) for one in right)
+        correct = [self._normalized(text) for text in _correct_answers(truth)]
+        return 0.0 if answer is None else max(self.score(self._normalized(answer), text) for text in correct)
 
-    def _plain(self, text: str) -> str:
+    def _normalized(self, text: str) -> str:
         return normalized(text) if self.normalize else text.strip()
 
 
 class ExactMatch(_Answers):
-    """1 where the answer is one of the right ones, else 0 ("SQuAD", Rajpurkar et al. 2016, section 6.1).
+    """Reward of 1 if the answer equals a correct one, else 0 ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
-    See :class:`TokenF1` for one that gives parts of a point.
+    See :class:`TokenF1` for partial credit.
 
     Args:
-        tag: the answer stands in the last ``<tag>...</tag>``, and a completion without one earns 0; None takes the
-            whole completion.
-        normalize: compare as SQuAD does, without case, punctuation, articles and repeated spaces; False compares
-            characters, less the spaces around them.
+        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
+            uses the whole completion.
+        normalize: whether to ignore case, punctuation, articles and repeated spaces, as SQuAD does; False compares
+            characters except surrounding spaces.
     """
 
     per_sample = True
 
-    def score(self, given: str, right: str) -> float:
-        """1 if equal."""
-        return float(given == right)
+    def score(self, answer: str, correct: str) -> float:
+        """Return 1 if equal."""
+        return float(answer == correct)
 
 
 class TokenF1(_Answers):
-    """How many words answer and right answer share ("SQuAD", Rajpurkar et al. 2016, section 6.1).
+    """Overlap of the words of answer and correct answer ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
-    F1 = 2 P R / (P + R): P shared words by words given, R shared words by words of the right answer; a word counts as
-    often as both have it. Two answers without a word are equal, one without is all wrong.
+    F1 = 2 P R / (P + R) with P = shared words / words of the answer, R = shared words / words of the correct answer; a
+    word counts as often as both contain it. Two empty answers score 1, a single empty one 0.
 
     Args:
-        tag: the answer stands in the last ``<tag>...</tag>``, and a completion without one earns 0; None takes the
-            whole completion.
-        normalize: compare words without case, punctuation and articles; False compares them as they are.
+        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
+            uses the whole completion.
+        normalize: whether to ignore case, punctuation and articles; False compares words unchanged.
     """
 
     per_sample = True
 
-    def score(self, given: str, right: str) -> float:
-        """F1 of the words."""
-        ours, theirs = given.split(), right.split()
-        if not ours or not theirs:
-            return float(ours == theirs)
-        return 2 * (Counter(ours) & Counter(theirs)).total() / (len(ours) + len(theirs))
+    def score(self, answer: str, correct: str) -> float:
+        """Compute F1 of the words."""
+        words, expected = answer.split(), correct.split()
+        if not words or not expected:
+            return float(words == expected)
+        return 2 * (Counter(words) & Counter(expected)).total() / (len(words) + len(expected))
 
 
 @dataclass(frozen=True)
 class Format:
-    """1 where the whole completion has a form, else 0.
+    """Reward of 1 if the whole completion matches a pattern, else 0.
 
     Args:
-        pattern: regular expression for the completion less the spaces around it; a dot also matches a line's end.
+        pattern: regular expression for the completion without surrounding spaces; a dot also matches line breaks.
 
     Raises:
         ValueError: not a regular expression.
@@ -135,45 +135,45 @@ class Format:
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"format pattern {self.pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"format pattern {self.pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, completions: list[str]) -> list[float]:
-        """1 or 0 per completion."""
-        form = re.compile(self.pattern, re.DOTALL)
-        return [float(form.fullmatch(text.strip()) is not None) for text in completions]
+        """Return 1 or 0 for each completion."""
+        pattern = re.compile(self.pattern, re.DOTALL)
+        return [float(pattern.fullmatch(text.strip()) is not None) for text in completions]
 
 
 def think_answer_format(completions: list[str]) -> list[float]:
-    """1 where a completion is ``<think>...</think>``, spaces, ``<answer>...</answer>`` and nothing else, else 0.
+    """Return 1 if a completion is exactly ``<think>...</think>``, spaces, ``<answer>...</answer>``, else 0.
 
-    The form of "DeepSeek-R1" (2025, table 1). Each tag stands there once.
+    The format of "DeepSeek-R1" (2025, table 1). Each tag occurs once.
 
     Args:
-        completions: the responses.
+        completions: responses.
     """
     return [float(_thinks_then_answers(text.strip())) for text in completions]
 
 
 def boxed_format(completions: list[str]) -> list[float]:
-    r"""1 where a completion gives an answer in ``\boxed{...}``, else 0.
+    r"""Return 1 if a completion has an answer in ``\boxed{...}``, else 0.
 
     Args:
-        completions: the responses.
+        completions: responses.
     """
     return [float(bool((boxed(text) or "").strip())) for text in completions]
 
 
 @dataclass(frozen=True)
 class Length:
-    """1 for responses of the wanted length, falling in a straight line to 0 beside it.
+    """Reward of 1 for lengths within a range, decreasing linearly to 0 outside.
 
     Args:
-        least: shortest that earns 1, tokens, at least 0.
-        most: longest that earns 1, tokens; the same as ``least`` makes it a target.
-        slope: tokens below ``least`` or above ``most`` over which it falls to 0; 0 is a step.
+        least: smallest length that gets 1, tokens, at least 0.
+        most: largest length that gets 1, tokens; may equal ``least``.
+        slope: number of tokens below ``least`` or above ``most`` over which the reward decreases to 0; 0 is a step.
 
     Raises:
-        ValueError: bounds that are no range.
+        ValueError: the bounds are not a range.
     """
 
     per_sample = True
@@ -189,30 +189,30 @@ class Length:
             )
 
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
-        """One number in [0, 1] per completion.
+        """Compute one number in [0, 1] per completion.
 
         Args:
-            completion_ids: the responses' tokens.
+            completion_ids: token ids of each response.
         """
-        return [self._earned(max(self.least - len(ids), len(ids) - self.most, 0)) for ids in completion_ids]
+        return [self._reward(max(self.least - len(ids), len(ids) - self.most, 0)) for ids in completion_ids]
 
-    def _earned(self, beside: int) -> float:
-        return float(beside == 0) if self.slope == 0 else max(1.0 - beside / self.slope, 0.0)
+    def _reward(self, distance: int) -> float:
+        return float(distance == 0) if self.slope == 0 else max(1.0 - distance / self.slope, 0.0)
 
 
 def _thinks_then_answers(text: str) -> bool:
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     if any(text.count(tag) != 1 for tag in tags) or not text.startswith(tags[0]) or not text.endswith(tags[3]):
         return False
-    thought, between = text.find(tags[1]), text.find(tags[2])
-    return thought < between and not text[thought + len(tags[1]) : between].strip()
+    think_end, answer_start = text.find(tags[1]), text.find(tags[2])
+    return think_end < answer_start and not text[think_end + len(tags[1]) : answer_start].strip()
 
 
-def _right_answers(truth: Any) -> list[str]:
-    """The right answers of a row: one, several, or verl's ``{"target": [...]}``."""
+def _correct_answers(truth: Any) -> list[str]:
+    """Return the correct answers of a row: one, several, or verl's ``{"target": [...]}``."""
     if isinstance(truth, dict) and "target" in truth:
         truth = truth["target"]
-    found = list(truth) if isinstance(truth, list | tuple) else [truth]
-    if not found or not all(isinstance(one, str | int | float) for one in found):
+    answers = list(truth) if isinstance(truth, list | tuple) else [truth]
+    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
         raise ValueError(f"ground_truth must be a text, a number or a list of them, got {truth!r}")
-    return [str(one) for one in found]
+    return [str(answer) for answer in answers]

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scores, Scoring
+from lightning_rlhf.rewards.executor import Calls, RewardExecutor, RolloutRewards
+from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 
@@ -21,13 +20,26 @@ class Collector:
 
     Args:
         batch: N prompts.
-        scoring: that judges them.
-        tokenizer: turns token ids into the text that the functions see; special tokens are left out.
+        executor: executor of the reward functions.
+        tokenizer: tokenizer that decodes responses for the functions; special tokens are left out.
         size: G, responses per prompt.
+        state: progress of the run, for functions that use ``trainer_state``.
     """
 
-    def __init__(self, batch: PromptBatch, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, size: int = 1) -> None:
-        self._batch, self._scoring, self._tokenizer, self._size = batch, scoring, tokenizer, size
+    def __init__(
+        self,
+        batch: PromptBatch,
+        executor: RewardExecutor,
+        tokenizer: PreTrainedTokenizerBase,
+        size: int = 1,
+        state: TrainerState | None = None,
+    ) -> None:
+        self._batch = batch
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._size = size
+        self._state = state
+        self._started: Calls = {}
 
     def take(self, place: int, completion: Completion) -> None:
         """A completion that is finished while others are not.
@@ -36,10 +48,10 @@ class Collector:
             place: in the rollout.
             completion: at that place.
         """
-        if self._scoring.streams:
-            self._scoring.add(place, self._offered([place], [completion]))
+        if self._executor.has_streaming:
+            self._started |= self._executor.start(place, self._offered([place], [completion]), self._state)
 
-    def rehearse(self) -> None:
+    def dry_run(self) -> None:
         """Try the reward functions on the prompts themselves as if they were responses, and on empty ones.
 
         Raises:
@@ -48,9 +60,9 @@ class Collector:
         end = [self._tokenizer.eos_token_id]
         texts = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(self._batch.token_ids * self._size)]
         made_up = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in texts]
-        self._scoring.rehearse(self._offered(range(len(made_up)), made_up))
+        self._executor.dry_run(self._offered(range(len(made_up)), made_up))
 
-    def rollout(self, completions: Sequence[Completion], temperature: float) -> tuple[Rollout, Scores]:
+    def rollout(self, completions: Sequence[Completion], temperature: float) -> tuple[Rollout, RolloutRewards]:
         """The rollout, and what the reward functions said of it.
 
         Args:
@@ -69,8 +81,9 @@ class Collector:
         mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
         logprobs = torch.zeros(response_ids.shape)
         logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
-        scores = self._scoring.finish(self._offered(range(len(completions)), completions))
-        terms = [(reward.weight, scores.rewards[reward.label]) for reward in self._scoring.functions]
+        columns = self._offered(range(len(completions)), completions)
+        scored = self._executor.score(columns, self._state, self._started)
+        terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
@@ -78,7 +91,7 @@ class Collector:
             response_lengths=response_lengths,
             response_mask=mask,
             rollout_logprobs=logprobs,
-            rewards=scores.rewards,
+            rewards=scored.rewards,
             reward=weighted_sum(terms, len(completions)),
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
@@ -87,7 +100,7 @@ class Collector:
             place=torch.tensor([place * size + k for place in batch.places or range(len(batch)) for k in range(size)]),
             temperature=temperature,
         )
-        return rollout, scores
+        return rollout, scored
 
     def _offered(self, places: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """What reward functions may ask for, of the completions at these places."""
@@ -127,8 +140,8 @@ def collect(
         ValueError: the completions do not divide among the prompts.
         RuntimeError: a reward function misbehaved.
     """
-    with Jury(rewards) as jury:
-        collector = Collector(batch, Scoring(jury), tokenizer, len(completions) // len(batch))
+    with RewardExecutor(rewards) as executor:
+        collector = Collector(batch, executor, tokenizer, len(completions) // len(batch))
         return collector.rollout(completions, temperature)[0]
 
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
 from lightning_rlhf.rollout.arrivals import as_they_come
 from lightning_rlhf.rollout.engine import EngineDied
 
@@ -29,7 +30,6 @@ _NOT_FOR_THE_CHILD = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
 )  # fmt: skip
-_NOR_WHAT_BEGINS_WITH = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # what the worker started may end by itself, and clean up, for this long
 _SAY_SECONDS = 60
@@ -54,9 +54,7 @@ class EngineProcess:
         self._log = log
         ours, theirs = socket.socketpair()
         inherited = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in _NOT_FOR_THE_CHILD and not k.startswith(_NOR_WHAT_BEGINS_WITH)
+            k: v for k, v in os.environ.items() if k not in _NOT_FOR_THE_CHILD and not k.startswith(LAUNCHER_PREFIXES)
         }
         with log.open("wb") as output, theirs:
             self.process = subprocess.Popen(

@@ -9,7 +9,7 @@ from lightning_rlhf import PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
 
 ROWS = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(["a", "bb", "ccc", "d"], "abcd", strict=True)]

@@ -11,7 +11,7 @@ from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, console
 from lightning_rlhf.callbacks.console import _count, _number, trust_in_reward_model
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 

@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks import (
     Throughput,
     complete,
 )
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 
 
 def kinds(callbacks):

@@ -10,7 +10,7 @@ from lightning_rlhf import GRPOModule
 from lightning_rlhf.callbacks import DynamicSampling
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch
 from tests.callbacks.conftest import Run, exact
 from tests.helpers import assert_close

@@ -12,7 +12,7 @@ from lightning_rlhf.callbacks import PolicyCheck
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.diagnostics import ordered_share
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lightning_rlhf.callbacks import MetricsCSV, Report, complete
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.strategies.checkpoints.io import load_plain
 from tests.callbacks.conftest import ROWS
 

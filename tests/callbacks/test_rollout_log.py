@@ -9,7 +9,7 @@ import pytest
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
 from lightning_rlhf.callbacks.rollout_log import _short
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 
 
 def rows_of(directory, step):

@@ -22,7 +22,7 @@ from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data_ranks import DataRanks
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
 from tests.callbacks.conftest import ROWS, exact
@@ -363,7 +363,7 @@ def test_a_reward_function_that_cannot_work_is_refused_before_any_model_is_loade
     untried.dry_call = False
     made = run(loop={"rewards": [RewardFunction(untried), RewardFunction(faulty, on_error="skip")]})
     said = (
-        "'faulty' raised ZeroDivisionError: division by zero; it was tried before the run on a completion that repeats"
+        "'faulty' raised ZeroDivisionError: division by zero; it was called before the run on a completion that repeats"
     )
     with pytest.raises(ValueError, match=said) as error:
         made.fit()
@@ -451,9 +451,9 @@ def test_rows_that_lack_what_a_reward_asks_for_are_counted_before_the_run(tmp_pa
     with caplog.at_level(logging.WARNING):
         trainer = quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True)
         trainer.fit(RLOOModule(TinyModel(), minibatch_size=2), datamodule=data)
-    told = [record.message for record in caplog.records if "lack" in record.message]
+    told = [record.message for record in caplog.records if "have no" in record.message]
     assert told == [
-        "2 of 4 rows of the train data lack 'answer', which reward needs_an_answer asks for; the first is row 1"
+        "2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs; the first is row 1"
     ]
 
 

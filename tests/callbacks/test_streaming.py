@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rlhf.data.rows import InMemory
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS, exact
 from tests.callbacks.test_rollout_loop import Listening
 

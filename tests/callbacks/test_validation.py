@@ -17,7 +17,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.validation import Validation, draws, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data_ranks import ONE_RANK
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS, exact
 from tests.helpers import assert_close, golden, normal, over_ranks

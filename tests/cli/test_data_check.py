@@ -104,7 +104,7 @@ def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_d
     found = checked(**given, rewards=rewards)
     told = found.out.split("\n\n")[2]
     assert told.startswith(
-        "warning: 2 of 4 rows of the train data lack 'answer', which reward needs_an_answer asks for"
+        "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"
     )
     assert told.endswith("/x.jsonl:4")
     assert "rewards that find all they need" not in found.out

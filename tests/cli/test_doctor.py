@@ -343,7 +343,7 @@ def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_pat
 def test_sandboxes_are_shown_and_one_that_does_not_work_is_a_fault(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
     told = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
-    monkeypatch.setattr(doctor.sandbox, "probe", lambda: told)
+    monkeypatch.setattr(doctor.bubblewrap, "probe", lambda: told)
     assert doctor.run(["--directory", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "│ bubblewrap" in shown

@@ -8,7 +8,7 @@ from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import Console, RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.other_names import ENGINES, OTHER_NAMES, called_here
 from lightning_rlhf.cli.parser import _parameters
-from lightning_rlhf.rewards.resolve import load_function
+from lightning_rlhf.rewards.loading import load_function
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 

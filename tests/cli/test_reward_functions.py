@@ -84,14 +84,17 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
     ("reward", "told"),
     [
         ({"function": "my_rewards.py:bref"}, "'bref' was not found in my_rewards.py; did you mean 'brief'?"),
-        ({"function": "my_reward.py:brief"}, "there is no file my_reward.py; did you mean 'my_rewards.py'?"),
+        ({"function": "my_reward.py:brief"}, "file not found: my_reward.py; did you mean 'my_rewards.py'?"),
         (
             {"function": "her_rewards.brief"},
-            "there is no module 'her_rewards' to import her_rewards from; a function in a",
+            "no module named 'her_rewards' (to import her_rewards); specify a function in a",
         ),
         ({"function": "my_rewards.py:wrong_column"}, "'mine' needs 'answers', but a rollout offers only"),
         ({"function": "my_rewards.py:of_messages"}, "'mine' raised TypeError: string indices must be integers"),
-        ({"function": "my_rewards.py:faulty"}, "'mine' raised ZeroDivisionError: float division by zero; it was tried"),
+        (
+            {"function": "my_rewards.py:faulty"},
+            "'mine' raised ZeroDivisionError: float division by zero; it was called",
+        ),
         ({"function": "my_rewards.py:brief", "on_error": "ignore"}, "expected one of 'raise', 'skip', 'zero', got"),
     ],
     ids=lambda value: value["function"] if isinstance(value, dict) else "",

@@ -38,7 +38,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.stand_ins import TinyModel, quiet_trainer

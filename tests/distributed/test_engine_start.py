@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 
 from lightning_rlhf.callbacks import RolloutLoop, rollout_loop
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import SeededEngine, parts
 from tests.stand_ins import quiet_trainer

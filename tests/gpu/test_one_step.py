@@ -10,7 +10,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers_engine import TransformersEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine, vllm_installed

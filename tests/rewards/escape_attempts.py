@@ -1,5 +1,5 @@
 # ruff: noqa: E501 -- a table of programs reads better with one on a line
-"""What a hostile program may try. Each prints ESCAPED if it got through; names in braces are filled in by the test.
+"""Attempts of hostile programs. Each prints ESCAPED if it succeeds; names in braces are filled in by the test.
 
 ``control`` says who can run the attempt without a sandbox, unharmed, and then does get through: that shows that the
 attempt is a real one. ``never`` is for what would hurt the machine, or cannot be seen to succeed by printing.

@@ -1,4 +1,4 @@
-"""Reward functions that do what no reward function should; each is judged in a process of its own."""
+"""Misbehaving reward functions; each runs in a worker process."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ import time
 
 
 class Unsendable(Exception):
-    """Cannot be made again from what is sent of it."""
+    """Cannot be unpickled."""
 
     def __init__(self, one, two):
         super().__init__(one)
@@ -247,6 +247,6 @@ def returns_a_pool():
 
 
 def judge(solution_str, ground_truth):
-    """1 for everything, unless a response names one of the functions above."""
+    """Return 1, or call the function above that the response names."""
     function = globals().get(solution_str)
     return 1.0 if function is None else function()

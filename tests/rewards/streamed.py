@@ -1,11 +1,11 @@
-"""Reward functions of every kind, whose values depend on what they are given and nothing else."""
+"""Reward functions of every kind, whose values depend on their arguments only."""
 
 import asyncio
 import time
 
 
 def of_all(completions):
-    """Compares the completions of a rollout, so it must see all of them at once."""
+    """Compare the completions of a rollout, which needs all of them at once."""
     return [float(sorted(completions).index(text)) for text in completions]
 
 

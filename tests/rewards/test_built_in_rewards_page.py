@@ -1,4 +1,4 @@
-"""docs/built_in_rewards.md: every YAML block makes its objects, and every reward of the table exists."""
+"""docs/built_in_rewards.md: every YAML block is valid, and every reward of the table exists."""
 
 import re
 from importlib import import_module
@@ -8,7 +8,7 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
 PAGE = (Path(__file__).parents[2] / "docs/built_in_rewards.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -16,14 +16,14 @@ NAMED = re.findall(r"^\| `(\w+)\.(\w+)` \|", PAGE, re.MULTILINE)
 
 
 def made(block):
-    """What a configuration makes of the block."""
+    """Instantiate the rewards of a block."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--rewards", type=list[RewardFunction])
     return parser.instantiate(parser.parse_object({"rewards": yaml.safe_load(block)})).rewards
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_each_block_makes_rewards_that_a_run_with_right_answers_accepts(block):
+def test_each_block_creates_rewards_that_pass_the_checks(block):
     pytest.importorskip("math_verify")
     pytest.importorskip("tenacity")
     rewards = made(block)
@@ -32,15 +32,15 @@ def test_each_block_makes_rewards_that_a_run_with_right_answers_accepts(block):
     check_rewards(rewards, ["ground_truth", "data_source"])
 
 
-def test_every_reward_of_the_table_exists_and_is_shown():
+def test_every_reward_of_the_table_exists_and_has_an_example():
     assert len(NAMED) >= 16
     for module, name in NAMED:
-        found = import_module(f"lightning_rlhf.rewards.{module}")
-        assert callable(getattr(found, name)), name
+        result = import_module(f"lightning_rlhf.rewards.{module}")
+        assert callable(getattr(result, name)), name
         if module != "code":  # docs/sandbox.md shows it
             assert any(f"lightning_rlhf.rewards.{module}.{name}" in block for block in BLOCKS), name
 
 
-def test_a_block_with_a_wrong_option_is_seen():
+def test_a_block_with_a_wrong_option_raises_an_error():
     with pytest.raises(Exception, match="timeout_ms"):
         made("- {function: {class_path: lightning_rlhf.rewards.math.MathReward, init_args: {timeout_ms: 1}}}")

@@ -1,4 +1,4 @@
-"""A reward by hidden tests: which program is taken, which tests, what it scores, and what is no program's fault."""
+"""The code reward: extracting programs, reading tests, scores, caching and sandbox faults."""
 
 import json
 import pickle
@@ -16,11 +16,11 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_rlhf.data.programming import Tasks
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.code import CodeExecution, program_of, read_tests
-from lightning_rlhf.rewards.sandbox import Finished, Limits, Sandbox, SandboxFault, SandboxUnavailable
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_verdict import CallTest, TextTest
+from lightning_rlhf.rewards.code import CodeExecution, extract_program
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.sandbox.program_tests import CallTest, TextTest, read_tests
+from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult, Sandbox, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/sandbox.md"
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -44,7 +44,7 @@ class Echo:
             self.runs.append(source)
         if self.fault:
             raise SandboxFault("no namespaces are left")
-        return Finished(source, "", 0)
+        return ProgramResult(source, "", 0)
 
 
 def text(*expected):
@@ -52,7 +52,7 @@ def text(*expected):
 
 
 @needs_bwrap
-def test_the_score_is_the_share_of_tests_passed():
+def test_the_score_is_the_fraction_of_tests_passed():
     right, half = "print(2 * int(input()))", "n = int(input())\nprint(2 * n if n < 2 else 0)"
     reward = CodeExecution()
     assert reward(completions=[right, half, "no program", ""], tests=[DOUBLE] * 4) == [1.0, 0.5, 0.0, 0.0]
@@ -65,29 +65,29 @@ def test_the_score_is_the_share_of_tests_passed():
 
 
 @needs_bwrap
-def test_what_the_reward_says_of_tasks_is_what_they_are():
+def test_rewards_of_correct_and_wrong_programs_of_the_example_data():
     rows = [row for _, row in Tasks(12).rows()]
     reward = RewardFunction(CodeExecution(fenced=False, continuous=False), name="accuracy")
     answers = [row["answer"] for row in rows]
     wrong = [answer.replace("*", "+") for answer in answers]
     for completions, expected in ((answers, 1.0), (wrong, 0.0)):
-        given = reward.call.function(completions=completions, tests=[row["tests"] for row in rows])
-        assert given == [expected] * 12
+        rewards = reward.target(completions=completions, tests=[row["tests"] for row in rows])
+        assert rewards == [expected] * 12
 
 
-def test_without_a_sandbox_that_works_there_is_no_reward(monkeypatch):
+def test_the_reward_cannot_be_created_without_a_working_sandbox(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
         CodeExecution()
 
 
-def test_the_sandbox_is_tried_once_and_at_once():
+def test_the_sandbox_is_checked_once_at_construction():
     echo = Echo()
     CodeExecution(sandbox=echo)
     assert echo.checks == 1
 
 
-def test_a_fault_of_the_sandbox_is_no_score():
+def test_a_sandbox_fault_is_raised_and_not_cached():
     echo = Echo(fault=True)
     reward = CodeExecution(sandbox=echo)
     for completions in (["1"], ["1", "2"]):
@@ -102,13 +102,13 @@ def test_the_same_program_for_the_same_tests_runs_once_even_at_the_same_time():
     reward = CodeExecution(sandbox=echo)
     assert reward(completions=["1", "2", "1", "1"], tests=[text("1")] * 3 + [text("2")]) == [1.0, 0.0, 1.0, 0.0]
     assert sorted(echo.runs) == ["1", "1", "2"]
-    with ThreadPoolExecutor(8) as pool:  # as the jury calls it
-        found = list(pool.map(lambda _: reward(completions=["7"], tests=[text("7", "8")]), range(8)))
-    assert found == [[0.5]] * 8
+    with ThreadPoolExecutor(8) as pool:  # as the executor calls it
+        result = list(pool.map(lambda _: reward(completions=["7"], tests=[text("7", "8")]), range(8)))
+    assert result == [[0.5]] * 8
     assert echo.runs.count("7") == 2
 
 
-def test_what_is_remembered_is_bounded():
+def test_the_number_of_cached_scores_is_limited():
     reward = CodeExecution(sandbox=Echo())
     for number in range(1500):
         reward(completions=[str(number)], tests=[text("1")])
@@ -121,8 +121,8 @@ def test_all_or_nothing_stops_at_the_first_failure():
     assert len(echo.runs) == 1
 
 
-def test_it_is_judged_while_others_are_still_written_and_travels_to_other_processes():
-    assert RewardFunction(CodeExecution(sandbox=Echo())).alone
+def test_it_is_scored_during_generation_and_can_be_pickled():
+    assert RewardFunction(CodeExecution(sandbox=Echo())).scores_singly
     if shutil.which("bwrap"):
         reward = CodeExecution(continuous=False)
         assert pickle.loads(pickle.dumps(reward)) == reward
@@ -145,23 +145,23 @@ def test_it_is_judged_while_others_are_still_written_and_travels_to_other_proces
         ("  ``` python extra\na\u2028b\n```", "a\u2028b\n"),
     ],
 )
-def test_which_program_is_taken_from_a_completion(completion, program):
-    assert program_of(completion) == program
+def test_the_last_python_block_is_extracted(completion, program):
+    assert extract_program(completion) == program
 
 
-def test_a_completion_of_fences_is_read_in_linear_time():
-    """Twenty times as long takes about twenty times as long; with a regular expression it was four hundred times."""
+def test_extraction_takes_linear_time():
+    """A text twenty times longer takes about twenty times as long; with a regular expression four hundred times."""
 
     def seconds(count):
         began = time.process_time()
-        program_of("```text\n" * count)
+        extract_program("```text\n" * count)
         return time.process_time() - began
 
     short = min(seconds(10_000) for _ in range(3))
     assert min(seconds(200_000) for _ in range(3)) < 100 * short
 
 
-def test_what_is_remembered_is_small_however_long_the_tests_are():
+def test_cache_keys_are_small_for_long_tests():
     reward = CodeExecution(sandbox=Echo())
     reward(completions=["1"], tests=[text("1" * 10**6)])
     assert len(pickle.dumps(list(reward._recent))) < 200
@@ -171,7 +171,7 @@ TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("tests_column", "expected"),
     [
         ([{"input": "2 3", "output": "5"}], TEXT),
         ([{"name": "f", "args": [1, [2]], "expected": {"a": 3}}], CALL),
@@ -187,37 +187,37 @@ TEXT, CALL = [TextTest("2 3", "5")], [CallTest("f", (1, [2]), {"a": 3})]
         ({"inputs": [["2", "3"]], "outputs": [["5", "6"]]}, [TextTest("2\n3", "5\n6")]),
     ],
 )
-def test_tests_are_read_in_every_form_and_as_json_text(given, expected):
-    assert read_tests(given) == expected
-    assert read_tests(json.dumps(given)) == expected
+def test_tests_are_read_in_every_format_and_as_json_text(tests_column, expected):
+    assert read_tests(tests_column) == expected
+    assert read_tests(json.dumps(tests_column)) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("tests_column", "sentence"),
     [
-        ("{", "the tests '{' are no JSON"),
-        ([], "are not in a form that is known; expected a list of"),
-        (None, "the tests None are not in a form"),
-        (7, "the tests 7 are not in a form"),
+        ("{", "the tests '{' are not JSON"),
+        ([], "have an unknown format; expected a list of"),
+        (None, "the tests None have an unknown format"),
+        (7, "the tests 7 have an unknown format"),
         ([{"input": "1"}], "is neither {input, output} nor {name, args, expected}: {'input': '1'}"),
         ([{"input": 1, "output": 1}], "is neither"),
         (["1"], "is neither"),
-        ({"inputs": ["1"], "outputs": []}, "must be lists of one length"),
-        ({"inputs": [], "outputs": []}, "of at least one test"),
-        ({"inputs": "12", "outputs": "12"}, "must be lists of one length"),
-        ({"inputs": [1], "outputs": [1]}, "must be texts, because there is no fn_name"),
-        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be a list of arguments, because there is a fn_name"),
-        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is no JSON"),
+        ({"inputs": ["1"], "outputs": []}, "must be lists of the same length"),
+        ({"inputs": [], "outputs": []}, "the same length, at least 1"),
+        ({"inputs": "12", "outputs": "12"}, "must be lists of the same length"),
+        ({"inputs": [1], "outputs": [1]}, "must be strings unless fn_name is set"),
+        ({"inputs": [1], "outputs": [1], "fn_name": "f"}, "must be a list of arguments, because fn_name is set"),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, "has a line that is not JSON"),
     ],
 )
-def test_tests_that_nobody_understands_are_refused_and_shown(given, sentence):
+def test_tests_in_unknown_formats_raise_an_error_that_shows_them(tests_column, sentence):
     with pytest.raises(ValueError, match=r"tests|input|a test|a call") as raised:
-        CodeExecution(sandbox=Echo())(completions=["x"], tests=[given])
+        CodeExecution(sandbox=Echo())(completions=["x"], tests=[tests_column])
     assert sentence in str(raised.value)
 
 
 @needs_bwrap
-def test_the_document_shows_what_works():
+def test_the_configuration_of_the_page_works():
     blocks = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     here, there = (yaml.safe_load(block) for block in blocks)
     parser = ArgumentParser(exit_on_error=False)
@@ -230,6 +230,6 @@ def test_the_document_shows_what_works():
     made.sandbox._client.close()
 
 
-def test_a_column_must_hold_the_tests():
+def test_a_missing_tests_column_raises_an_error():
     with pytest.raises(ValueError, match="needs a column 'tests' or 'ground_truth'"):
         CodeExecution(sandbox=Echo())(completions=["x"])

@@ -1,4 +1,4 @@
-"""Functions written for TRL, verl and OpenRLHF are called as those libraries call them, and their answers are read.
+"""Functions written for TRL, verl and OpenRLHF are called as those libraries do, and their results are read.
 
 The functions have the signatures and the habits of released ones: verl 0.9's ``gsm8k.compute_score``,
 ``math_dapo.compute_score``, ``default_compute_score`` and a batch function; TRL 1.16's ``accuracy_reward``,
@@ -13,10 +13,8 @@ import time
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import OPENRLHF, OURS, VERL, VERL_BATCH, Call, TrainerState
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import OPENRLHF, OURS, VERL, VERL_BATCH, RewardFunction, TrainerState
 
 OFFERED = {
     "prompts": ["1+1?", "2+2?"],
@@ -30,8 +28,8 @@ OFFERED = {
 
 
 def scores(function, offered=OFFERED, **options):
-    with Jury([RewardFunction(function, **options)]) as jury:
-        return Scoring(jury, TrainerState(7, 100, 1.0)).finish(offered)
+    with RewardExecutor([RewardFunction(function, **options)]) as executor:
+        return executor.score(offered, TrainerState(7, 100, 1.0))
 
 
 def rewards(function, offered=OFFERED, **options):
@@ -43,10 +41,10 @@ def rewards(function, offered=OFFERED, **options):
 
 
 def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
-    found = re.findall("#### (\\-?[0-9\\.\\,]+)", solution_str)
-    if not found:
+    result = re.findall("#### (\\-?[0-9\\.\\,]+)", solution_str)
+    if not result:
         return 0
-    return score if found[-1] == ground_truth else format_score
+    return score if result[-1] == ground_truth else format_score
 
 
 def math_dapo(solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index=None) -> dict:
@@ -86,16 +84,16 @@ def test_verls_functions_of_one_sample():
 
 
 def test_verls_dictionary_is_a_score_and_numbers_to_log():
-    found = scores(math_dapo)
-    assert found.rewards["math_dapo"].tolist() == [1, -1]
-    assert found.told["reward_math_dapo/acc"] == (1.0, 2.0)
-    assert "reward_math_dapo/pred" not in found.told  # text has no mean
+    result = scores(math_dapo)
+    assert result.rewards["math_dapo"].tolist() == [1, -1]
+    assert result.metrics["reward_math_dapo/acc"] == (1.0, 2.0)
+    assert "reward_math_dapo/pred" not in result.metrics  # text has no mean
 
 
 def test_verls_functions_of_a_batch():
-    found = scores(compute_score_batched)
-    assert found.rewards["compute_score_batched"].tolist() == [1, 0]
-    assert found.told["reward_compute_score_batched/length"] == (17.0, 2.0)
+    result = scores(compute_score_batched)
+    assert result.rewards["compute_score_batched"].tolist() == [1, 0]
+    assert result.metrics["reward_compute_score_batched/length"] == (17.0, 2.0)
 
 
 # -- TRL ---------------------------------------------------------------------------------------------------------------
@@ -128,7 +126,7 @@ def that_logs(completions, log_metric, log_extra, trainer_state):
     return [float(trainer_state.global_step), float(trainer_state.max_steps)]
 
 
-def test_trls_functions_take_messages_where_they_are_asked_for():
+def test_trls_functions_receive_messages_with_the_option():
     assert rewards(accuracy_reward, messages=True) == [1, 0]
     assert rewards(think_format_reward, {**OFFERED, "completions": ["<think>a</think> b", "b"]}, messages=True) == [
         1,
@@ -136,21 +134,21 @@ def test_trls_functions_take_messages_where_they_are_asked_for():
     ]
 
 
-def test_prompts_are_their_own_messages_or_one_of_the_user():
-    asked = [[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []]
+def test_prompts_become_the_data_s_messages_or_a_user_message():
+    conversations = [[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []]
     seen = []
 
     def spy(prompts, completions):
         seen.append((prompts, completions))
         return [0.0, 0.0]
 
-    scores(spy, {**OFFERED, "messages": asked}, messages=True)
-    said = [[{"role": "assistant", "content": text}] for text in OFFERED["completions"]]
-    assert seen == [([asked[0], [{"role": "user", "content": "2+2?"}]], said)]
+    scores(spy, {**OFFERED, "messages": conversations}, messages=True)
+    responses = [[{"role": "assistant", "content": text}] for text in OFFERED["completions"]]
+    assert seen == [([conversations[0], [{"role": "user", "content": "2+2?"}]], responses)]
 
 
-def test_a_function_that_reads_messages_from_text_is_told_of_the_option():
-    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to take chat messages: give it messages: true"):
+def test_reading_messages_from_text_raises_an_error_with_the_option():
+    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to take chat messages: set messages: true"):
         rewards(accuracy_reward)
 
 
@@ -158,29 +156,29 @@ def reads_another_text_by_name(completions, ground_truth):
     return [float(truth["final"] in text) for text, truth in zip(completions, ground_truth, strict=True)]
 
 
-def test_the_option_for_messages_is_not_named_where_another_text_is_indexed():
+def test_the_messages_option_is_not_suggested_if_another_text_is_indexed():
     with pytest.raises(RuntimeError, match="raised TypeError: string indices must be integers") as caught:
         rewards(reads_another_text_by_name)
     assert "messages: true" not in str(caught.value)
 
 
-def test_trls_async_functions_are_given_the_whole_batch():
+def test_trls_async_functions_receive_the_whole_batch():
     assert rewards(judged_elsewhere) == [None, 1]
 
 
-def test_what_a_function_logs_is_told_as_means():
-    found = scores(that_logs)
-    assert found.rewards["that_logs"].tolist() == [7, 100]
-    assert found.told["reward_that_logs/share"] == (0.25, 1.0)
-    assert found.told["reward_that_logs/length"] == (12.0, 2.0)
-    assert "reward_that_logs/extracted" not in found.told
+def test_numbers_logged_by_a_function_become_means():
+    result = scores(that_logs)
+    assert result.rewards["that_logs"].tolist() == [7, 100]
+    assert result.metrics["reward_that_logs/share"] == (0.25, 1.0)
+    assert result.metrics["reward_that_logs/length"] == (12.0, 2.0)
+    assert "reward_that_logs/extracted" not in result.metrics
 
 
-def test_a_number_cannot_be_called_like_one_that_is_counted():
+def test_a_logged_number_cannot_have_a_reserved_name():
     def function(completions, log_metric):
         log_metric("errors", 1.0)
 
-    with pytest.raises(RuntimeError, match="'function' logs a number as 'errors', which is counted already"):
+    with pytest.raises(RuntimeError, match="'function' logs a number as 'errors', which is a built-in metric"):
         rewards(function)
 
 
@@ -195,11 +193,11 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def test_openrlhfs_functions():
-    found = scores(reward_func)
-    assert found.rewards["reward_func"].tolist() == [1, 0]
-    assert found.told["reward_reward_func/dummy"] == (2.0, 2.0)
-    assert found.told["reward_reward_func/scores"] == (1.0, 2.0)
-    assert found.told["reward_reward_func/one"] == (1.0, 1.0)
+    result = scores(reward_func)
+    assert result.rewards["reward_func"].tolist() == [1, 0]
+    assert result.metrics["reward_reward_func/dummy"] == (2.0, 2.0)
+    assert result.metrics["reward_reward_func/scores"] == (1.0, 2.0)
+    assert result.metrics["reward_reward_func/one"] == (1.0, 1.0)
     assert rewards(lambda queries, labels: torch.tensor([1.0, 2.0])) == [1, 2]
 
 
@@ -214,34 +212,34 @@ def test_openrlhfs_functions():
         (reward_func, OPENRLHF), (lambda prompts, labels: [], OURS),
     ],
 )  # fmt: skip
-def test_a_convention_is_seen_by_the_parameters(function, convention):
-    assert Call(function).convention is convention
-    assert Call(function).is_async == (function in (compute_score_async, judged_elsewhere))
+def test_a_convention_is_recognised_by_the_parameters(function, convention):
+    assert RewardFunction(function).convention is convention
+    assert RewardFunction(function).is_async == (function in (compute_score_async, judged_elsewhere))
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (gsm8k, "'gsm8k' needs 'ground_truth', but the data has only ['prompts', 'completions', 'completion_ids', "
-         "'finished', 'answer'], as the column 'ground_truth'; name it by columns: {ground_truth: <yours>}"),
+         "'finished', 'answer']; it reads the column 'ground_truth': map yours with columns: {ground_truth: <yours>}"),
         (compute_score_batched, "needs 'data_sources', but the data has only "),
         (reward_func, "needs 'labels', but the data has only "),
         (accuracy_reward, "needs 'ground_truth', but a rollout offers only ['prompts', "),
         (lambda completions, answers: [], "needs 'answers', but a rollout offers only "),
     ],
 )  # fmt: skip
-def test_what_the_data_lacks_is_refused_in_the_words_of_the_function(function, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_a_missing_column_raises_an_error_with_the_parameter_s_name(function, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         RewardFunction(function, name="gsm8k").check(["answer"])
 
 
 @pytest.mark.parametrize("function", [gsm8k, compute_score_async, accuracy_reward, reward_func, that_logs])
-def test_what_the_data_has_is_enough(function):
+def test_available_columns_pass_the_check(function):
     RewardFunction(function).check(["ground_truth", "data_source"])
 
 
 class Judge:
-    """Has arguments of its own, and is asked by name."""
+    """A class with arguments, specified by name."""
 
     def __init__(self, bonus: float) -> None:
         self.bonus = bonus
@@ -258,7 +256,7 @@ class AsyncJudge(Judge):
         return [self.bonus * int(ground_truth[0])]
 
 
-def test_a_class_is_made_an_object_with_the_arguments():
+def test_a_class_is_instantiated_with_the_arguments():
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}) == [3, 3]
     assert rewards(f"{__file__}:AsyncJudge", arguments={"bonus": 3.0}) == [6, 12]
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}, timeout_s=30.0) == [3, 3]
@@ -267,20 +265,20 @@ def test_a_class_is_made_an_object_with_the_arguments():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"timeout_s": 0}, "timeout_s must be positive or null, got 0"),
-        ({"max_error_rate": 1.5}, r"max_error_rate must lie in \[0, 1\], got 1.5"),
-        ({"timeout_s": 1, "per_sample": False}, "timeout_s is for one completion"),
-        ({"function": "nowhere.py:f"}, "there is no file nowhere.py"),
+        ({"max_error_rate": 1.5}, r"max_error_rate must be in \[0, 1\], got 1.5"),
+        ({"timeout_s": 1, "per_sample": False}, "timeout_s applies to single completions"),
+        ({"function": "nowhere.py:f"}, "file not found: nowhere.py"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_options_raise_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
         RewardFunction(**{"function": gsm8k, **options})
 
 
-def test_an_async_function_is_cancelled_when_its_time_is_over():
+def test_an_async_function_is_cancelled_at_its_time_limit():
     ended = []
 
     async def slow(solution_str):
@@ -296,7 +294,7 @@ def test_an_async_function_is_cancelled_when_its_time_is_over():
     assert ended == ["slow"]
 
 
-def test_an_async_function_that_blocks_the_loop_is_given_up():
+def test_an_async_function_that_blocks_the_loop_is_abandoned():
     async def blocks(solution_str):
         if solution_str == "slow":
             time.sleep(4)

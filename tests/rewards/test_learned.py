@@ -1,4 +1,4 @@
-"""A reward model with a tokenizer of its own: its scores are the model's own on the text."""
+"""A reward model with its own tokenizer returns the model's scores of the text."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.learned import LearnedReward
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] + ':' + m.content + ';' }}{% endfor %}"
@@ -37,32 +38,32 @@ def path(request, tmp_path):
 
 
 def own_scores(path, texts):
-    """The model's own score of each text alone."""
+    """Compute the model's score of each text separately."""
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         return [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 20, 10_000])
-def test_scores_are_the_model_s_own_in_batches_of_any_size(path, batch_tokens):
-    found = LearnedReward(path, batch_tokens=batch_tokens)(PROMPTS, TEXTS)
+def test_scores_equal_the_model_s_for_any_batch_size(path, batch_tokens):
+    result = LearnedReward(path, batch_tokens=batch_tokens)(PROMPTS, TEXTS)
     own = own_scores(path, [prompt + text for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
-    torch.testing.assert_close(found, own, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result, own, atol=1e-5, rtol=0)
     assert len({round(score, 4) for score in own}) == len(own)
 
 
-def test_messages_go_through_its_own_template(path):
-    found = RewardFunction(LearnedReward(path), messages=True)(prompts=PROMPTS, completions=TEXTS)
+def test_messages_are_formatted_by_the_model_s_template(path):
+    result = compute_reward(RewardFunction(LearnedReward(path), messages=True), prompts=PROMPTS, completions=TEXTS)
     own = own_scores(path, [f"u:{prompt};a:{text};" for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
-    torch.testing.assert_close(found.tolist(), own, atol=1e-5, rtol=0)
+    torch.testing.assert_close(result.tolist(), own, atol=1e-5, rtol=0)
 
 
-def test_of_a_text_that_is_too_long_the_end_is_scored(path):
-    (found,), (own,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
-    assert found == pytest.approx(own, abs=1e-5)
+def test_the_end_of_a_long_text_is_scored(path):
+    (result,), (own,) = LearnedReward(path, max_tokens=4)(["abcabc"], ["abc"]), own_scores(path, ["cabc"])
+    assert result == pytest.approx(own, abs=1e-5)
 
 
-def test_half_precision_is_near(path):
+def test_half_precision_is_close(path):
     whole, half = LearnedReward(path)(PROMPTS, TEXTS), LearnedReward(path, dtype="bfloat16")(PROMPTS, TEXTS)
     torch.testing.assert_close(half, whole, atol=0.1, rtol=0.1)
     assert half != whole
@@ -70,24 +71,24 @@ def test_half_precision_is_near(path):
 
 def test_nothing_is_loaded_before_the_first_call():
     reward = LearnedReward("there/is/none")
-    assert not RewardFunction(reward).may_be_tried
+    assert not RewardFunction(reward).supports_dry_run
 
 
-def test_what_is_no_reward_model_is_refused(path, tmp_path):
+def test_a_classifier_with_several_labels_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, ignore_mismatched_sizes=True)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has 3 labels; a reward model has one"):
+    with pytest.raises(ValueError, match="has 3 labels; a reward model needs one"):
         LearnedReward(str(tmp_path))(["a"], ["b"])
     with pytest.raises(ValueError, match="batch_tokens must be at least 1, got 0"):
         LearnedReward(path, batch_tokens=0)
 
 
-def test_a_language_model_without_a_head_is_refused(path, tmp_path):
+def test_a_language_model_without_a_score_head_raises_an_error(path, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(path).base_model
     model.config.architectures, model.config.num_labels = None, 1
     model.save_pretrained(tmp_path / "lm")
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "lm")
-    with pytest.raises(ValueError, match=r"is no trained reward model: it lacks \['score.weight'\]"):
+    with pytest.raises(ValueError, match=r"is not a trained reward model: missing \['score.weight'\]"):
         LearnedReward(str(tmp_path / "lm"))(["a"], ["b"])
 
 
@@ -100,7 +101,7 @@ def test_pickled_weights_are_not_read(path, tmp_path):
         LearnedReward(str(tmp_path / "pickled"))(["a"], ["b"])
 
 
-def test_attention_that_is_not_installed_is_refused_and_not_fetched(path, monkeypatch):
+def test_missing_attention_kernels_raise_an_error_and_are_not_downloaded(path, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rewards.learned.AutoModelForSequenceClassification", None)
     config = json.loads((Path(path) / "config.json").read_text())
     (Path(path) / "config.json").write_text(json.dumps(config | {"attn_implementation": "flash_attention_2"}))

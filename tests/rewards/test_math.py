@@ -1,4 +1,4 @@
-"""Mathematics judged in processes that can be ended: verdicts, hostile answers, what happens when time runs out."""
+"""The math reward in worker processes: comparisons, hostile answers, time limits."""
 
 import contextlib
 import json
@@ -17,10 +17,9 @@ import pytest
 math_verify = pytest.importorskip("math_verify")
 
 from lightning_rlhf.rewards import math_worker  # noqa: E402
-from lightning_rlhf.rewards.adapter import RewardFunction  # noqa: E402
-from lightning_rlhf.rewards.dispatch import Jury  # noqa: E402
+from lightning_rlhf.rewards.executor import RewardExecutor  # noqa: E402
+from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
 from lightning_rlhf.rewards.math import MathReward, gold_text  # noqa: E402
-from lightning_rlhf.rewards.scoring import Scoring  # noqa: E402
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
 RIGHT = [
@@ -63,7 +62,7 @@ PAYLOAD = "open({marker!r}, 'w').write('x')"
 
 @pytest.fixture(scope="module")
 def reward():
-    """One pool for the module."""
+    """A reward shared by the tests of this file."""
     reward = MathReward()
     yield reward
     reward.close()
@@ -74,17 +73,17 @@ def judged(reward, pairs):
 
 
 def workers():
-    """Processes of all pools that are alive."""
-    found = []
+    """Return the running processes of all pools."""
+    result = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+                result.append(child)
+    return result
 
 
 def resident(process):
-    """Bytes that a process has in memory, 0 once it has ended."""
+    """Return the resident memory of a process in bytes, 0 after its end."""
     try:
         return process.memory_info().rss
     except psutil.NoSuchProcess:
@@ -92,7 +91,7 @@ def resident(process):
 
 
 def hostile(count, marker):
-    """Answers that are meant to hang, fill the memory or run code, each unlike the others."""
+    """Return distinct answers that try to hang, fill the memory or run code."""
     draw = random.Random(0)
     code = PAYLOAD.format(marker=marker)
     kinds = (
@@ -124,18 +123,18 @@ def hostile(count, marker):
     return [kinds[i % len(kinds)](draw.randint(13, 99)) for i in range(count)]
 
 
-def test_verdicts_by_hand(reward):
+def test_comparisons_by_hand(reward):
     assert judged(reward, RIGHT) == [1.0] * len(RIGHT)
     assert judged(reward, WRONG) == [0.0] * len(WRONG)
 
 
-def test_what_wrong_earns_is_said_by_the_option():
+def test_wrong_sets_the_reward_of_wrong_answers():
     reward = MathReward(wrong=-1.0, workers=1)
     assert judged(reward, [("1", "1"), ("1", "2")]) == [1.0, -1.0]
     reward.close()
 
 
-def test_verdicts_are_math_verify_s_own_the_right_answer_first(reward):
+def test_results_equal_math_verify_s_with_the_correct_answer_first(reward):
     golds = [
         f"${text}$" for text in ("x < 3", "3", r"\frac{3}{4}", r"\{1,2,3\}", "x=2", r"(0,\infty)", r"\pi/4", "2^{10}")
     ]
@@ -147,7 +146,7 @@ def test_verdicts_are_math_verify_s_own_the_right_answer_first(reward):
 
 
 def test_an_asymmetric_pair_shows_the_order(reward):
-    """math-verify takes a bare value for a right equation, and not every set for a right relation."""
+    """math-verify accepts a plain value for an equation, but not every set for a relation."""
     one, other = "$(1,2)$", r"$\{x : 1 < x < 2\}$"
     forward = math_verify.verify(math_verify.parse(one), math_verify.parse(other))
     backward = math_verify.verify(math_verify.parse(other), math_verify.parse(one))
@@ -155,7 +154,7 @@ def test_an_asymmetric_pair_shows_the_order(reward):
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
-def test_on_gsm8k_every_answer_is_right_and_the_next_row_s_is_wrong(reward):
+def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert reward(answers, answers) == [1.0] * len(answers)
     results = [answer.rpartition("#### ")[2].replace(",", "") for answer in answers]
@@ -166,16 +165,16 @@ def test_on_gsm8k_every_answer_is_right_and_the_next_row_s_is_wrong(reward):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_hostile_answers_run_no_code_stay_in_bounds_and_hide_no_honest_one(tmp_path):
-    """Five of each kind, and 12 honest ones in between, on two workers. All is counted, not timed."""
+def test_hostile_answers_run_no_code_and_do_not_affect_others(tmp_path):
+    """Five of each kind and 12 honest ones on two workers; asserts counts, not times."""
     marker = tmp_path / "executed"
     answers = hostile(120, str(marker))
     honest = set(range(5, 120, 10))
     texts = [r"\boxed{12}" if i in honest else text for i, text in enumerate(answers)]
     reward = MathReward(timeout_s=0.5, workers=2, memory_mb=512)
-    before, found, most = set(workers()), [], 0
+    before, result, most = set(workers()), [], 0
     reward(["1"], ["1"])
-    thread = threading.Thread(target=lambda: found.extend(reward(texts, ["12"] * len(texts))))
+    thread = threading.Thread(target=lambda: result.extend(reward(texts, ["12"] * len(texts))))
     thread.start()
     while thread.is_alive():
         ours = list(set(workers()) - before)
@@ -185,10 +184,10 @@ def test_hostile_answers_run_no_code_stay_in_bounds_and_hide_no_honest_one(tmp_p
     reward.close()
     assert 20 << 20 < most < 512 << 20
     assert not marker.exists()
-    assert [i for i, value in enumerate(found) if value == 1.0] == sorted(honest)
+    assert [i for i, value in enumerate(result) if value == 1.0] == sorted(honest)
 
 
-def test_what_is_cut_off_is_the_beginning_unless_the_answer_is_boxed(reward):
+def test_the_beginning_is_truncated_unless_the_answer_is_boxed(reward):
     padding = "and so on " * 1000
     assert judged(reward, [("7", padding + r"\boxed{7}"), ("7", r"\boxed{7}" + padding), ("7", "7 " + padding)]) == [
         1,
@@ -198,7 +197,7 @@ def test_what_is_cut_off_is_the_beginning_unless_the_answer_is_boxed(reward):
 
 
 @pytest.mark.parametrize(("on_timeout", "earned"), [("wrong", 0.0), ("skip", None)])
-def test_an_answer_that_takes_too_long_is_given_up_and_its_neighbours_are_not(on_timeout, earned):
+def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, earned):
     reward = MathReward(timeout_s=0.3, on_timeout=on_timeout, workers=1)
     reward(["1"], ["1"])
     start = time.monotonic()
@@ -207,7 +206,7 @@ def test_an_answer_that_takes_too_long_is_given_up_and_its_neighbours_are_not(on
     reward.close()
 
 
-def test_a_worker_that_does_not_end_is_killed_and_replaced():
+def test_a_worker_that_hangs_is_killed_and_replaced():
     others = set(workers())
     reward = MathReward(timeout_s=1.0, workers=1)
     reward(["1"], ["1"])
@@ -224,26 +223,26 @@ def test_a_worker_that_does_not_end_is_killed_and_replaced():
     reward.close()
 
 
-def test_an_honest_answer_is_judged_however_many_hostile_ones_stand_before_it(monkeypatch):
-    """No clock runs while it waits; and of those that are given up the share is logged."""
+def test_an_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
+    """Waiting does not count towards the limit, and the fraction given up is logged."""
     monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine
     slow = r"\boxed{9^{9^{9^{9}}}}"
     texts = [slow] * 8 + ["5"] + [slow] * 3
     for per_sample in (True, False):
         reward = RewardFunction(MathReward(timeout_s=0.1, workers=1), name="math", per_sample=per_sample)
-        with Jury([reward]) as jury:
+        with RewardExecutor([reward]) as executor:
             columns = {"prompts": [""] * 12, "completions": texts, "ground_truth": ["5"] * 12}
-            scores = Scoring(jury).finish(columns)
+            scores = executor.score(columns)
         reward.close()
         assert scores.rewards["math"].tolist() == [0.0] * 8 + [1.0] + [0.0] * 3
-        assert scores.told["reward_math/given_up"] == (11.0, 12.0)
+        assert scores.metrics["reward_math/given_up"] == (11.0, 12.0)
 
 
 def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
     script = (
         "import os, resource\n"
         "from lightning_rlhf.rewards import math_worker\n"
-        "math_worker.prepare(512)\n"
+        "math_worker.initialize(512)\n"
         "assert not os.environ\n"
         "assert resource.getrlimit(resource.RLIMIT_AS)[0] == 512 << 20\n"
         f"file = open({str(tmp_path / 'file')!r}, 'w')\n"
@@ -255,14 +254,14 @@ def test_a_worker_has_no_environment_and_writes_no_file(tmp_path):
     assert done.returncode == 7, done.stderr
 
 
-def test_a_verdict_that_is_interrupted_leaves_no_alarm_behind():
-    assert math_worker.verdict(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
+def test_an_interrupted_comparison_leaves_no_timer():
+    assert math_worker.is_equal(r"\boxed{1}", r"\boxed{9^{9^{9^{9}}}}", 0.2) is None
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-    assert math_worker.verdict(r"\boxed{1}", "1", 5.0) is True
+    assert math_worker.is_equal(r"\boxed{1}", "1", 5.0) is True
 
 
-def test_right_answers_that_cannot_be_read_are_refused_not_scored_zero(reward):
-    with pytest.raises(ValueError, match="math-verify reads no answer from the data's"):
+def test_invalid_ground_truth_raises_an_error(reward):
+    with pytest.raises(ValueError, match="math-verify cannot parse the data's"):
         reward(["1"], [r"\boxed{}"])
     for gold in (None, True, ["5"], {"target": "5"}):
         with pytest.raises(ValueError, match="needs a formula or a number as ground_truth, got"):
@@ -270,7 +269,7 @@ def test_right_answers_that_cannot_be_read_are_refused_not_scored_zero(reward):
     assert gold_text("x\n#### $5") == r"\boxed{5}"
 
 
-def test_a_response_each(reward):
+def test_completions_and_answers_must_have_equal_length(reward):
     with pytest.raises(ValueError, match="zip"):
         reward(["1"], ["1", "2"])
 
@@ -281,7 +280,7 @@ def test_limits_are_positive(option):
         MathReward(**{option: 0})
 
 
-def test_without_math_verify_one_sentence_names_the_extra(monkeypatch):
+def test_without_math_verify_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-rlhf\[math\]'"):
         MathReward()

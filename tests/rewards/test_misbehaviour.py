@@ -1,4 +1,4 @@
-"""Whatever a reward function does: its fault is counted or told, it ends in time, and nothing else suffers."""
+"""Misbehaving reward functions: failures are counted or raised, end in time, and affect nothing else."""
 
 import contextlib
 import math
@@ -15,9 +15,8 @@ import pytest
 from pebble.pool.process import PoolManager
 
 from lightning_rlhf.rewards import worker
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.sources import BySource
 
 FILE = Path(__file__).with_name("misbehaving.py")
@@ -34,12 +33,12 @@ FAULTS = {
     "interrupts": "raised KeyboardInterrupt: ",
     "exits": "raised SystemExit: 3",
     "exits_with_nothing": "raised SystemExit: ",
-    "ends_its_process": "ended the process it worked in (exit code 0)",
-    "ends_its_process_with_seven": "ended the process it worked in (exit code 7)",
-    "kills_its_process": "ended the process it worked in (killed by signal 9)",
-    "terminates_its_process": "ended the process it worked in (killed by signal 15)",
-    "aborts": "ended the process it worked in (killed by signal 6)",
-    "reads_from_nowhere": "ended the process it worked in (killed by signal 11)",
+    "ends_its_process": "ended its worker process (exit code 0)",
+    "ends_its_process_with_seven": "ended its worker process (exit code 7)",
+    "kills_its_process": "ended its worker process (killed by signal 9)",
+    "terminates_its_process": "ended its worker process (killed by signal 15)",
+    "aborts": "ended its worker process (killed by signal 6)",
+    "reads_from_nowhere": "ended its worker process (killed by signal 11)",
     "recurses": "raised RecursionError: maximum recursion depth exceeded",
     "returns_text": "returned '1.0' for completion 1, expected a finite number, or None where it does not apply",
     "returns_nan": "returned nan for completion 1",
@@ -68,35 +67,35 @@ def right(completions):
 
 
 @pytest.fixture(scope="module")
-def jury():
-    """Two functions: one that misbehaves where it is told to, and one in this process."""
+def executor():
+    """Two functions: one that misbehaves as its completion names, and one in this process."""
     skipped = RewardFunction(f"{FILE}:judge", name="skipped", timeout_s=LIMIT, on_error="skip", max_error_rate=1.0)
-    with Jury([skipped, RewardFunction(right)]) as jury:
-        offered(jury, ["right"])  # starts the processes
-        yield jury
+    with RewardExecutor([skipped, RewardFunction(right)]) as executor:
+        score_texts(executor, ["right"])  # starts the processes
+        yield executor
 
 
 @pytest.fixture(scope="module")
 def patient():
-    """The same function with more time."""
+    """The first function with a longer time limit."""
     zero = RewardFunction(f"{FILE}:judge", name="zero", timeout_s=60.0, on_error="zero", max_error_rate=1.0)
-    with pytest.MonkeyPatch.context() as patch, Jury([zero]) as jury:
+    with pytest.MonkeyPatch.context() as patch, RewardExecutor([zero]) as executor:
         patch.setenv("SLURM_JOB_ID", "1")
         patch.setenv("RANK", "0")
-        offered(jury, ["right"])
-        yield jury
+        score_texts(executor, ["right"])
+        yield executor
 
 
-def offered(jury, texts):
+def score_texts(executor, texts):
     columns = {"prompts": ["p"] * len(texts), "completions": texts, "ground_truth": ["g"] * len(texts)}
-    return Scoring(jury).finish(columns)
+    return executor.score(columns)
 
 
-def told_of(jury, name, place=1):
-    """The fault of one function, in words."""
+def result_of(executor, name, index=1):
+    """Return the result of one call."""
     row = {"prompts": ["p"], "completions": [name], "ground_truth": ["g"]}
-    future = jury.submit(jury.rewards[0], row, [place])
-    return jury.outcomes(jury.rewards[0], [future])[0]
+    future = executor.submit(executor.functions[0], row, [index])
+    return executor.results(executor.functions[0], [future])[0]
 
 
 def test_there_are_forty_misbehaviours():
@@ -107,28 +106,28 @@ def test_there_are_forty_misbehaviours():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told_and_the_next_completion_is_judged(jury, name):
-    found = told_of(jury, name)
-    assert found.told.startswith(FAULTS[name])
-    assert len(found.told) < 400
-    assert told_of(jury, "right").values == [1.0]
+def test_a_failure_is_described_and_the_next_completion_is_scored(executor, name):
+    result = result_of(executor, name)
+    assert result.message.startswith(FAULTS[name])
+    assert len(result.message) < 400
+    assert result_of(executor, "right").values == [1.0]
 
 
-def test_calls_that_a_broken_pool_takes_along_are_judged_once_more(jury, monkeypatch):
-    """As when a process ends before its pool has read that it took up a call."""
-    unread, found = [True], PoolManager.find_expired_task
+def test_calls_lost_with_a_broken_pool_are_repeated_once(executor, monkeypatch):
+    """A process may end before its pool has read that it started a call."""
+    unread, result = [True], PoolManager.find_expired_task
 
     def find(manager, worker):
         if unread and unread.pop():
             raise BrokenProcessPool("All workers expired")
-        return found(manager, worker)
+        return result(manager, worker)
 
     monkeypatch.setattr(PoolManager, "find_expired_task", find)
     rows = [{"prompts": ["p"], "completions": [name], "ground_truth": ["g"]} for name in ("aborts", "right", "right")]
-    futures = [jury.submit(jury.rewards[0], row, [place]) for place, row in enumerate(rows)]
-    first, *others = jury.outcomes(jury.rewards[0], futures)
+    futures = [executor.submit(executor.functions[0], row, [index]) for index, row in enumerate(rows)]
+    first, *others = executor.results(executor.functions[0], futures)
     assert not unread
-    assert first.told == "ended the process it worked in (killed by signal 6)"
+    assert first.message == "ended its worker process (killed by signal 6)"
     assert [other.values for other in others] == [[1.0], [1.0]]
 
 
@@ -136,37 +135,37 @@ async def loses_a_pool_of_its_own(completions):
     raise BrokenProcessPool("a child died")
 
 
-def test_an_async_function_that_loses_a_pool_of_its_own_is_an_error_of_the_function():
-    with Jury([RewardFunction(loses_a_pool_of_its_own, on_error="skip", max_error_rate=1.0)]) as jury:
-        scores = offered(jury, ["right"])
+def test_an_async_function_that_raises_a_pool_error_is_not_repeated():
+    with RewardExecutor([RewardFunction(loses_a_pool_of_its_own, on_error="skip", max_error_rate=1.0)]) as executor:
+        scores = score_texts(executor, ["right"])
     assert math.isnan(scores.rewards["loses_a_pool_of_its_own"].item())
-    assert scores.told["reward_loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
+    assert scores.metrics["reward_loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", sorted(HANGS))
-def test_what_hangs_is_ended_and_holds_up_nothing_else(jury, name):
+def test_a_call_that_hangs_is_killed_and_delays_no_other(executor, name):
     began = time.monotonic()
-    scores = offered(jury, ["right", name, "right"])
+    scores = score_texts(executor, ["right", name, "right"])
     took = time.monotonic() - began
     assert took < LIMIT + (5 if name == "ignores_the_end" else 3), took
     values = scores.rewards["skipped"].tolist()
     assert math.isnan(values[1])
     assert values[::2] == [1, 1]
     assert scores.rewards["right"].tolist() == [1, 0, 1]
-    assert scores.told["reward_skipped/timeouts"] == (1.0, 3.0)
-    assert scores.told["reward_skipped/errors"] == (0.0, 3.0)
+    assert scores.metrics["reward_skipped/timeouts"] == (1.0, 3.0)
+    assert scores.metrics["reward_skipped/errors"] == (0.0, 3.0)
 
 
 @pytest.mark.parametrize("name", sorted(FINE))
-def test_what_is_odd_but_no_fault_is_judged(patient, name):
-    scores = offered(patient, [name])
+def test_unusual_but_valid_functions_are_scored(patient, name):
+    scores = score_texts(patient, [name])
     assert scores.rewards["zero"].tolist() == [1]
-    assert scores.told["reward_zero/errors"] == (0.0, 1.0)
+    assert scores.metrics["reward_zero/errors"] == (0.0, 1.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of the end of another's child")
-def test_what_a_function_started_ends_with_it(jury):
-    offered(jury, ["starts_a_process_and_waits"])
+def test_processes_started_by_a_function_are_killed_with_it(executor):
+    score_texts(executor, ["starts_a_process_and_waits"])
     time.sleep(0.3)
     running = [file.read_text().split("\0")[:2] for file in Path("/proc").glob("[0-9]*/cmdline") if file.exists()]
     assert ["sleep", "1234"] not in running
@@ -174,85 +173,83 @@ def test_what_a_function_started_ends_with_it(jury):
 
 def test_processes_that_die_between_rollouts_are_replaced(patient):
     for _ in range(2):
-        assert offered(patient, ["right"]).rewards["zero"].tolist() == [1]
+        assert score_texts(patient, ["right"]).rewards["zero"].tolist() == [1]
         for process in multiprocessing.active_children():
             process.kill()
         time.sleep(1)
-    assert offered(patient, ["right"]).rewards["zero"].tolist() == [1]
+    assert score_texts(patient, ["right"]).rewards["zero"].tolist() == [1]
 
 
-def test_what_is_printed_is_bounded(tmp_path, capfd):
-    with Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as jury:
-        assert offered(jury, ["prints_a_gigabyte", "prints_to_stderr"]).rewards["judge"].tolist() == [1, 1]
+def test_printed_output_is_limited(tmp_path, capfd):
+    with RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as executor:
+        assert score_texts(executor, ["prints_a_gigabyte", "prints_to_stderr"]).rewards["judge"].tolist() == [1, 1]
     printed = capfd.readouterr()
     assert 20_000 < len(printed.out) + len(printed.err) < 21_000
     assert "printed too much" in printed.out
     assert "printed too much" in printed.err
 
 
-def test_none_is_counted_as_not_applicable_and_faults_by_their_kind(jury, patient):
+def test_metrics_count_none_errors_and_timeouts(executor, patient):
     texts = ["right", "raises", "returns_nothing", "exits", "right", "right", "returns_nan", "right"]
-    one, other = offered(jury, texts), offered(patient, texts)
+    one, other = score_texts(executor, texts), score_texts(patient, texts)
     skipped, zero = one.rewards["skipped"].tolist(), other.rewards["zero"].tolist()
     assert [math.isnan(value) for value in skipped] == [False, True, True, True, False, False, True, False]
     assert [None if math.isnan(value) else value for value in zero] == [1, 0, None, 0, 1, 1, 0, 1]
     for name, scores in (("skipped", one), ("zero", other)):
-        assert scores.told[f"reward_{name}/errors"] == (3.0, 8.0)
-        assert scores.told[f"reward_{name}/timeouts"] == (0.0, 8.0)
-        assert scores.told[f"reward_{name}/not_applicable"] == (1.0, 8.0)
-    assert one.told["reward_right/not_applicable"] == (0.0, 8.0)
-    assert "reward_right/errors" not in one.told  # a fault of it ends the run
+        assert scores.metrics[f"reward_{name}/errors"] == (3.0, 8.0)
+        assert scores.metrics[f"reward_{name}/timeouts"] == (0.0, 8.0)
+        assert scores.metrics[f"reward_{name}/not_applicable"] == (1.0, 8.0)
+    assert one.metrics["reward_right/not_applicable"] == (0.0, 8.0)
+    assert "reward_right/errors" not in one.metrics  # a fault of it ends the run
 
 
 @pytest.mark.parametrize(("rate", "ends"), [(0.5, False), (0.49, True), (0.0, True)])
-def test_more_faults_than_the_rate_end_the_run(rate, ends):
+def test_more_failures_than_max_error_rate_end_the_run(rate, ends):
     def every_other(solution_str):
         return 1 / (solution_str == "right")
 
-    jury = Jury([RewardFunction(every_other, on_error="skip", max_error_rate=rate)])
+    executor = RewardExecutor([RewardFunction(every_other, on_error="skip", max_error_rate=rate)])
     if not ends:
-        assert offered(jury, ["right", "wrong"]).rewards["every_other"][0] == 1
+        assert score_texts(executor, ["right", "wrong"]).rewards["every_other"][0] == 1
         return
-    said = (
-        f"failed for 1 of 2 completions, more than its max_error_rate of {rate:g} allows; the first time it raised Zero"
-    )
-    with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
-        offered(jury, ["right", "wrong"])
+    message = f"failed for 1 of 2 completions, more than its max_error_rate of {rate:g} allows; the first failure: "
+    with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
+        score_texts(executor, ["right", "wrong"])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_fault_in_another_process_ends_the_run_with_its_traceback():
+def test_a_failure_in_a_worker_ends_the_run_with_its_traceback():
     with (
-        Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as jury,
+        RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=60.0)]) as executor,
         pytest.raises(RuntimeError, match="reward function 'judge' raised KeyError: 'level'") as caught,
     ):
-        offered(jury, ["right", "raises"])
+        score_texts(executor, ["right", "raises"])
     trace = str(caught.value.__cause__)
     assert "misbehaving.py" in trace
     assert 'raise KeyError("level")' in trace
     assert "lightning_rlhf" not in trace  # its author's own lines are what he can change
 
 
-def test_a_function_that_needs_longer_ends_the_run_unless_told_otherwise():
+def test_a_timeout_ends_the_run_by_default():
     with (
-        Jury([RewardFunction(f"{FILE}:judge", timeout_s=0.5)]) as jury,
+        RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=0.5)]) as executor,
         pytest.raises(RuntimeError, match=r"'judge' took longer than its timeout_s of 0.5 s"),
     ):
-        offered(jury, ["sleeps"])
+        score_texts(executor, ["sleeps"])
 
 
-def test_what_no_process_can_be_given_is_refused_before_the_run():
+def test_a_function_that_cannot_be_pickled_raises_an_error_before_the_run():
     reward = RewardFunction(lambda completions: [1.0], name="mine", timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"'mine' has a timeout_s, so it works in processes .* as file.py:name"):
+    with pytest.raises(ValueError, match=r"'mine' has a timeout_s, so it runs in worker processes, .* as file.py:name"):
         reward.check([])
 
 
-def test_a_jury_that_was_closed_works_again():
-    jury = Jury([RewardFunction(f"{FILE}:judge", timeout_s=60.0), RewardFunction(right, per_sample=True)])
+def test_a_closed_executor_can_be_used_again():
+    executor = RewardExecutor([RewardFunction(f"{FILE}:judge", timeout_s=60.0), RewardFunction(right, per_sample=True)])
     for _ in range(2):
-        assert offered(jury, ["right"]).rewards["judge"].tolist() == [1]
-        jury.close()
-    jury.close()
+        assert score_texts(executor, ["right"]).rewards["judge"].tolist() == [1]
+        executor.close()
+    executor.close()
 
 
 def columns_of(*texts):
@@ -277,48 +274,56 @@ ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "pattern"),
     [
         ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; under rewards, "),
-        ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"first time it raised Zero.* {ROW}$"),
+        ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"failure: it raised Zero.* {ROW}$"),
         ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; under rewards, "),
-        ({"function": all_at_once}, r"raised Zero.* \(a call for all 2 completions, so it is not known for w"),
+        ({"function": all_at_once}, r"raised Zero.* \(one call for all 2 completions, so the one that fai"),
         ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; under rewards, "),
     ],
 )  # fmt: skip
-def test_a_fault_that_ends_the_run_names_its_row_and_the_way_around_it(options, told):
-    with Jury([RewardFunction(**options)]) as jury, pytest.raises(RuntimeError, match=told) as raised:
-        Scoring(jury).finish(columns_of("right", "wrong"))
-    said = str(raised.value)
-    assert (", on_error: skip} leaves such a response out, and zero gives it 0" in said) == ("on_error" not in options)
-    assert ("{function: ..., on_error" in said) == (callable(options["function"]) and "on_error" not in options)
-    assert said.endswith(ONE_BY_ONE) == (options["function"] in (all_at_once, not_a_number))
+def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, pattern):
+    with (
+        RewardExecutor([RewardFunction(**options)]) as executor,
+        pytest.raises(RuntimeError, match=pattern) as raised,
+    ):
+        executor.score(columns_of("right", "wrong"))
+    message = str(raised.value)
+    assert (", on_error: skip} leaves such a response out, and zero gives it 0" in message) == (
+        "on_error" not in options
+    )
+    assert ("{function: ..., on_error" in message) == (callable(options["function"]) and "on_error" not in options)
+    assert message.endswith(ONE_BY_ONE) == (options["function"] in (all_at_once, not_a_number))
 
 
-def test_per_sample_is_advised_where_one_bad_completion_fails_all_and_leaves_out_only_that_one():
+def test_per_sample_is_suggested_if_one_completion_fails_all():
     texts = ["right", "right", "right", "wrong"]
-    with Jury([RewardFunction(all_at_once, on_error="skip")]) as jury, pytest.raises(RuntimeError) as raised:
-        offered(jury, texts)
+    with (
+        RewardExecutor([RewardFunction(all_at_once, on_error="skip")]) as executor,
+        pytest.raises(RuntimeError) as raised,
+    ):
+        score_texts(executor, texts)
     assert "failed for 4 of 4 completions, more than its max_error_rate of 0.5 allows" in str(raised.value)
-    assert str(raised.value).endswith(f"one call judged all 4, so they fail together: {ONE_BY_ONE}")
-    with Jury([RewardFunction(all_at_once, on_error="skip", per_sample=True)]) as jury:
-        values = offered(jury, texts).rewards["all_at_once"].tolist()
+    assert str(raised.value).endswith(f"one call scored all 4, so they fail together: {ONE_BY_ONE}")
+    with RewardExecutor([RewardFunction(all_at_once, on_error="skip", per_sample=True)]) as executor:
+        values = score_texts(executor, texts).rewards["all_at_once"].tolist()
     assert [math.isnan(value) for value in values] == [False, False, False, True]
 
 
-def test_a_fault_of_one_source_names_its_row_once():
+def test_an_error_of_one_source_names_its_row_once():
     def hard(completions):
         raise KeyError("level")
 
     reward = RewardFunction(BySource({"easy": right, "hard": hard}), name="all", per_sample=True)
-    with Jury([reward]) as jury, pytest.raises(RuntimeError) as raised:
-        Scoring(jury).finish(columns_of("right", "wrong"))
+    with RewardExecutor([reward]) as executor, pytest.raises(RuntimeError) as raised:
+        executor.score(columns_of("right", "wrong"))
     assert str(raised.value).startswith("reward function 'all' raised KeyError: 'level' (completion 1 of 2, ")
     assert str(raised.value).count("completion ") == 1
 
 
 def running(number):
-    """Whether ``sleep <number>`` runs."""
+    """Return whether ``sleep <number>`` runs."""
     commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -327,12 +332,12 @@ def running(number):
 
 
 @pytest.mark.parametrize("how", sorted(SESSIONS))
-def test_what_a_function_started_in_a_session_of_its_own_ends_with_it(how):
+def test_processes_in_other_sessions_are_killed_with_the_function(how):
     reward = RewardFunction(f"{FILE}:judge", name="zero", timeout_s=60.0)
-    with Jury([reward]) as jury:
-        assert offered(jury, [how]).rewards["zero"].tolist() == [1.0]
+    with RewardExecutor([reward]) as executor:
+        assert score_texts(executor, [how]).rewards["zero"].tolist() == [1.0]
         assert running("4321")
-        time.sleep(2 * worker._LOOK_SECONDS)
+        time.sleep(2 * worker._SCAN_SECONDS)
     end = time.monotonic() + 10
     while running("4321") and time.monotonic() < end:
         time.sleep(0.05)
@@ -342,15 +347,13 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_it(how):
 def test_a_process_group_that_is_killed_leaves_no_semaphores():
     script = (
         "import os, signal\n"
-        "from lightning_rlhf.rewards.adapter import RewardFunction\n"
-        "from lightning_rlhf.rewards.dispatch import Jury\n"
-        "from lightning_rlhf.rewards.scoring import Scoring\n"
+        "from lightning_rlhf.rewards.function import RewardFunction\n"
+        "from lightning_rlhf.rewards.executor import RewardExecutor\n"
         "def fine(solution_str, ground_truth): return 1.0\n"
         "if __name__ == '__main__':\n"
         "    reward = RewardFunction('tests/rewards/misbehaving.py:judge', timeout_s=60.0)\n"
-        "    with Jury([reward]) as jury:\n"
-        "        scoring = Scoring(jury)\n"
-        "        scoring.finish({'completions': ['x'], 'ground_truth': ['x'], 'prompts': ['x']})\n"
+        "    with RewardExecutor([reward]) as executor:\n"
+        "        executor.score({'completions': ['x'], 'ground_truth': ['x'], 'prompts': ['x']})\n"
         "        os.killpg(0, signal.SIGKILL)\n"
     )
     before = set(Path("/dev/shm").glob("sem.mp-*"))
@@ -366,7 +369,7 @@ def test_a_process_group_that_is_killed_leaves_no_semaphores():
 
 
 class OwnStop(BaseException):
-    """Not an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 def stops(completions):
@@ -378,15 +381,15 @@ def moves(completions):
     return [1.0] * len(completions)
 
 
-def test_an_exception_of_a_base_class_of_its_own_is_a_fault_like_others():
+def test_a_custom_base_exception_is_a_failure():
     with pytest.raises(RuntimeError, match="'stops' raised OwnStop: enough"):
-        RewardFunction(stops)(completions=["a"])
-    assert math.isnan(RewardFunction(stops, on_error="skip", max_error_rate=1.0)(completions=["a"])[0])
+        compute_reward(RewardFunction(stops), completions=["a"])
+    assert math.isnan(compute_reward(RewardFunction(stops, on_error="skip", max_error_rate=1.0), completions=["a"])[0])
 
 
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}])
-def test_a_function_that_changes_the_working_directory_is_named_and_the_directory_restored(options):
+def test_a_changed_working_directory_is_an_error_and_restored(options):
     here = Path.cwd()
     with pytest.raises(RuntimeError, match="'moves' changed the working directory to /, where the run's relative"):
-        RewardFunction(moves, **options)(completions=["a"])
+        compute_reward(RewardFunction(moves, **options), completions=["a"])
     assert Path.cwd() == here

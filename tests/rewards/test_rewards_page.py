@@ -1,4 +1,4 @@
-"""docs/rewards.md: its code runs, its configurations make reward functions, its tables name what there is."""
+"""docs/rewards.md: its code runs, its configurations are valid, its tables are complete."""
 
 import re
 from dataclasses import fields
@@ -8,9 +8,16 @@ import pytest
 import yaml
 from jsonargparse import ArgumentParser
 
-from lightning_rlhf.rewards import dispatch, worker
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import GIVEN, OPENRLHF, TOOLS, VERL, VERL_BATCH
+from lightning_rlhf.rewards import executor, worker
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import (
+    CALL_ARGUMENTS,
+    GENERATED_COLUMNS,
+    OPENRLHF,
+    VERL,
+    VERL_BATCH,
+    RewardFunction,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
 
@@ -27,38 +34,38 @@ def folder(tmp_path, monkeypatch):
 
 
 def rewards_of(text):
-    found = yaml.safe_load(text)
-    if "rewards" not in found:
-        found = found["trainer"]["callbacks"][0]["init_args"]
+    result = yaml.safe_load(text)
+    if "rewards" not in result:
+        result = result["trainer"]["callbacks"][0]["init_args"]
     parser = ArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])
-    return parser.instantiate(parser.parse_object({"rewards": found["rewards"]})).rewards
+    return parser.instantiate(parser.parse_object({"rewards": result["rewards"]})).rewards
 
 
-def test_the_function_of_the_page_judges(folder):
+def test_the_function_of_the_page_computes_rewards(folder):
     reward = RewardFunction("my_rewards.py:brief_and_right")
-    values = reward(completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
+    values = compute_reward(reward, completions=["42", "7"], answer=["42", "42"], prompts=["", ""]).tolist()
     assert values == pytest.approx([0.98, -0.01])
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_every_configuration_makes_reward_functions(folder, text):
+def test_every_configuration_creates_reward_functions(folder, text):
     made = rewards_of(text)
     for reward in made:
         reward.check(["answer"])
     assert made[0].label == "brief_and_right"
 
 
-def test_the_tables_name_what_there_is():
-    for name in (*GIVEN, *TOOLS):
+def test_the_tables_name_all_arguments_and_options():
+    for name in (*GENERATED_COLUMNS, *CALL_ARGUMENTS):
         assert f"`{name}" in PAGE
     for convention in (VERL, VERL_BATCH, OPENRLHF):
-        assert f"`{convention.sign}`" in PAGE
-        assert all(f"{theirs}=" in PAGE for theirs in convention.ours)
+        assert f"`{convention.marker}`" in PAGE
+        assert all(f"{theirs}=" in PAGE for theirs in convention.columns)
     options = {field.name: field.default for field in fields(RewardFunction)}
     assert f"max_error_rate: {options['max_error_rate']}" in PAGE
-    assert "`on_error: raise` | a fault ends the run; the default" in PAGE
+    assert "`on_error: raise` | a failure ends the run; the default" in PAGE
     assert options["on_error"] == "raise"
-    assert f"up to {dispatch._PROCESSES} processes" in PAGE
-    assert f"up to {dispatch._THREADS} threads" in PAGE
-    assert f"{worker._MOST_OUTPUT:,} characters" in PAGE
+    assert f"up to {worker._MAX_PROCESSES} processes" in PAGE
+    assert f"up to {executor._THREADS} threads" in PAGE
+    assert f"{worker._MAX_OUTPUT:,} characters" in PAGE

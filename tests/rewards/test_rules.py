@@ -1,4 +1,4 @@
-"""GSM8K's two rules, on answers as models and data write them."""
+"""GSM8K's two rules on answers of models and data."""
 
 import json
 import os
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.rules import gsm8k_lenient, gsm8k_strict
 
 GSM8K = Path(os.environ.get("LIGHTNING_RLHF_DATA", Path(__file__).parents[3] / "shared" / "data")) / "gsm8k"
@@ -56,20 +57,20 @@ def test_by_hand(completion, gold, strict, lenient):
     assert gsm8k_lenient([completion], answer) == [lenient]
 
 
-def test_each_completion_is_held_to_its_own_answer():
+def test_each_completion_is_compared_with_its_own_answer():
     assert gsm8k_strict(["#### 1", "#### 2"], ["#### 1", "#### 3"]) == [1, 0]
     with pytest.raises(ValueError, match="zip"):
         gsm8k_strict(["#### 1"], [])
 
 
 @pytest.mark.parametrize("rule", [gsm8k_strict, gsm8k_lenient])
-def test_data_without_results_are_refused_not_scored_zero(rule):
+def test_data_without_results_raise_an_error(rule):
     with pytest.raises(RuntimeError, match=r"'gsm8k_\w+' raised ValueError: the data's answer 'twelve' has no '####"):
-        RewardFunction(rule)(completions=["#### 12"], answer=["twelve"])
+        compute_reward(RewardFunction(rule), completions=["#### 12"], answer=["twelve"])
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
-def test_on_real_rows_the_answer_is_right_and_the_next_row_s_is_wrong():
+def test_on_real_rows_each_answer_is_correct_for_its_row_only():
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(answers) > 1000
     assert gsm8k_strict(answers, answers) == gsm8k_lenient(answers, answers) == [1.0] * len(answers)
@@ -83,10 +84,10 @@ def test_on_real_rows_the_answer_is_right_and_the_next_row_s_is_wrong():
 
 
 @pytest.mark.parametrize("rule", [gsm8k_strict, gsm8k_lenient])
-def test_right_answers_are_plain_numbers_or_gsm8k_s_texts_under_either_name(rule):
-    found = rule(["#### 1,234"] * 3, ground_truth=["1234", "so\n#### 1,234", "12"])
-    assert found == [1, 1, 0]
+def test_ground_truth_may_be_numbers_or_gsm8k_s_texts_in_either_column(rule):
+    result = rule(["#### 1,234"] * 3, ground_truth=["1234", "so\n#### 1,234", "12"])
+    assert result == [1, 1, 0]
     assert rule(["#### 72"], answer=["72"]) == [1]
     assert rule(["#### 72"], ground_truth=["72"], answer=["#### 1"]) == [1]
-    with pytest.raises(ValueError, match="need the right answers, as a column 'ground_truth' or 'answer'"):
+    with pytest.raises(ValueError, match="need the correct answers, in a column 'ground_truth' or 'answer'"):
         rule(["#### 1"])

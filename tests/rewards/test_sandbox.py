@@ -1,4 +1,4 @@
-"""The sandbox refuses to start where it does not work, keeps limits apart, and never takes a fault for an answer."""
+"""The bubblewrap sandbox: checks at the start, limits, faults, and the system call filter."""
 
 import math
 import os
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards import sandbox_bubblewrap as bubblewrap
-from lightning_rlhf.rewards.sandbox import Limits, Sandbox, SandboxFault, SandboxUnavailable, probe
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_seccomp import _DENIED, _NARROWED, filter_program
+from lightning_rlhf.rewards.sandbox import bubblewrap
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox, probe
+from lightning_rlhf.rewards.sandbox.protocol import Limits, Sandbox, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
+from lightning_rlhf.rewards.sandbox.seccomp import _DENIED, _NARROWED, filter_program
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=10.0)
@@ -28,31 +28,31 @@ ALLOW_ALL = bytes.fromhex("06000000 0000ff7f")
 
 @pytest.fixture
 def public():
-    """A folder that everybody may read, as nobody must be able to."""
+    """A folder that all users can read, including user 65534."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
     shutil.rmtree(folder)
 
 
-def test_both_sandboxes_keep_to_the_protocol():
+def test_both_sandboxes_implement_the_protocol():
     assert isinstance(BubblewrapSandbox(), Sandbox)
     assert isinstance(RemoteSandbox("http://127.0.0.1:1"), Sandbox)
 
 
 @needs_bwrap
-def test_the_probe_says_what_works():
+def test_the_probe_describes_the_sandbox():
     ((name, finding, fault),) = probe()
     assert (name, fault) == ("bubblewrap", "")
     assert finding.startswith("works, Python 3.")
 
 
-def test_the_probe_is_light():
-    code = "import sys; import lightning_rlhf.rewards.sandbox_bubblewrap; sys.exit('torch' in sys.modules)"
+def test_the_probe_does_not_import_torch():
+    code = "import sys; import lightning_rlhf.rewards.sandbox.bubblewrap; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 
-def test_no_bubblewrap_is_no_fault_of_the_machine_but_no_sandbox_either(monkeypatch):
+def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert probe() == [("bubblewrap", "not installed; code rewards need it, or a remote sandbox", "")]
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
@@ -65,21 +65,21 @@ def test_no_bubblewrap_is_no_fault_of_the_machine_but_no_sandbox_either(monkeypa
     [
         (
             "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1",
-            "AppArmor forbids user namespaces: set",
+            "AppArmor blocks user namespaces: set",
         ),
         (
             "echo 'bwrap: Creating new namespace failed: Operation not permitted' >&2; exit 1",
-            "namespaces are switched off",
+            "namespaces are disabled",
         ),
         ("echo 'bwrap: Unknown option --disable-userns' >&2; exit 1", "install bubblewrap 0.8 or newer"),
-        ("echo 'could not be started as an unprivileged user' >&2; exit 1", "give it the user ids up to 65534"),
+        ("echo 'could not be started as an unprivileged user' >&2; exit 1", "map the user ids up to 65534"),
         ("echo 'bwrap: what?' >&2; exit 1", "(bwrap: what?): use a RemoteSandbox"),
-        ("exit 3", "ended with 3 and said nothing"),
-        ("exit 0", "ended with 0 and said nothing"),
-        ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and said nothing"),
+        ("exit 3", "exited with 3 and no message"),
+        ("exit 0", "exited with 0 and no message"),
+        ('echo \'{"limits": {}, "uid": 1}\'; exit 0', "and no message"),
     ],
 )
-def test_bubblewrap_that_does_not_work_is_said_with_what_to_do(monkeypatch, public, script, sentence):
+def test_a_bubblewrap_error_comes_with_its_remedy(monkeypatch, public, script, sentence):
     fake = public / "bwrap"
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
@@ -97,46 +97,46 @@ def test_bubblewrap_that_does_not_work_is_said_with_what_to_do(monkeypatch, publ
     ("name", "value"),
     [
         ("filter_program", lambda: ALLOW_ALL),
-        ("_START", bubblewrap._START.replace(b"resource.setrlimit(", b"str((")),
+        ("_BOOTSTRAP", bubblewrap._BOOTSTRAP.replace(b"resource.setrlimit(", b"str((")),
         ("_LIBRARIES", (*bubblewrap._LIBRARIES, "/proc")),
     ],
 )
-def test_a_sandbox_that_starts_but_leaves_something_open_is_refused(monkeypatch, name, value):
-    if name == "_START":
+def test_a_sandbox_that_does_not_isolate_raises_an_error(monkeypatch, name, value):
+    if name == "_BOOTSTRAP":
         value = value.replace(b"(_value, _value))", b"(_value, _value)))")
     monkeypatch.setattr(bubblewrap, name, value)
     with pytest.raises(SandboxUnavailable, match="starts but does not isolate"):
         BubblewrapSandbox().check()
 
 
-def test_an_unknown_machine_has_no_filter(monkeypatch):
+def test_an_unknown_architecture_raises_an_error(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(NotImplementedError, match="knows x86_64, aarch64, not riscv64: use a RemoteSandbox"):
+    with pytest.raises(NotImplementedError, match="supports x86_64, aarch64, not riscv64: use a RemoteSandbox"):
         filter_program()
 
 
 def verdict(program, number, architecture, *arguments):
-    """What the kernel makes of a filter and a call: its machine of four instructions, by hand."""
+    """Evaluate a filter for a call as the kernel does, with its four instructions."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, *(*arguments, *[0] * 6)[:6])
-    place = accumulator = 0
+    index = accumulator = 0
     while True:
-        code, true, false, k = struct.unpack_from("=HBBI", program, 8 * place)
-        place += 1
+        code, true, false, k = struct.unpack_from("=HBBI", program, 8 * index)
+        index += 1
         if code == 0x06:
             return {0x7FFF0000: "allow", 0x00050001: "EPERM", 0x80000000: "kill"}[k]
         if code == 0x20:
             (accumulator,) = struct.unpack_from("=I", data, k)
         else:
-            place += true if {0x15: accumulator == k, 0x35: accumulator >= k}[code] else false
+            index += true if {0x15: accumulator == k, 0x35: accumulator >= k}[code] else false
 
 
-def test_young_calls_for_mounts_and_locks_on_shared_files_are_refused():
+def test_recent_mount_calls_and_file_locks_are_denied():
     young = {"open_tree_attr": (467, 467), "statmount": (457, 457), "listmount": (458, 458), "flock": (73, 32)}
     assert young.items() <= _DENIED.items()
 
 
 @pytest.mark.parametrize(("machine", "column", "architecture"), [("x86_64", 0, 0xC000003E), ("aarch64", 1, 0xC00000B7)])
-def test_the_filter_refuses_what_is_listed_and_nothing_else(monkeypatch, machine, column, architecture):
+def test_the_filter_denies_exactly_the_listed_calls(monkeypatch, machine, column, architecture):
     monkeypatch.setattr("platform.machine", lambda: machine)
     program = filter_program()
     denied = {numbers[column] for numbers in _DENIED.values()} - {None}
@@ -173,15 +173,15 @@ def test_the_filter_refuses_what_is_listed_and_nothing_else(monkeypatch, machine
         ("import os; os.write(1, b'a\\xff')", "", "a\ufffd", 0),
     ],
 )  # fmt: skip
-def test_an_honest_program_runs(source, stdin, stdout, exit_code):
-    found = BubblewrapSandbox().run(source, stdin, LIMITS)
-    assert (found.stdout, found.exit_code) == (stdout, exit_code), found.stderr
-    assert not found.timed_out
-    assert not found.truncated
+def test_a_harmless_program_runs(source, stdin, stdout, exit_code):
+    result = BubblewrapSandbox().run(source, stdin, LIMITS)
+    assert (result.stdout, result.exit_code) == (stdout, exit_code), result.stderr
+    assert not result.timed_out
+    assert not result.truncated
 
 
 @needs_bwrap
-def test_packages_can_be_given(public):
+def test_packages_can_be_imported(public):
     (public / "helpful.py").write_text("value = 7")
     assert (
         BubblewrapSandbox(packages=str(public)).run("import helpful; print(helpful.value)", "", LIMITS).stdout == "7\n"
@@ -189,22 +189,22 @@ def test_packages_can_be_given(public):
 
 
 @needs_bwrap
-def test_an_interpreter_that_nobody_can_reach_is_named():
+def test_an_unreadable_interpreter_raises_an_error():
     with pytest.raises(
-        SandboxUnavailable, match="no Python for the sandbox: /nowhere/python must exist and be readable"
+        SandboxUnavailable, match="no Python found for the sandbox: /nowhere/python must exist and be readable"
     ):
         BubblewrapSandbox(python="/nowhere/python").check()
 
 
 @needs_bwrap
-def test_sandboxes_at_the_same_time_do_not_share_the_count_of_processes():
+def test_simultaneous_sandboxes_have_separate_process_limits():
     six = "import os, time\nfor _ in range(6):\n    os.fork() or (time.sleep(2), os._exit(0))\ntime.sleep(1)\nprint(6)"
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: BubblewrapSandbox(concurrency=4).run(six, "", LIMITS), range(4)))
-    assert [one.stdout for one in found] == ["6\n"] * 4
+        result = list(pool.map(lambda _: BubblewrapSandbox(concurrency=4).run(six, "", LIMITS), range(4)))
+    assert [one.stdout for one in result] == ["6\n"] * 4
 
 
-def test_no_more_programs_run_at_a_time_than_asked_for(monkeypatch):
+def test_concurrency_limits_simultaneous_programs(monkeypatch):
     now, most, lock = 0, 0, threading.Lock()
 
     def run(self, source, stdin, limits):
@@ -228,7 +228,8 @@ def test_no_more_programs_run_at_a_time_than_asked_for(monkeypatch):
 def test_a_sandbox_dies_with_the_trainer(end):
     seconds = 12345.0 + os.getpid() + 0.5 * end  # stands on the sandbox's command line, as RLIMIT_CPU
     code = (
-        "from lightning_rlhf.rewards.sandbox import Limits; import lightning_rlhf.rewards.sandbox_bubblewrap as b; "
+        "from lightning_rlhf.rewards.sandbox.protocol import Limits\n"
+        "import lightning_rlhf.rewards.sandbox.bubblewrap as b\n"
         f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
@@ -240,8 +241,8 @@ def test_a_sandbox_dies_with_the_trainer(end):
 
 
 @needs_bwrap
-def test_a_program_that_is_late_at_its_very_start_leaves_nothing(monkeypatch):
-    """Killed while bubblewrap still sets up, when its first child is not bound to it yet."""
+def test_a_timeout_during_startup_leaves_no_process(monkeypatch):
+    """The kill happens during bubblewrap's setup, before its first child is tied to it."""
     monkeypatch.setattr(Limits, "__post_init__", lambda limits: None)
     memory = 2**29 + os.getpid()  # stands on the sandbox's command line
     for moment in range(40):
@@ -251,7 +252,7 @@ def test_a_program_that_is_late_at_its_very_start_leaves_nothing(monkeypatch):
 
 
 @needs_bwrap
-def test_a_program_whose_trainer_is_gone_before_it_starts_does_not(monkeypatch):
+def test_a_program_does_not_start_after_the_trainer_was_killed(monkeypatch):
     pipe = bubblewrap._pipe
 
     def dead():
@@ -264,8 +265,8 @@ def test_a_program_whose_trainer_is_gone_before_it_starts_does_not(monkeypatch):
 
     made = []
     monkeypatch.setattr(bubblewrap, "_pipe", dead)
-    found = BubblewrapSandbox().run("print(1)", "", LIMITS)
-    assert (found.stdout, found.exit_code) == ("", 1)
+    result = BubblewrapSandbox().run("print(1)", "", LIMITS)
+    assert (result.stdout, result.exit_code) == ("", 1)
 
 
 def alive(sign):
@@ -287,13 +288,11 @@ def becomes(condition, seconds=30.0):
 
 @needs_bwrap
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_an_ordinary_user_has_the_sandbox_too(public):
-    package = public / "lightning_rlhf/rewards"
-    package.mkdir(parents=True)
-    for file in Path(bubblewrap.__file__).parent.glob("sandbox*.py"):
-        shutil.copy(file, package)
+def test_the_sandbox_works_for_unprivileged_users(public):
+    shutil.copytree(Path(bubblewrap.__file__).parent, public / "lightning_rlhf/rewards/sandbox")
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from lightning_rlhf.rewards.sandbox import probe; print(probe())"
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from lightning_rlhf.rewards.sandbox.bubblewrap import probe; print(probe())"
     )
     command = ["/usr/bin/python3", "-c", code, str(public)]
     done = subprocess.run(command, user=1000, group=1000, extra_groups=[], capture_output=True, text=True, check=False)
@@ -309,11 +308,11 @@ def test_an_ordinary_user_has_the_sandbox_too(public):
         ({"processes": 0}, "limits.processes must be at least 1, got 0"),
     ],
 )
-def test_limits_that_no_program_could_keep_are_refused(limits, sentence):
+def test_limits_below_their_minimum_raise_an_error(limits, sentence):
     with pytest.raises(ValueError, match=sentence):
         Limits(**limits)
 
 
-def test_a_concurrency_of_none_is_refused():
-    with pytest.raises(ValueError, match="concurrency must be at least 1, or null for one a processor, got 0"):
+def test_a_concurrency_of_zero_raises_an_error():
+    with pytest.raises(ValueError, match="concurrency must be at least 1, or null for one per processor, got 0"):
         BubblewrapSandbox(concurrency=0)

@@ -1,4 +1,4 @@
-"""One bound for a whole program: where control groups may be made, what is written there, and that it holds."""
+"""Control groups: finding a folder, setting limits, and enforcing them for a whole program."""
 
 import errno
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_rlhf.rewards import sandbox_cgroup as cgroup
-from lightning_rlhf.rewards.sandbox import Limits, SandboxFault
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_cgroup import control_group, delegated, mounted
+from lightning_rlhf.rewards.sandbox import cgroup
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.cgroup import control_group, delegated_group, mount_points
+from lightning_rlhf.rewards.sandbox.protocol import Limits, SandboxFault
 
 MIB = 2**20
-FOLDER = delegated()
-KERNELS = next((folder for folder in mounted() if os.access(folder, os.W_OK)), None)
+FOLDER = delegated_group()
+KERNELS = next((folder for folder in mount_points() if os.access(folder, os.W_OK)), None)
 needs_delegation = pytest.mark.skipif(
     FOLDER is None or shutil.which("bwrap") is None,
     reason="needs bubblewrap and a cgroup2 folder that is writable and hands on memory and pids",
@@ -27,7 +27,7 @@ needs_delegation = pytest.mark.skipif(
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Folders that stand in for a machine's control groups; a group is removed with its files, as the kernel does."""
+    """Folders that simulate control groups; a group is removed with its files, as the kernel does."""
     kernel, root = tmp_path / "proc", tmp_path / "cgroup"
     (root / "user/session").mkdir(parents=True)
     kernel.mkdir()
@@ -40,27 +40,27 @@ def machine(tmp_path, monkeypatch):
     return kernel, root
 
 
-def test_the_nearest_folder_that_hands_on_memory_and_pids_is_taken(machine):
+def test_the_nearest_folder_with_memory_and_pids_is_used(machine):
     kernel, root = machine
-    assert delegated(kernel) == root / "user"
+    assert delegated_group(kernel) == root / "user"
     (root / "user/cgroup.subtree_control").write_text("memory\n")
-    assert delegated(kernel) == root
+    assert delegated_group(kernel) == root
     (root / "cgroup.subtree_control").write_text("\n")
-    assert delegated(kernel) is None
+    assert delegated_group(kernel) is None
 
 
-def test_a_machine_that_knows_no_groups_has_none(tmp_path):
-    assert delegated(tmp_path) is None
+def test_a_machine_without_control_groups_has_no_folder(tmp_path):
+    assert delegated_group(tmp_path) is None
 
 
 @pytest.mark.parametrize(("file", "text"), [("mounts", "tmpfs /run tmpfs rw 0 0\n"), ("cgroup", "5:memory:/user\n")])
-def test_without_the_second_version_there_is_none(machine, file, text):
+def test_version_1_of_control_groups_is_not_used(machine, file, text):
     kernel, _ = machine
     (kernel / file).write_text(text)
-    assert delegated(kernel) is None
+    assert delegated_group(kernel) is None
 
 
-def test_a_folder_in_which_no_group_can_be_made_is_passed_by(machine, monkeypatch):
+def test_a_folder_where_no_group_can_be_created_is_skipped(machine, monkeypatch):
     kernel, root = machine
     made = cgroup.tempfile.mkdtemp
 
@@ -70,19 +70,19 @@ def test_a_folder_in_which_no_group_can_be_made_is_passed_by(machine, monkeypatc
         return made(prefix=prefix, dir=dir)
 
     monkeypatch.setattr(cgroup.tempfile, "mkdtemp", refuse)
-    assert delegated(kernel) == root
+    assert delegated_group(kernel) == root
 
 
-def test_what_killed_trainers_left_is_removed_and_what_lives_is_not(machine):
+def test_groups_of_killed_trainers_are_removed_but_not_those_in_use(machine):
     kernel, root = machine
     dead, alive = (root / f"user/lightning-rlhf-sandbox-{pid}-x" for pid in (2**22 + 1, os.getpid()))
     for folder in (dead, alive):
         folder.mkdir()
-    assert delegated(kernel) == root / "user"
+    assert delegated_group(kernel) == root / "user"
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
-def test_a_group_has_its_bounds_and_is_removed_whatever_happens(machine):
+def test_a_group_has_its_limits_and_is_always_removed(machine):
     _, root = machine
     before = set((root / "user").iterdir())
 
@@ -97,26 +97,26 @@ def test_a_group_has_its_bounds_and_is_removed_whatever_happens(machine):
     assert set((root / "user").iterdir()) == before
 
 
-def test_a_group_that_cannot_be_made_or_removed_is_a_fault(machine, monkeypatch):
+def test_a_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypatch):
     _, root = machine
     with (
-        pytest.raises(SandboxFault, match="no control group can be made in /nowhere"),
+        pytest.raises(SandboxFault, match="cannot create a control group in /nowhere"),
         control_group(Path("/nowhere"), 1, 1),
     ):
         pass
-    monkeypatch.setattr(cgroup, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(cgroup, "_REMOVAL_TIMEOUT_S", 0.01)
 
     def busy(folder):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(Path, "rmdir", busy)
-    with pytest.raises(SandboxFault, match="cannot be removed"), control_group(root, 1, 1):
+    with pytest.raises(SandboxFault, match="cannot remove the control group"), control_group(root, 1, 1):
         pass
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_program_starts_in_its_group_and_not_before(machine, monkeypatch):
-    """In a stand-in nothing is bounded, but it is seen what is put in, and that it is no program yet."""
+def test_a_program_starts_only_in_its_group(machine, monkeypatch):
+    """A simulated group has no limits, but shows the process that is moved in before it runs the program."""
     _, root = machine
     sandbox, seen, write = BubblewrapSandbox(), [], Path.write_text
 
@@ -133,12 +133,12 @@ def test_a_program_starts_in_its_group_and_not_before(machine, monkeypatch):
     assert seen == [(root / "user", "bwrap", [])]
     assert sandbox.check().endswith(f"; control groups in {root / 'user'}")
     sandbox.__dict__["_groups"] = Path("/nowhere")
-    with pytest.raises(SandboxFault, match="no control group can be made"):
+    with pytest.raises(SandboxFault, match="cannot create a control group"):
         sandbox.run("print(1)", "", Limits())
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_a_program_that_cannot_be_put_into_its_group_does_not_run(machine, monkeypatch, tmp_path):
+def test_a_program_that_cannot_be_moved_to_its_group_does_not_run(machine, monkeypatch, tmp_path):
     _, root = machine
     sandbox = BubblewrapSandbox()
     sandbox.__dict__["_groups"] = root / "user"
@@ -150,7 +150,7 @@ def test_a_program_that_cannot_be_put_into_its_group_does_not_run(machine, monke
         return real(path, text)
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    with pytest.raises(SandboxFault, match=r"could not be put into its control group: .*Permission denied"):
+    with pytest.raises(SandboxFault, match=r"cannot move the program into its control group: .*Permission denied"):
         sandbox.run("import time; time.sleep(9)", "", Limits(seconds=30.0))
     assert time.monotonic() - began < 5
 
@@ -177,9 +177,9 @@ print("all made")
 @pytest.mark.skipif(
     KERNELS is None or shutil.which("bwrap") is None, reason="needs bubblewrap and a cgroup2 folder that is writable"
 )
-def test_the_kernel_s_own_groups_take_programs_in_kill_what_is_left_and_are_removed(monkeypatch):
-    """Where the machine hands on neither memory nor pids, all but the bounds is seen on the kernel itself."""
-    monkeypatch.setattr(cgroup, "_bound", lambda *_: None)
+def test_real_groups_contain_and_kill_programs_and_are_removed(monkeypatch):
+    """If neither memory nor pids are delegated, everything except the limits is tested with real groups."""
+    monkeypatch.setattr(cgroup, "_set_limits", lambda *_: None)
     sandbox = BubblewrapSandbox()
     sandbox.__dict__["_groups"] = KERNELS
     assert sandbox.run("print(1)", "", Limits(seconds=60.0)).stdout == "1\n"
@@ -193,18 +193,18 @@ def test_the_kernel_s_own_groups_take_programs_in_kill_what_is_left_and_are_remo
 
 
 @needs_delegation
-def test_memory_of_all_processes_and_of_the_kernel_is_bounded():
+def test_memory_of_all_processes_and_of_the_kernel_is_limited():
     sandbox = BubblewrapSandbox()
     least, less, more = (Limits(300.0, size * MIB, scratch_bytes=MIB) for size in (64, 256, 1024))
     for program, limits in ((SIX_CHILDREN, less), (MANY_FILES, least)):
-        found = sandbox.run(program, "", limits)
-        assert (found.stdout, found.exit_code, found.timed_out) == ("", 137, False)
+        result = sandbox.run(program, "", limits)
+        assert (result.stdout, result.exit_code, result.timed_out) == ("", 137, False)
     assert sandbox.run("kept = bytearray(150 * 2**20); print(1)", "", less).stdout == "1\n"
     assert sandbox.run(SIX_CHILDREN, "", more).stdout == "all lived\n"
 
 
 @needs_delegation
-def test_nothing_is_left_after_programs_that_outlive_their_time():
+def test_no_group_is_left_after_programs_that_time_out():
     sandbox = BubblewrapSandbox()
     program = "import os, time\nos.fork(); os.fork()\nos.setsid()\nwhile True: time.sleep(1)"
     assert sandbox.run(program, "", Limits(seconds=1.0)).timed_out

@@ -1,4 +1,4 @@
-"""Nothing that a program tries in the sandbox reaches the machine; seen from outside where that is possible."""
+"""Escape attempts from the sandbox do not affect the machine; checked from outside where possible."""
 
 import ctypes
 import os
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.rewards.sandbox import Limits
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_seccomp import _DENIED
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.protocol import Limits
+from lightning_rlhf.rewards.sandbox.seccomp import _DENIED
 from tests.rewards.escape_attempts import ATTEMPTS
 
 pytestmark = [
@@ -32,7 +32,7 @@ SECRET = f"secret-{uuid.uuid4()}"
 
 
 class World:
-    """What there is to reach: files, listeners, a session key, shared memory, an open descriptor, this process."""
+    """Targets of the attempts: files, listeners, a session key, shared memory, an open descriptor, this process."""
 
     def __init__(self, stack: ExitStack) -> None:
         folder = Path(tempfile.mkdtemp())  # pytest's own lies where nobody may look, which would prove nothing
@@ -97,7 +97,7 @@ class World:
 
 
 def sandboxed():
-    """Sandboxed processes of these tests that are alive."""
+    """Return the running sandboxed processes of these tests."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -109,7 +109,7 @@ def sandboxed():
 
 
 def all_gone():
-    """Whether they end within moments: the kernel still clears up when the one that was waited for is gone."""
+    """Return whether they end soon: the kernel still cleans up when the one that was waited for is gone."""
     deadline = time.monotonic() + 5
     while sandboxed() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -125,7 +125,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def results(world):
-    """What came of every attempt, by name; four at a time."""
+    """Results of all attempts by name; four run at a time."""
     sandbox = BubblewrapSandbox()
     sandbox.check()
 
@@ -136,7 +136,7 @@ def results(world):
         return dict(zip([a.name for a in ATTEMPTS], pool.map(run, ATTEMPTS), strict=True))
 
 
-def test_there_are_enough_attempts_each_of_its_own_kind():
+def test_there_are_enough_distinct_attempts():
     assert len({attempt.name for attempt in ATTEMPTS}) == len(ATTEMPTS) >= 60
     assert len({attempt.program for attempt in ATTEMPTS}) == len(ATTEMPTS)
 
@@ -152,7 +152,7 @@ def test_the_attempt_fails_and_ends_in_time(attempt, results):
     assert found.seconds <= SECONDS + 1
 
 
-def test_after_all_attempts_the_machine_is_as_it_was(world, results):
+def test_the_attempts_do_not_change_the_machine(world, results):
     assert not world.visited()
     for file in (world.canary, world.scratch, world.doomed):
         assert file.read_text() == SECRET
@@ -161,7 +161,7 @@ def test_after_all_attempts_the_machine_is_as_it_was(world, results):
     assert all_gone()
 
 
-def test_the_search_for_processes_finds_one_that_lives():
+def test_the_search_for_processes_finds_a_running_one():
     with ThreadPoolExecutor(1) as pool:
         sleeper = pool.submit(BubblewrapSandbox().run, "import time; time.sleep(99)", "", LIMITS)
         seen = False
@@ -177,7 +177,7 @@ CONTROLS = [attempt for attempt in ATTEMPTS if attempt.control != "never"]
 
 
 @pytest.mark.parametrize("attempt", CONTROLS, ids=lambda attempt: attempt.name)
-def test_without_a_sandbox_the_attempt_gets_through(attempt, tmp_path):
+def test_the_attempt_succeeds_without_a_sandbox(attempt, tmp_path):
     if attempt.control == "root" and os.getuid() != 0:
         pytest.skip("only root gets through even without a sandbox")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A sandbox over HTTP: SandboxFusion's answers as it documents them, by a stub that runs nothing."""
+"""The remote sandbox with SandboxFusion's documented replies from a stub."""
 
 import json
 import threading
@@ -9,18 +9,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from lightning_rlhf.rewards.code import CodeExecution
-from lightning_rlhf.rewards.sandbox import Limits, SandboxFault, SandboxUnavailable
-from lightning_rlhf.rewards.sandbox_remote import RemoteSandbox
-from lightning_rlhf.rewards.sandbox_verdict import TextTest
+from lightning_rlhf.rewards.sandbox.program_tests import TextTest
+from lightning_rlhf.rewards.sandbox.protocol import Limits, SandboxFault, SandboxUnavailable
+from lightning_rlhf.rewards.sandbox.remote import RemoteSandbox
 
 
 def result(status="Finished", code=0, stdout="", stderr="", seconds=0.05):
-    """``run_result`` of an answer."""
+    """Return the ``run_result`` of a reply."""
     return {"status": status, "execution_time": seconds, "return_code": code, "stdout": stdout, "stderr": stderr}
 
 
 def answer(status="Success", run_result=None, message=""):
-    """A whole answer of POST /run_code."""
+    """Return a complete reply of POST /run_code."""
     return {
         "status": status, "message": message, "compile_result": None, "run_result": run_result,
         "executor_pod_name": None, "files": {},
@@ -34,7 +34,7 @@ BROKEN = answer("SandboxError", result("Error", None), "no pod is left")
 
 
 class Stub(ThreadingHTTPServer):
-    """Answers in turn, the last for ever; remembers what it was asked and how many asked at a time."""
+    """A server with scripted replies, the last one repeated; records requests and their concurrency."""
 
     daemon_threads = True
 
@@ -56,13 +56,13 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with stub.lock:
             stub.asked.append((self.path, request))
-            said = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
+            reply = stub.answers.pop(0) if len(stub.answers) > 1 else stub.answers[0]
             stub.now += 1
             stub.most = max(stub.most, stub.now)
         time.sleep(stub.delay)
         with stub.lock:
             stub.now -= 1
-        status, body = (said, b"busy") if isinstance(said, int) else (200, said)
+        status, body = (reply, b"busy") if isinstance(reply, int) else (200, reply)
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -104,7 +104,7 @@ def test_the_request_is_the_documented_one(serve):
 
 
 @pytest.mark.parametrize(
-    ("said", "stdout", "exit_code", "timed_out", "truncated"),
+    ("reply", "stdout", "exit_code", "timed_out", "truncated"),
     [
         (SAID, "42\n", 0, False, False),
         (FAILED, "", 1, False, False),
@@ -115,8 +115,8 @@ def test_the_request_is_the_documented_one(serve):
     ],
     ids=["success", "failed", "late", "much", "far too much", "silent"],
 )
-def test_what_the_server_says_of_a_program(serve, said, stdout, exit_code, timed_out, truncated):
-    found = ask(serve(said))
+def test_results_of_the_server_are_converted(serve, reply, stdout, exit_code, timed_out, truncated):
+    found = ask(serve(reply))
     assert (found.stdout, found.exit_code, found.timed_out, found.truncated) == (
         stdout,
         exit_code,
@@ -126,25 +126,25 @@ def test_what_the_server_says_of_a_program(serve, said, stdout, exit_code, timed
 
 
 @pytest.mark.parametrize("trouble", [BROKEN, 500, 503, 429, 502], ids=str)
-def test_a_server_in_trouble_is_asked_again_and_never_counts_against_the_program(serve, trouble):
+def test_server_errors_are_retried_and_never_count_against_the_program(serve, trouble):
     stub = serve(trouble, trouble, SAID)
     assert ask(stub).stdout == "42\n"
     assert len(stub.asked) == 3
     stub = serve(trouble)
-    with pytest.raises(SandboxFault, match=r"failed 3 times, the last time with: (SandboxError: no pod|HTTP status)"):
+    with pytest.raises(SandboxFault, match=r"failed 3 times; last error: (SandboxError: no pod|HTTP status)"):
         ask(stub)
     assert len(stub.asked) == 3
 
 
-@pytest.mark.parametrize("said", [422, 401, 404], ids=str)
-def test_a_refusal_is_a_fault_at_once(serve, said):
-    stub = serve(said)
-    with pytest.raises(SandboxFault, match=f"refused the request with HTTP status {said}: busy"):
+@pytest.mark.parametrize("reply", [422, 401, 404], ids=str)
+def test_a_rejected_request_is_a_fault_without_retries(serve, reply):
+    stub = serve(reply)
+    with pytest.raises(SandboxFault, match=f"rejected the request with HTTP status {reply}: busy"):
         ask(stub)
     assert len(stub.asked) == 1
 
 
-def test_no_proxy_sees_the_programs(serve, monkeypatch):
+def test_no_proxy_is_used(serve, monkeypatch):
     stub = serve(SAID)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
@@ -152,17 +152,17 @@ def test_no_proxy_sees_the_programs(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [b"<html>", b"[]", b"null", b"{}", answer(), answer(run_result=result("Odd")), answer(run_result=result(code="0")),
      {"status": "Success", "run_result": {"status": "Finished"}}, b"[" * 50_000],
-    ids=lambda said: str(said)[:60],
+    ids=lambda reply: str(reply)[:60],
 )  # fmt: skip
-def test_an_answer_that_is_none_of_the_documented_ones_is_a_fault(serve, said):
+def test_an_undocumented_reply_is_a_fault(serve, reply):
     with pytest.raises(SandboxFault):
-        ask(serve(said))
+        ask(serve(reply))
 
 
-def test_nobody_there_is_a_fault_and_said_at_the_start(serve):
+def test_an_unreachable_server_is_a_fault_reported_at_the_start(serve):
     stub = serve(SAID)
     stub.shutdown()
     stub.server_close()
@@ -172,7 +172,7 @@ def test_nobody_there_is_a_fault_and_said_at_the_start(serve):
         CodeExecution(sandbox=RemoteSandbox(stub.url, attempts=1))
 
 
-def test_a_server_that_does_not_answer_is_given_up(serve):
+def test_a_server_that_does_not_reply_is_a_fault(serve):
     stub = serve(SAID, delay=2.0)
     began = time.monotonic()
     with pytest.raises(SandboxFault, match="timed out"):
@@ -180,7 +180,7 @@ def test_a_server_that_does_not_answer_is_given_up(serve):
     assert time.monotonic() - began < 1.5
 
 
-def test_no_more_programs_are_in_flight_than_asked_for(serve):
+def test_concurrency_limits_simultaneous_requests(serve):
     stub = serve(SAID, delay=0.05)
     sandbox = RemoteSandbox(stub.url, concurrency=3)
     with ThreadPoolExecutor(12) as pool:
@@ -190,11 +190,11 @@ def test_no_more_programs_are_in_flight_than_asked_for(serve):
     assert stub.most == 3
 
 
-def test_the_verdict_and_the_reward_are_the_same_as_at_home(serve):
+def test_results_and_reward_equal_those_of_the_local_sandbox(serve):
     stub = serve(SAID)
     sandbox = RemoteSandbox(stub.url)
-    assert TextTest("", "42").judge(sandbox, "", Limits()) == "passed"
-    assert TextTest("", "43").judge(sandbox, "", Limits()) == "wrong"
+    assert TextTest("", "42").run(sandbox, "", Limits()) == "passed"
+    assert TextTest("", "43").run(sandbox, "", Limits()) == "wrong"
     reward = CodeExecution(sandbox=sandbox)
     assert reward(completions=["x"], tests=[[{"input": "", "output": "42"}, {"input": "", "output": "1"}]]) == [0.5]
     stub.answers = [500]
@@ -203,7 +203,7 @@ def test_the_verdict_and_the_reward_are_the_same_as_at_home(serve):
     sandbox._client.close()
 
 
-def test_a_server_that_cannot_run_python_is_refused(serve):
+def test_a_server_that_cannot_run_python_raises_an_error(serve):
     sandbox = RemoteSandbox(serve(FAILED).url)
     with pytest.raises(SandboxUnavailable, match="cannot run Python"):
         sandbox.check()
@@ -214,11 +214,11 @@ def test_a_server_that_cannot_run_python_is_refused(serve):
     ("options", "sentence"),
     [
         ({"url": "sandbox:8080"}, "must begin with http:// or https://, got 'sandbox:8080'"),
-        ({"url": "http://me:secret@x"}, "^url holds a name or password, and would be shown"),
+        ({"url": "http://me:secret@x"}, "^url must not contain a user name or password"),
         ({"url": "http://x", "concurrency": 0}, "concurrency must be at least 1, got 0"),
         ({"url": "http://x", "attempts": 0}, "attempts must be at least 1, got 0"),
     ],
 )
-def test_what_cannot_be_is_refused(options, sentence):
+def test_invalid_options_raise_an_error(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         RemoteSandbox(**options)

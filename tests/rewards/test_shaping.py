@@ -1,9 +1,10 @@
-"""Clipping, weight, and the score of what never ended."""
+"""Clipping, weight, the score of truncated responses, and the length penalty."""
 
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.shaping import OverlongPenalty, ScoreShaping
 from tests.helpers import assert_close
 
@@ -25,7 +26,7 @@ def test_by_hand(shaping, expected):
     assert_close(shaping(SCORES, TRUNCATED), torch.tensor(expected, dtype=torch.float))
 
 
-def test_the_scores_given_are_left_alone():
+def test_the_input_scores_are_not_changed():
     ScoreShaping(clip=1.0, truncated_score=-1.0)(SCORES, TRUNCATED)
     assert SCORES.tolist() == [-5, -1, 0.5, 9]
 
@@ -36,19 +37,21 @@ def test_a_clip_must_be_positive(clip):
         ScoreShaping(clip=clip)
 
 
-def test_the_penalty_of_length_by_hand():
-    """Limit 10, slope over the last 4 tokens: free up to 6, half at 8, whole from 10 on."""
+def test_the_length_penalty_by_hand():
+    """Limit 10, slope over the last 4 tokens: 0 up to 6, half at 8, full from 10."""
     penalty = OverlongPenalty(max_tokens=10, buffer_tokens=4)
     assert penalty([[0] * length for length in (0, 6, 7, 8, 10, 12)]) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
 
 
-def test_the_penalty_of_length_is_a_reward_function():
+def test_the_length_penalty_is_a_reward_function():
     reward = RewardFunction(OverlongPenalty(4, 2), weight=0.5, name="overlong")
     reward.check([])
-    assert reward(prompts=["", ""], completions=["", ""], completion_ids=[[1], [1, 2, 3, 4]]).tolist() == [0.0, -1.0]
+    assert compute_reward(
+        reward, prompts=["", ""], completions=["", ""], completion_ids=[[1], [1, 2, 3, 4]]
+    ).tolist() == [0.0, -1.0]
 
 
 @pytest.mark.parametrize("buffer", [0, 11])
-def test_a_slope_longer_than_the_limit_is_refused(buffer):
-    with pytest.raises(ValueError, match=rf"^buffer_tokens must lie in \[1, max_tokens=10\], got {buffer}$"):
+def test_an_invalid_buffer_raises_an_error(buffer):
+    with pytest.raises(ValueError, match=rf"^buffer_tokens must be in \[1, max_tokens=10\], got {buffer}$"):
         OverlongPenalty(10, buffer)

@@ -1,4 +1,4 @@
-"""Rewards by text: hand-worked values, SQuAD's own rules, and texts made to be slow."""
+"""Text rewards: values by hand, SQuAD's rules, and texts built to be slow."""
 
 import time
 
@@ -20,7 +20,7 @@ from lightning_rlhf.rewards.text import (
 
 
 @pytest.mark.parametrize(
-    ("given", "right", "exact", "f1"),
+    ("answer", "correct", "exact", "f1"),
     [
         ("The Eiffel Tower.", "eiffel tower", 1, 1),
         ("the eiffel tower in Paris", "Eiffel Tower", 0, 2 * 2 / (4 + 2)),
@@ -33,18 +33,18 @@ from lightning_rlhf.rewards.text import (
         ("theatre", "the atre", 0, 0),
     ],
 )
-def test_match_and_f1_by_hand(given, right, exact, f1):
-    assert ExactMatch()([given], [right]) == [exact]
-    assert TokenF1()([given], [right]) == [pytest.approx(f1)]
+def test_match_and_f1_by_hand(answer, correct, exact, f1):
+    assert ExactMatch()([answer], [correct]) == [exact]
+    assert TokenF1()([answer], [correct]) == [pytest.approx(f1)]
 
 
-def test_the_best_of_several_right_answers_counts():
+def test_the_best_of_several_correct_answers_counts():
     truths = [["Rome", "the city of Rome"], {"target": ["rome"]}, {"target": "ROME"}]
     assert ExactMatch()(["Rome."] * 3, truths) == [1.0] * 3
     assert TokenF1()(["city Rome"], [["Paris", "the city of Rome"]]) == [pytest.approx(2 * 2 / (2 + 3))]
 
 
-def test_an_answer_in_tags_is_the_last_whole_one():
+def test_the_last_complete_tag_contains_the_answer():
     texts = [
         "x <answer>Bern</answer> y",
         "<answer>Rome</answer><answer> Bern </answer>",
@@ -62,7 +62,7 @@ def test_without_normalising_characters_count():
 
 
 @pytest.mark.parametrize("truth", [None, [], {"answer": "x"}, [None], [["a"]]])
-def test_rows_without_a_right_answer_are_refused(truth):
+def test_rows_without_a_correct_answer_raise_an_error(truth):
     with pytest.raises(ValueError, match="ground_truth must be a text, a number or a list of them"):
         ExactMatch()(["x"], [truth])
 
@@ -92,7 +92,7 @@ def test_boxes_by_hand(text, inside):
     assert boxed_format([text]) == [float(inside is not None)]
 
 
-def test_an_empty_box_is_no_answer():
+def test_an_empty_box_is_not_an_answer():
     assert boxed_format([r"\boxed{}", r"\boxed{ }"]) == [0.0, 0.0]
 
 
@@ -116,10 +116,10 @@ def test_thinking_and_answering_by_hand(text, earned):
     assert think_answer_format([text]) == [earned]
 
 
-def test_a_format_is_of_the_whole_completion():
+def test_a_format_must_match_the_whole_completion():
     assert Format(r"Answer: \d+")(["Answer: 12", " Answer: 12\n", "Answer: 12.", "The Answer: 12"]) == [1, 1, 0, 0]
     assert Format(r"a.b")(["a\nb"]) == [1.0]
-    with pytest.raises(ValueError, match=r"format pattern '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"format pattern '\(' is not a regular expression"):
         Format("(")
 
 
@@ -136,13 +136,13 @@ def test_lengths_by_hand(reward, earned):
 
 
 @pytest.mark.parametrize("bounds", [(-1, 3, 0), (4, 3, 0), (1, 2, -1)])
-def test_lengths_that_are_no_range_are_refused(bounds):
+def test_invalid_length_ranges_raise_an_error(bounds):
     with pytest.raises(ValueError, match="length needs 0 <= least <= most"):
         Length(*bounds)
 
 
 @pytest.mark.parametrize("part", ["<answer>", "</answer>", r"\boxed{", "{", "<think>", "a ", "\\", "<answer></answer>"])
-def test_no_text_makes_them_slow(part):
+def test_no_text_makes_text_rewards_slow(part):
     text, start = part * 100_000, time.process_time()
     tagged(text, "answer"), boxed(text), think_answer_format([text]), TokenF1("answer")([text], ["x"])
     boxed(r"\boxed{" + text)

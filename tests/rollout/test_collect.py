@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import TOOLS
+from lightning_rlhf.rewards.function import CALL_ARGUMENTS, RewardFunction
 from lightning_rlhf.rollout.collect import collect, weighted_sum
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.helpers import assert_close
@@ -70,7 +69,7 @@ def test_functions_see_text_without_special_tokens_and_columns_repeated():
         return [0.0] * 4
 
     collect(BATCH, COMPLETIONS, [RewardFunction(spy)], TOKENIZER)
-    assert {name: seen[name] for name in seen if name not in TOOLS} == {
+    assert {name: seen[name] for name in seen if name not in CALL_ARGUMENTS} == {
         "prompts": ["a", "a", "bc", "bc"],
         "completions": ["de", "f", "", "gggg"],
         "completion_ids": [[7, 8, 2], [9], [2], [10, 10, 10, 10]],

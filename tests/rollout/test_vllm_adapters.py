@@ -15,7 +15,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA, base_name, is_adapter, merged
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.rewards.adapter import RewardFunction
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.shared_engine import SharedEngine
 from lightning_rlhf.rollout.vllm_adapters import VLLMAdapterEngine
 from lightning_rlhf.rollout.vllm_engine import VLLMEngine

@@ -24,9 +24,8 @@ import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import save_architecture
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
@@ -92,12 +91,11 @@ def test_rewards_are_worked_out_while_vllm_generates_the_rest(engines):
     tokenizer = CharacterTokenizer("".join(chr(ord("A") + i) for i in range(57))).load()
     sampling = SamplingParams(150, stop_token_ids=(END,))
     reward = RewardFunction(f"{SLOW}:a_tenth_of_a_second", timeout_s=30.0)
-    with Jury([reward]) as jury:
-        Collector(batch, Scoring(jury), tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
-        scoring = Scoring(jury)
-        collector = Collector(batch, scoring, tokenizer)
+    with RewardExecutor([reward]) as executor:
+        Collector(batch, executor, tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
+        collector = Collector(batch, executor, tokenizer)
         completions = engines.tied.generate(prompts, sampling, range(32), collector.take)
-        assert any(judged.done() for judged in scoring._sent[reward.label].values())  # before the last was generated
+        assert any(call.done() for call in collector._started.values())  # before the last was generated
         rollout, _ = collector.rollout(completions, 1.0)
     assert rollout.reward.tolist() == [1] * 32
 

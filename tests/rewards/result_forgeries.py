@@ -1,5 +1,5 @@
 # ruff: noqa: E501 -- a table of programs reads better with one on a line
-"""How a program may try to be called right without being right. None of them knows what is expected: a random number."""
+"""Attempts of a program to pass without the correct result. None of them knows the expected result: a random number."""
 
 _SEEK = """
 import gc, sys

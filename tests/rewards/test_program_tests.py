@@ -1,4 +1,4 @@
-"""The verdict is the parent's: no program is called right that does not say the right thing."""
+"""Program tests: no program passes without returning the correct result."""
 
 import json
 import math
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.rewards.sandbox import Finished, Limits
-from lightning_rlhf.rewards.sandbox_bubblewrap import BubblewrapSandbox
-from lightning_rlhf.rewards.sandbox_verdict import CallTest, TextTest, same_text, same_value
+from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
+from lightning_rlhf.rewards.sandbox.program_tests import CallTest, TextTest, same_text, same_value
+from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult
 from tests.helpers import properties
-from tests.rewards.verdict_forgeries import CALLS, SPEAK, TEXTS
+from tests.rewards.result_forgeries import CALLS, SPEAK, TEXTS
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 LIMITS = Limits(seconds=4.0)
@@ -29,7 +29,7 @@ def verdicts():
 
     def judge(forgery):
         test, _, source = forgery
-        return test.judge(sandbox, source, LIMITS)
+        return test.run(sandbox, source, LIMITS)
 
     with ThreadPoolExecutor(4) as pool:
         return dict(zip([name for _, name, _ in FORGERIES], pool.map(judge, FORGERIES), strict=True))
@@ -46,12 +46,12 @@ def test_the_forgery_does_not_pass(name, verdicts):
 
 
 @needs_bwrap
-def test_the_right_answer_passes_where_the_forgeries_did_not():
+def test_the_correct_result_passes():
     sandbox = BubblewrapSandbox()
-    assert CallTest("f", (7,), RIGHT).judge(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
+    assert CallTest("f", (7,), RIGHT).run(sandbox, f"def f(x): return {RIGHT} * (x == 7)", LIMITS) == "passed"
     spoken = f"{SPEAK}os.write(3, json.dumps({{'nonce': nonce(), 'result': {RIGHT}}}).encode()); os._exit(0)"
-    assert CallTest("f", (7,), RIGHT).judge(sandbox, spoken, LIMITS) == "passed"  # how the forgeries speak is right
-    assert TextTest("7\n", f"{RIGHT}\n").judge(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
+    assert CallTest("f", (7,), RIGHT).run(sandbox, spoken, LIMITS) == "passed"  # how the forgeries speak is right
+    assert TextTest("7\n", f"{RIGHT}\n").run(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
 
 
 @needs_bwrap
@@ -82,36 +82,36 @@ def test_the_right_answer_passes_where_the_forgeries_did_not():
         (TextTest("", "1\n"), "if __name__ == '__main__': print(1)", "passed"),
     ],
 )
-def test_what_a_program_gets(test, source, verdict):
-    assert test.judge(BubblewrapSandbox(), source, Limits(seconds=1.5)) == verdict
+def test_results_of_failing_programs(test, source, verdict):
+    assert test.run(BubblewrapSandbox(), source, Limits(seconds=1.5)) == verdict
 
 
 class Recorder:
-    """A sandbox that runs nothing and remembers what it was given."""
+    """A sandbox that runs nothing and records its input."""
 
     def __init__(self):
-        self.given = []
+        self.inputs = []
 
     def check(self):
         return "a recorder"
 
     def run(self, source, stdin, limits):
-        self.given.append(source + stdin)
-        return Finished("", "", 0)
+        self.inputs.append(source + stdin)
+        return ProgramResult("", "", 0)
 
 
 @pytest.mark.parametrize("test", [CallTest("f", (7,), RIGHT), TextTest("7\n", str(RIGHT))], ids=["call", "text"])
-def test_what_is_expected_never_enters_the_sandbox(test):
+def test_expected_results_never_enter_the_sandbox(test):
     recorder = Recorder()
-    assert test.judge(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 is nothing
-    assert str(RIGHT) not in "".join(recorder.given)
+    assert test.run(recorder, "f = max", LIMITS) in ("malformed", "wrong")  # exit code 0 is nothing
+    assert str(RIGHT) not in "".join(recorder.inputs)
 
 
-def test_every_call_has_a_nonce_of_its_own():
+def test_every_call_has_another_nonce():
     recorder = Recorder()
     for _ in range(20):
-        CallTest("f", (), 1).judge(recorder, "", LIMITS)
-    nonces = {json.loads(given[given.rindex('{"nonce"') :])["nonce"] for given in recorder.given}
+        CallTest("f", (), 1).run(recorder, "", LIMITS)
+    nonces = {json.loads(text[text.rindex('{"nonce"') :])["nonce"] for text in recorder.inputs}
     assert len(nonces) == 20
     assert {len(nonce) for nonce in nonces} == {32}
 
@@ -125,13 +125,13 @@ JSON = st.recursive(
 
 @properties
 @given(JSON)
-def test_a_value_is_what_it_becomes_by_way_of_json(value):
+def test_a_value_equals_its_json_round_trip(value):
     assert same_value(json.loads(json.dumps(value)), value)
 
 
 @properties
 @given(JSON, JSON)
-def test_two_values_are_the_same_only_if_their_json_nearly_is(one, other):
+def test_values_are_equal_only_if_their_json_is(one, other):
     if same_value(one, other) and not any(isinstance(x, float) for x in flat(one) + flat(other)):
         assert json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
@@ -157,7 +157,7 @@ def test_values_by_hand(one, other, same):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "same"),
+    ("message", "expected", "same"),
     [
         ("5\n", "5", True), ("5 \n\n", "5", True), (" 5  6", "5 6", True), ("5\n\n6", "5\n6", False),
         ("56", "5 6", False), ("5", "5.0", True), ("5.0", "5", False),
@@ -167,5 +167,5 @@ def test_values_by_hand(one, other, same):
         ("1_0.0", "10.0", False), ("5" * 400, "1.5", False),
     ],
 )  # fmt: skip
-def test_texts_by_hand(said, expected, same):
-    assert same_text(said, expected) is same
+def test_texts_by_hand(message, expected, same):
+    assert same_text(message, expected) is same

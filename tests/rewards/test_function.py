@@ -1,4 +1,4 @@
-"""Users' reward functions are called with what they name, and named when they misbehave."""
+"""Reward functions receive the arguments they name, and errors name the function."""
 
 import functools
 import math
@@ -7,7 +7,8 @@ import numpy
 import pytest
 import torch
 
-from lightning_rlhf.rewards.adapter import RewardFunction, check_rewards
+from lightning_rlhf.rewards.executor import compute_reward
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 
 OFFERED = {
     "prompts": ["p", "q"],
@@ -33,44 +34,47 @@ def giving(values):
     return RewardFunction(function)
 
 
-def test_a_function_gets_the_arguments_it_names():
-    assert RewardFunction(length)(**OFFERED).tolist() == [2, 1]
-    assert RewardFunction(right)(**OFFERED).tolist() == [1, 0]
-    assert RewardFunction(functools.partial(right, bonus=3.0), name="right")(**OFFERED).tolist() == [3, 0]
+def test_a_function_receives_the_arguments_it_names():
+    assert compute_reward(RewardFunction(length), **OFFERED).tolist() == [2, 1]
+    assert compute_reward(RewardFunction(right), **OFFERED).tolist() == [1, 0]
+    assert compute_reward(RewardFunction(functools.partial(right, bonus=3.0), name="right"), **OFFERED).tolist() == [
+        3,
+        0,
+    ]
 
 
-def test_a_function_with_kwargs_gets_everything():
+def test_a_function_with_kwargs_receives_everything():
     seen = {}
 
     def function(completions, **rest):
         seen.update(rest, completions=completions)
         return [0, 0]
 
-    RewardFunction(function)(**OFFERED)
+    compute_reward(RewardFunction(function), **OFFERED)
     assert {name: seen.pop(name) for name in OFFERED} == OFFERED
     assert sorted(seen) == ["log_extra", "log_metric", "trainer_state"]
 
 
-def test_an_object_with_call_is_a_function_too():
+def test_a_callable_object_is_a_reward_function():
     class Judge:
         def __call__(self, completions):
             return [0.5] * len(completions)
 
     reward = RewardFunction(Judge())
     assert reward.label == "Judge"
-    assert reward(**OFFERED).tolist() == [0.5, 0.5]
+    assert compute_reward(reward, **OFFERED).tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "told"),
+    ("function", "arguments", "message"),
     [
         ("lightning_rlhf.rewards.text:Length", {"leas": 1}, "missing a required argument: 'least'"),
         ("lightning_rlhf.rewards.text:ExactMatch", {"tags": "b"}, "got an unexpected keyword argument 'tags'"),
         (right, {"bonuses": 2.0}, "got an unexpected keyword argument 'bonuses'"),
     ],
 )
-def test_arguments_that_nobody_takes_are_refused_at_once(function, arguments, told):
-    with pytest.raises(ValueError, match=rf"its arguments do not fit: {told}"):
+def test_unknown_arguments_raise_an_error_at_construction(function, arguments, message):
+    with pytest.raises(ValueError, match=rf"its arguments do not match its signature: {message}"):
         RewardFunction(function, arguments=arguments)
 
 
@@ -79,20 +83,20 @@ def test_arguments_that_nobody_takes_are_refused_at_once(function, arguments, to
     [[1, 0], (1.0, 0.0), [True, False], torch.tensor([1, 0]), numpy.array([1.0, 0.0]), list(numpy.float32([1, 0]))],
     ids=["int", "tuple", "bool", "tensor", "array", "numpy floats"],
 )
-def test_numbers_come_in_many_types(values):
-    rewards = giving(values)(**OFFERED)
+def test_numbers_of_many_types_are_accepted(values):
+    rewards = compute_reward(giving(values), **OFFERED)
     assert rewards.tolist() == [1, 0]
     assert rewards.dtype == torch.float32
 
 
-def test_none_means_that_it_does_not_apply():
-    first, second = giving([None, 0.5])(**OFFERED).tolist()
+def test_none_becomes_nan():
+    first, second = compute_reward(giving([None, 0.5]), **OFFERED).tolist()
     assert math.isnan(first)
     assert second == 0.5
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ([1.0], "returned 1 values, expected 2: one per completion"),
         ([1.0] * 3, "returned 3 values, expected 2: one per completion"),
@@ -105,24 +109,24 @@ def test_none_means_that_it_does_not_apply():
         (torch.ones(2, 1), "returned [1.0] for completion 0, expected a finite number"),
     ],
 )
-def test_a_wrong_answer_names_function_and_completion(values, said):
+def test_an_invalid_reward_names_function_and_completion(values, message):
     with pytest.raises(RuntimeError) as caught:
-        giving(values)(**OFFERED)
-    assert str(caught.value).startswith(f"reward function 'function' {said}")
+        compute_reward(giving(values), **OFFERED)
+    assert str(caught.value).startswith(f"reward function 'function' {message}")
 
 
-def test_a_function_that_raises_is_named_with_what_it_said():
+def test_an_exception_is_raised_with_the_function_s_name():
     def strict(completions):
         raise KeyError("level")
 
     with pytest.raises(RuntimeError, match="reward function 'strict' raised KeyError: 'level'") as caught:
-        RewardFunction(strict)(**OFFERED)
+        compute_reward(RewardFunction(strict), **OFFERED)
     assert isinstance(caught.value.__cause__, KeyError)
     with pytest.raises(RuntimeError, match="reward function 'mine' raised"):
-        RewardFunction(strict, name="mine")(**OFFERED)
+        compute_reward(RewardFunction(strict, name="mine"), **OFFERED)
 
 
-def test_a_missing_column_is_named_with_what_was_meant():
+def test_a_missing_column_comes_with_a_suggestion():
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but .* 'answers'\]; did you mean 'answers'\?"):
         RewardFunction(right).check(["answers"])
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout offers only .*'finished'\]$"):
@@ -134,13 +138,13 @@ def test_defaults_and_kwargs_need_no_column():
     RewardFunction(lambda completions, *rest, **more: []).check([])
 
 
-def test_two_functions_of_one_name_are_refused():
+def test_two_functions_with_the_same_name_raise_an_error():
     with pytest.raises(ValueError, match="two reward functions are both called 'length': give one"):
         check_rewards([RewardFunction(length), RewardFunction(right), RewardFunction(length, weight=0.0)], ["answer"])
     check_rewards([RewardFunction(length), RewardFunction(length, name="length_again")], [])
 
 
-def test_a_column_that_would_hide_what_was_generated_is_refused():
+def test_a_column_with_the_name_of_a_generated_one_raises_an_error():
     with pytest.raises(ValueError, match=r"the data has a column 'finished', .* rename it, for example columns: "):
         check_rewards([RewardFunction(length)], ["answer", "finished"])
     check_rewards([], ["finished"])
@@ -152,6 +156,6 @@ def test_all_functions_are_checked():
 
 
 @pytest.mark.parametrize("name", ["mean", "std", "from_model", "score"])
-def test_a_reward_cannot_take_the_name_of_a_metric(name):
-    with pytest.raises(ValueError, match=f"cannot be called '{name}', which is a metric already"):
+def test_a_reward_cannot_have_the_name_of_a_metric(name):
+    with pytest.raises(ValueError, match=f"cannot be called '{name}', which is the name of a metric"):
         check_rewards([RewardFunction(lambda completions: [0.0], name=name)], [])

@@ -1,11 +1,11 @@
-"""A reference names a function, or the message says what it could have meant."""
+"""Importing a function by reference; errors suggest similar names."""
 
 import re
 import sys
 
 import pytest
 
-from lightning_rlhf.rewards.resolve import load_function
+from lightning_rlhf.rewards.loading import load_function
 
 SOURCE = """
 import math
@@ -33,14 +33,14 @@ def folder(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_function_of_a_file_is_found_from_the_current_folder_and_by_its_whole_path(folder):
-    found = load_function("my_rewards.py:brief")
-    assert found(["abc"]) == [-3]
-    assert load_function(f"{folder}/my_rewards.py:brief") is found
+def test_a_file_is_found_by_relative_and_absolute_path(folder):
+    result = load_function("my_rewards.py:brief")
+    assert result(["abc"]) == [-3]
+    assert load_function(f"{folder}/my_rewards.py:brief") is result
     assert load_function("./my_rewards.py:Judge.right")([]) == [1.0]
 
 
-def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is_found(folder):
+def test_lazy_and_inherited_attributes_are_found(folder):
     (folder / "lazy.py").write_text(
         "class Base:\n    def right(completions): return [1.0]\nclass Child(Base): pass\n"
         "def __getattr__(name):\n"
@@ -55,7 +55,7 @@ def test_what_a_package_imports_only_when_asked_for_and_what_a_class_inherits_is
         load_function("lazy.py:broken")
 
 
-def test_two_files_of_one_name_are_two_modules(folder):
+def test_two_files_with_the_same_name_are_two_modules(folder):
     (folder / "other").mkdir()
     (folder / "other" / "my_rewards.py").write_text("def brief(completions): return [7]")
     assert load_function("other/my_rewards.py:brief")([]) == [7]
@@ -68,32 +68,35 @@ def test_a_function_of_a_module_is_found(reference):
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "message"),
     [
-        ("brief", "a function is given as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
-        ("my_rewards.py", "a function is given as .* got 'my_rewards.py'"),
-        (":brief", "a function is given as .* got ':brief'"),
-        ("my_rewards.py:", "a function is given as .* got 'my_rewards.py:'"),
+        ("brief", "specify a function as 'package.module:function' or 'path/to/file.py:function', got 'brief'"),
+        ("my_rewards.py", "specify a function as .* got 'my_rewards.py'"),
+        (":brief", "specify a function as .* got ':brief'"),
+        ("my_rewards.py:", "specify a function as .* got 'my_rewards.py:'"),
         ("my_rewards.py:breif", "'breif' was not found in my_rewards.py; did you mean 'brief'?"),
         ("my_rewards.py:zzz", "'zzz' was not found in my_rewards.py; available: Judge, LIMIT, brief, math"),
         ("my_rewards.py:Judge.wrong", "'wrong' was not found in my_rewards.py"),
-        ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is no function: it is int 3"),
-        ("my_reward.py:brief", r"there is no file my_reward.py; did you mean 'my_rewards.py'? (looked in "),
-        ("/nowhere/x.py:f", "there is no file /nowhere/x.py"),
+        ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is not callable (int: 3)"),
+        ("my_reward.py:brief", r"file not found: my_reward.py; did you mean 'my_rewards.py'? (working directory: "),
+        ("/nowhere/x.py:f", "file not found: /nowhere/x.py"),
         ("broken.py:f", "broken.py cannot be imported: ModuleNotFoundError: No module named 'my_rewards_of_mine'"),
         ("wrong.py:f", "wrong.py cannot be imported: ZeroDivisionError: division by zero"),
-        ("folder/file:f", "there is no file folder/file"),
-        ("no_such_package:f", "there is no module 'no_such_package' to import no_such_package from; a function in a "),
+        ("folder/file:f", "file not found: folder/file"),
+        (
+            "no_such_package:f",
+            "no module named 'no_such_package' (to import no_such_package); specify a function in a ",
+        ),
         ("os.path.joins", "'joins' was not found in os.path; did you mean 'join'?"),
         ("os.path:joins", "'joins' was not found in os.path; did you mean 'join'?"),
     ],
 )
-def test_what_cannot_be_found_is_told(folder, reference, told):
-    with pytest.raises(ValueError, match=re.escape(told).replace(r"\.\*", ".*")):
+def test_a_wrong_reference_raises_an_error_with_a_suggestion(folder, reference, message):
+    with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         load_function(reference)
 
 
-def test_a_file_that_failed_is_read_anew(folder):
+def test_a_file_that_failed_is_imported_again(folder):
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         load_function("wrong.py:f")
     (folder / "wrong.py").write_text("def f(): return 1")

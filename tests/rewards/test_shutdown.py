@@ -1,4 +1,4 @@
-"""However judging ends, nothing of it stays behind: no loop, no task, no thread that is waited for, no process."""
+"""The executor leaves no event loop, task, blocking thread or process behind."""
 
 import asyncio
 import gc
@@ -9,23 +9,21 @@ import threading
 
 import pytest
 
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.conventions import EndsTheRun
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import DaemonThreads, RewardExecutor, compute_reward
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rewards.results import AbortRun
 from lightning_rlhf.rewards.sources import BySource
-from lightning_rlhf.rewards.threads import Threads
 
 HANGING = """
 import time
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction
 
 def hangs(completions):
     time.sleep(1000)
 
-with Jury([RewardFunction(hangs, per_sample=True)]) as jury:
-    jury.submit(jury.rewards[0], {"completions": ["a"]}, [0])
+with RewardExecutor([RewardFunction(hangs, per_sample=True)]) as executor:
+    executor.submit(executor.functions[0], {"completions": ["a"]}, [0])
 """
 
 
@@ -46,32 +44,32 @@ async def waits(completions):
 
 
 def spends(completions):
-    raise EndsTheRun("all is spent")
+    raise AbortRun("all is spent")
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [(quits, "raised SystemExit: 3"), (interrupts, "raised KeyboardInterrupt: "), (cancels, "cancelled itself")],
 )
-def test_an_async_function_that_would_end_its_event_loop_is_a_fault_like_others(function, told):
-    found = []
+def test_an_async_function_that_would_end_its_event_loop_is_a_failure(function, message):
+    messages = []
 
     def judge():  # elsewhere, so that a test that hangs ends
         with pytest.raises(RuntimeError) as caught:
-            RewardFunction(function)(completions=["a"])
-        found.append(str(caught.value))
+            compute_reward(RewardFunction(function), completions=["a"])
+        messages.append(str(caught.value))
 
     thread = threading.Thread(target=judge, daemon=True)
     thread.start()
     thread.join(20)
-    (sentence,) = found
-    assert sentence.startswith(f"reward function {function.__name__!r} {told} (")
+    (sentence,) = messages
+    assert sentence.startswith(f"reward function {function.__name__!r} {message} (")
 
 
-def test_what_is_still_awaited_is_cancelled_and_its_thread_ends(caplog):
+def test_pending_async_calls_are_cancelled_and_their_thread_ends(caplog):
     before = threading.active_count()
-    with Jury([RewardFunction(waits, per_sample=True)]) as jury:
-        Scoring(jury).add(0, {"completions": ["a"]})
+    with RewardExecutor([RewardFunction(waits, per_sample=True)]) as executor:
+        executor.start(0, {"completions": ["a"]})
         assert threading.active_count() == before + 1
     assert threading.active_count() == before
     gc.collect()
@@ -82,8 +80,8 @@ def test_a_function_that_hangs_does_not_keep_the_process_from_ending():
     subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=100)  # or it raises
 
 
-def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
-    threads, go = Threads(2, "test"), threading.Event()
+def test_daemon_threads_limit_concurrency_and_cancel_pending_calls():
+    threads, go = DaemonThreads(2, "test"), threading.Event()
     running = [threads.submit(go.wait) for _ in range(2)]
     waiting = [threads.submit(int, text) for text in ("1", "2")]
     assert not any(future.done() for future in waiting)
@@ -91,27 +89,27 @@ def test_threads_do_some_jobs_at_a_time_and_give_up_the_rest():
     assert all(future.cancelled() for future in waiting)
     go.set()
     assert [future.result(10) for future in running] == [True, True]
-    again = Threads(1, "test")
+    again = DaemonThreads(1, "test")
     broken, fine = again.submit(int, "x"), again.submit(int, "7")
     assert fine.result(10) == 7
     assert isinstance(broken.exception(), ValueError)
 
 
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"timeout_s": 60.0}])
-def test_what_ends_the_run_ends_it_wherever_it_is_raised(options):
+def test_abort_run_ends_the_run_from_every_executor(options):
     reward = RewardFunction(spends, on_error="skip", max_error_rate=1.0, **options)
-    with pytest.raises(EndsTheRun, match="'spends' raised EndsTheRun: all is spent"):
-        reward(completions=["a"])
+    with pytest.raises(AbortRun, match="'spends' raised AbortRun: all is spent"):
+        compute_reward(reward, completions=["a"])
 
 
-def test_what_ends_the_run_ends_it_from_within_a_function_for_a_source_too():
+def test_abort_run_ends_the_run_from_a_function_of_one_source():
     reward = RewardFunction(BySource({"*": spends}), on_error="skip", max_error_rate=1.0)
-    with pytest.raises(EndsTheRun, match="all is spent"):
-        reward(completions=["a"], data_source=["x"])
+    with pytest.raises(AbortRun, match="all is spent"):
+        compute_reward(reward, completions=["a"], data_source=["x"])
 
 
 class Holding:
-    """Has something to end."""
+    """Counts calls of close."""
 
     closed = 0
 
@@ -122,21 +120,21 @@ class Holding:
         self.closed += 1
 
 
-def test_what_a_function_holds_is_ended_with_it():
+def test_closing_a_reward_closes_its_function():
     plain, of_source = Holding(), Holding()
     for reward in (RewardFunction(plain), RewardFunction(BySource({"*": of_source})), RewardFunction(spends)):
         reward.close()
     assert (plain.closed, of_source.closed) == (1, 1)
 
 
-def test_processes_for_mathematics_end_with_the_run():
+def test_math_workers_end_with_the_run():
     pytest.importorskip("math_verify")
     from lightning_rlhf.rewards.math import MathReward
 
     before = len(multiprocessing.active_children())
     reward = RewardFunction(MathReward(workers=1))
     for _ in range(2):
-        assert reward(completions=["5"], ground_truth=["5"]).tolist() == [1]
+        assert compute_reward(reward, completions=["5"], ground_truth=["5"]).tolist() == [1]
         assert len(multiprocessing.active_children()) == before + 1
         reward.close()
         assert len(multiprocessing.active_children()) == before

@@ -1,4 +1,4 @@
-"""What is judged while the rest still generates gets the same rewards, in the same places, and costs no time."""
+"""Scoring during generation returns the same rewards and takes no extra time."""
 
 import random
 import time
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rewards.dispatch import Jury
-from lightning_rlhf.rewards.scoring import Scoring
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.types import Completion, PromptBatch
 
@@ -27,54 +26,54 @@ def completions_of(words):
 
 
 @pytest.fixture(scope="module")
-def jury():
-    with Jury([RewardFunction(f"{FILE}:{name}", **options) for name, options in KINDS.items()]) as jury:
-        yield jury
+def executor():
+    with RewardExecutor([RewardFunction(f"{FILE}:{name}", **options) for name, options in KINDS.items()]) as executor:
+        yield executor
 
 
-def rollout_of(jury, early):
+def rollout_of(executor, early):
     completions = completions_of(WORDS)
-    collector = Collector(BATCH, Scoring(jury), TOKENIZER, 4)
+    collector = Collector(BATCH, executor, TOKENIZER, 4)
     for place in early:
         collector.take(place, completions[place])
     return collector.rollout(completions, 1.0)
 
 
-def test_the_rollout_is_the_same_bit_by_bit_in_whatever_order_completions_come(jury):
-    whole, told = rollout_of(jury, [])
+def test_the_rollout_does_not_depend_on_the_order_of_completions(executor):
+    whole, message = rollout_of(executor, [])
     assert whole.rewards["of_all"].tolist() == [float(sorted(WORDS).index(word)) for word in WORDS]
     assert whole.rewards["one_by_one"].tolist() == [float(len(word)) for word in WORDS]
     assert whole.rewards["timed"].isnan().tolist() == [word == "" for word in WORDS]
     draw = random.Random(3)
     for count in (0, 1, 7, 12, 12, 12):
-        rollout, scores = rollout_of(jury, draw.sample(range(12), count))
+        rollout, scores = rollout_of(executor, draw.sample(range(12), count))
         for name, tensor in vars(whole).items():
             if isinstance(tensor, torch.Tensor):
                 assert torch.equal(tensor, getattr(rollout, name)), name
         for name, values in whole.rewards.items():
             assert torch.equal(values.nan_to_num(-9), rollout.rewards[name].nan_to_num(-9)), name
-        assert scores.told == told.told
+        assert scores.metrics == message.metrics
 
 
-def test_each_completion_is_judged_once(tmp_path):
+def test_each_completion_is_scored_once(tmp_path):
     calls = []
 
     def counted(solution_str):
         calls.append(solution_str)
         return 1.0
 
-    with Jury([RewardFunction(counted)]) as jury:
-        rollout_of(jury, range(5))
+    with RewardExecutor([RewardFunction(counted)]) as executor:
+        rollout_of(executor, range(5))
     assert sorted(calls) == sorted(WORDS)
     assert calls == WORDS  # one after another, in the order they came
 
 
 @pytest.mark.parametrize("options", [{"timeout_s": 20.0}, {"per_sample": True}, {}], ids=str)
-def test_a_slow_function_works_while_the_rest_generates(options):
-    with Jury([RewardFunction(f"{FILE}:slow", **options)]) as jury:
-        rollout_of(jury, range(2))  # its processes are there
+def test_a_slow_function_runs_during_generation(options):
+    with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
+        rollout_of(executor, range(2))  # its processes are there
         completions, began = completions_of(WORDS), time.monotonic()
-        collector = Collector(BATCH, Scoring(jury), TOKENIZER, 4)
+        collector = Collector(BATCH, executor, TOKENIZER, 4)
         for place, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
             collector.take(place, completion)
@@ -86,14 +85,14 @@ def test_a_slow_function_works_while_the_rest_generates(options):
     assert waited < 1.5  # the last one's
 
 
-def test_functions_of_a_whole_rollout_are_called_at_its_end_only():
+def test_functions_of_a_whole_rollout_are_called_once_at_its_end():
     calls = []
 
     def whole(completions):
         calls.append(len(completions))
         return [0.0] * len(completions)
 
-    jury = Jury([RewardFunction(whole)])
-    assert not Scoring(jury).streams
-    rollout_of(jury, range(12))
+    executor = RewardExecutor([RewardFunction(whole)])
+    assert not executor.has_streaming
+    rollout_of(executor, range(12))
     assert calls == [12]

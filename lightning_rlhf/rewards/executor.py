@@ -1,0 +1,389 @@
+"""Execution of reward functions: in this thread, other threads, worker processes or an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.rewards.function import RewardFunction, TrainerState
+from lightning_rlhf.rewards.results import AbortRun, RewardFailure, RewardOutput, RewardResult
+from lightning_rlhf.rewards.worker import RewardWorkers, timeout_failure
+
+log = logging.getLogger(__name__)
+_THREADS = 16
+_LOG_INTERVAL_S = 60
+_GRACE_S = 1.0  # an async call that has not returned this long after its time limit blocks the event loop
+_SHOWN_CHARACTERS = 80  # of a column in a message
+MetricSums = dict[str, tuple[float, float]]  # metrics by name, each as a sum and the number of its terms
+Calls = dict[tuple[str, int], Future[RewardResult]]  # calls for single completions, by reward name and index
+
+
+@dataclass(frozen=True)
+class RolloutRewards:
+    """Rewards of a rollout.
+
+    Args:
+        rewards: (B,) rewards by name, NaN where a function does not apply.
+        metrics: metrics of the reward functions.
+    """
+
+    rewards: dict[str, Tensor]
+    metrics: MetricSums
+
+
+class RewardExecutor:
+    """Runs the reward functions of a run; owns their threads, worker processes and event loop.
+
+    Threads and processes start when they are needed. The executor can be used again after :meth:`close`.
+
+    Args:
+        functions: reward functions with different names.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction]) -> None:
+        self.functions = list(functions)
+        self._working_directory = os.getcwd()
+        self._workers = RewardWorkers(self.functions)
+        self._threads = DaemonThreads(_THREADS, "rewards")
+        self._single_thread = DaemonThreads(1, "rewards one by one")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+
+    def __enter__(self) -> RewardExecutor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def has_streaming(self) -> bool:
+        """Whether any function scores completions before the rollout is complete."""
+        return any(function.scores_singly for function in self.functions)
+
+    def start(self, index: int, row: Mapping[str, list[Any]], state: TrainerState | None = None) -> Calls:
+        """Start scoring one finished completion while others are still generated.
+
+        Args:
+            index: position of the completion in the rollout.
+            row: columns of the completion, lists of one entry.
+            state: progress of the run.
+
+        Returns:
+            The calls, to be passed to :meth:`score`.
+        """
+        singly = [function for function in self.functions if function.scores_singly]
+        return {(function.label, index): self.submit(function, row, [index], state) for function in singly}
+
+    def score(
+        self, columns: Mapping[str, list[Any]], state: TrainerState | None = None, started: Calls | None = None
+    ) -> RolloutRewards:
+        """Score the completions of a rollout.
+
+        Args:
+            columns: lists with one entry per completion.
+            state: progress of the run.
+            started: calls of :meth:`start` for some of the completions; the rewards do not depend on them.
+
+        Raises:
+            RuntimeError: a function failed and its ``on_error`` is ``raise``, or it failed too often.
+            AbortRun: a function raised it.
+        """
+        # Functions that run in this thread come last, because they delay the start of the others.
+        ordered = sorted(self.functions, key=lambda function: not function.scores_singly and not function.is_async)
+        calls = {function.label: self._calls(function, columns, state, started or {}) for function in ordered}
+        rewards: dict[str, Tensor] = {}
+        metrics: MetricSums = {}
+        for function in self.functions:
+            results = self.results(function, calls[function.label])
+            _raise_if_fatal(function, results, columns)
+            count = len(columns["completions"])
+            rewards[function.label] = _reward_tensor(function, results, count)
+            metrics |= _metric_sums(function, results, count)
+        return RolloutRewards(rewards, metrics)
+
+    def dry_run(self, columns: Mapping[str, list[Any]]) -> None:
+        """Call every function that supports it on made-up completions before a run.
+
+        Args:
+            columns: lists with one entry per completion.
+
+        Raises:
+            ValueError: a function fails.
+        """
+        for function in self.functions:
+            if not function.supports_dry_run:
+                continue
+            for result in self.results(function, self._calls(function, columns, None, {})):
+                if isinstance(result, RewardFailure):
+                    raise ValueError(
+                        f"reward function {function.label!r} {result.message}; it was called before the run on a "
+                        f"completion that repeats the prompt, and on an empty one (dry_call: false disables this)"
+                    ) from result.cause
+
+    def _calls(
+        self,
+        function: RewardFunction,
+        columns: Mapping[str, list[Any]],
+        state: TrainerState | None,
+        started: Calls,
+    ) -> list[Future[RewardResult]]:
+        """Return all calls of a function in order, starting those that are missing."""
+        count = len(columns["completions"])
+        if not function.scores_singly:
+            return [self.submit(function, columns, range(count), state)]
+        calls = []
+        for index in range(count):
+            row = {name: values[index : index + 1] for name, values in columns.items()}
+            calls.append(started.get((function.label, index)) or self.submit(function, row, [index], state))
+        return calls
+
+    def submit(
+        self,
+        function: RewardFunction,
+        columns: Mapping[str, Any],
+        indices: Sequence[int],
+        state: TrainerState | None = None,
+    ) -> Future[RewardResult]:
+        """Start a call where the function is to run.
+
+        Args:
+            function: one of the executor's functions.
+            columns: lists with one entry for each of these completions.
+            indices: positions of the completions in the rollout.
+            state: progress of the run.
+        """
+        columns = {**function.with_messages(columns), "trainer_state": state or TrainerState()}
+        if function.runs_in_worker:
+            return self._workers.submit(function, columns, indices)
+        if function.is_async:
+            call = _evaluate_within_limit(function, columns, indices)
+            return asyncio.run_coroutine_threadsafe(call, self._running_loop())
+        if function.scores_singly:
+            threads = self._threads if function.thread_safe else self._single_thread
+            return threads.submit(function.evaluate, columns, indices)
+        done = Future[RewardResult]()
+        done.set_result(function.evaluate(columns, indices))
+        return done
+
+    def results(self, function: RewardFunction, calls: Sequence[Future[RewardResult]]) -> list[RewardResult]:
+        """Wait for calls and return their results in order; log every minute how many are missing."""
+        start = time.monotonic()
+        limit = math.inf
+        if function.is_async and function.timeout_s is not None:
+            limit = function.timeout_s + _GRACE_S
+        while missing := wait(calls, min(_LOG_INTERVAL_S, limit)).not_done:
+            seconds = time.monotonic() - start
+            if seconds >= limit:
+                self._loop = None  # its thread is blocked; the next calls get a new one
+                break
+            progress = f"{len(missing)} of {len(calls)}"
+            log.info("Waiting for %s calls of reward %s for %.0f s.", progress, function.label, seconds)
+        results = [self._result(function, call) for call in calls]
+        directory = os.getcwd()
+        if results and directory != self._working_directory:
+            os.chdir(self._working_directory)
+            results[0] = RewardFailure(
+                f"changed the working directory to {directory}, where the run's relative paths name other files; it "
+                f"was changed back to {self._working_directory}. Use absolute paths instead of os.chdir"
+            )
+        return results
+
+    def _result(self, function: RewardFunction, call: Future[RewardResult]) -> RewardResult:
+        if not call.done():
+            call.cancel()
+            return timeout_failure(function)
+        if function.runs_in_worker:
+            return self._workers.result(function, call)
+        error = call.exception()
+        return call.result() if error is None else RewardFailure.from_error(error)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._loop_thread = threading.Thread(
+                target=_run_loop, args=(self._loop,), name="async rewards", daemon=True
+            )
+            self._loop_thread.start()
+        return self._loop
+
+    def close(self) -> None:
+        """Stop threads, worker processes and event loop."""
+        self._workers.close()
+        self._threads.close()
+        self._single_thread.close()
+        if self._loop is not None and self._loop_thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join(_GRACE_S)
+            self._loop = None
+            self._loop_thread = None
+
+
+def compute_reward(function: RewardFunction, /, **columns: list[Any]) -> Tensor:
+    """Score completions with a single function, outside a run.
+
+    Args:
+        function: the reward function.
+        **columns: lists with one entry per completion.
+
+    Returns:
+        (B,) float32, NaN where the function does not apply.
+
+    Raises:
+        RuntimeError: the function failed; see :meth:`RewardExecutor.score`.
+    """
+    with RewardExecutor([function]) as executor:
+        return executor.score(columns).rewards[function.label]
+
+
+class DaemonThreads:
+    """A thread pool whose threads do not keep the process alive, unlike those of ``ThreadPoolExecutor``.
+
+    Args:
+        size: largest number of threads.
+        name: name of the threads.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._name = name
+        self._running = 0
+        self._queue = SimpleQueue[Any]()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Schedule a call."""
+        future = Future[Any]()
+        self._queue.put((future, function, arguments))
+        if self._running < self._size:
+            self._running += 1
+            threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Cancel the calls that have not started; each thread ends after its current one."""
+        queue, self._queue = self._queue, SimpleQueue[Any]()
+        try:
+            while True:
+                queue.get_nowait()[0].cancel()
+        except Empty:
+            pass
+        for _ in range(self._running):
+            queue.put(None)
+        self._running = 0
+
+
+def _work(queue: SimpleQueue[Any]) -> None:
+    while call := queue.get():
+        future, function, arguments = call
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # raised again where the result is read
+                future.set_exception(error)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    finally:
+        loop.close()
+
+
+async def _evaluate_within_limit(
+    function: RewardFunction, columns: Mapping[str, Any], indices: Sequence[int]
+) -> RewardResult:
+    """Await an ``async`` function and cancel it at its time limit."""
+    call = asyncio.ensure_future(function.evaluate_async(columns, indices))
+    done, _ = await asyncio.wait([call], timeout=function.timeout_s)
+    if not done:
+        call.cancel()
+        return timeout_failure(function)
+    return RewardFailure("cancelled itself") if call.cancelled() else call.result()
+
+
+def _rows_per_call(function: RewardFunction, count: int) -> int:
+    return 1 if function.scores_singly else count
+
+
+def _raise_if_fatal(
+    function: RewardFunction, results: Sequence[RewardResult], columns: Mapping[str, list[Any]]
+) -> None:
+    """Raise an error if a failure ends the run: AbortRun, ``on_error: raise``, or more failures than allowed."""
+    count = len(columns["completions"])
+    failures = {i: result for i, result in enumerate(results) if isinstance(result, RewardFailure)}
+    advice = ""
+    if not function.scores_singly and count > 1:
+        advice = (
+            f"; one call scored all {count}, so they fail together: with per_sample: true the function is called once "
+            f"for each completion, and only the bad one fails"
+        )
+    for i, failure in failures.items():
+        if failure.aborts_run:
+            raise AbortRun(f"reward function {function.label!r} {failure.message}") from failure.cause
+        if function.on_error == "raise":
+            reference = function.function if isinstance(function.function, str) else "..."
+            raise RuntimeError(
+                f"reward function {function.label!r} {failure.message} ({_describe_row(function, failure, i, columns)})"
+                f"; under rewards, {{function: {reference}, on_error: skip}} leaves such a response out, and zero "
+                f"gives it 0{advice}"
+            ) from failure.cause
+    failed = len(failures) * _rows_per_call(function, count)
+    if failed > function.max_error_rate * count:
+        i, first = next(iter(failures.items()))
+        raise RuntimeError(
+            f"reward function {function.label!r} failed for {failed} of {count} completions, more than its "
+            f"max_error_rate of {function.max_error_rate:g} allows; the first failure: it {first.message} "
+            f"({_describe_row(function, first, i, columns)}){advice}"
+        ) from first.cause
+
+
+def _describe_row(function: RewardFunction, failure: RewardFailure, call: int, columns: Mapping[str, list[Any]]) -> str:
+    """Describe the completion that a call failed for, if it is known, and its row."""
+    count = len(columns["completions"])
+    index = call if function.scores_singly or count == 1 else failure.index
+    if index is None:
+        return f"one call for all {count} completions, so the one that failed is not known"
+    shown = [("data_source", "data_source"), ("prompts", "prompt")]
+    row = [f"{name} {str(columns[column][index])[:_SHOWN_CHARACTERS]!r}" for column, name in shown if column in columns]
+    return ", ".join([f"completion {index} of {count}, counted from 0", *row])
+
+
+def _reward_tensor(function: RewardFunction, results: Sequence[RewardResult], count: int) -> Tensor:
+    failed = [math.nan if function.on_error == "skip" else 0.0] * _rows_per_call(function, count)
+    values: list[float | None] = []
+    for result in results:
+        values += result.values if isinstance(result, RewardOutput) else failed
+    return torch.tensor([math.nan if value is None else value for value in values])
+
+
+def _metric_sums(function: RewardFunction, results: Sequence[RewardResult], count: int) -> MetricSums:
+    outputs = [result for result in results if isinstance(result, RewardOutput)]
+    failures = [result for result in results if isinstance(result, RewardFailure)]
+    timeouts = sum(failure.timed_out for failure in failures)
+    counts = {"not_applicable": sum(output.values.count(None) for output in outputs)}
+    if function.on_error != "raise":
+        counts["errors"] = (len(failures) - timeouts) * _rows_per_call(function, count)
+        counts["timeouts"] = timeouts * _rows_per_call(function, count)
+    sums = {name: (float(number), float(count)) for name, number in counts.items()}
+    logged: dict[str, list[float]] = {}
+    for output in outputs:
+        for name, values in output.metrics.items():
+            logged.setdefault(name, []).extend(values)
+    sums |= {name: (sum(values), float(len(values))) for name, values in logged.items()}
+    return {f"reward_{function.label}/{name}": value for name, value in sums.items()}

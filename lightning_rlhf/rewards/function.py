@@ -1,0 +1,352 @@
+"""Reward functions of users: how they are specified, recognised by their signature, and called.
+
+This file does not import torch, so that worker processes start fast.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property, partial
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Literal
+
+from lightning_rlhf.metric_names import TAKEN
+from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
+
+GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
+CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one library calls a reward function.
+
+    Args:
+        marker: the parameter name by which it is recognised; empty for ours, which is also TRL's.
+        columns: our column names by the library's parameter names.
+        per_sample: whether the function is called with a single completion instead of lists.
+    """
+
+    marker: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    per_sample: bool = False
+
+
+_VERL_COLUMNS = {
+    "solution_str": "completions",
+    "ground_truth": "ground_truth",
+    "data_source": "data_source",
+    "extra_info": "extra_info",
+}
+OURS = Convention()
+VERL = Convention("solution_str", _VERL_COLUMNS, per_sample=True)
+VERL_BATCH = Convention("solution_strs", {f"{name}s": column for name, column in _VERL_COLUMNS.items()})
+OPENRLHF = Convention("queries", {"queries": "queries", "prompts": "prompts", "labels": "ground_truth"})
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Progress of the run, passed to reward functions under TRL's name ``trainer_state``.
+
+    Args:
+        global_step: number of finished steps, which are prompt batches.
+        max_steps: number of steps of the run, -1 where only epochs limit it.
+        epoch: number of finished passes over the data.
+    """
+
+    global_step: int = 0
+    max_steps: int = -1
+    epoch: float = 0.0
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A function that scores completions, with its weight and error handling; see docs/rewards.md.
+
+    A failure is an exception, a returned value that is not a reward, or a call that takes longer than ``timeout_s``.
+
+    Args:
+        function: ``file.py:name``, ``module:name``, in YAML also a dotted path, or an object by ``class_path``.
+        weight: factor of the reward in the sum; 0 only logs it.
+        name: name in logs; None uses the function's own name.
+        arguments: further keyword arguments of every call; if ``function`` names a class, arguments of its constructor.
+        messages: whether prompts and completions are passed as lists of chat messages, as in TRL, instead of text.
+        per_sample: whether each completion is scored by its own call, as soon as it is finished, in several threads.
+            None: use the function's ``per_sample`` attribute; implied by ``timeout_s`` and by verl's signature (one
+            thread).
+        timeout_s: time limit for one completion, seconds, positive; the function then runs in worker processes, which
+            can be killed. An ``async`` function is cancelled instead. None: no limit.
+        on_error: action at a failure: ``raise`` ends the run, ``skip`` omits this reward of the response, ``zero`` sets
+            it to 0.
+        max_error_rate: largest fraction of a rollout's completions, in [0, 1], that may fail without ending the run.
+        dry_call: whether the function is called on two made-up completions before the run.
+    """
+
+    function: str | Callable[..., Any]  # the str first, or a configuration could not be written out again
+    weight: float = 1.0
+    name: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    messages: bool = False
+    per_sample: bool | None = None
+    timeout_s: float | None = None
+    on_error: Literal["raise", "skip", "zero"] = "raise"
+    max_error_rate: float = 0.5
+    dry_call: bool = True
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive or null, got {self.timeout_s}")
+        if not 0 <= self.max_error_rate <= 1:
+            raise ValueError(f"max_error_rate must be in [0, 1], got {self.max_error_rate}")
+        if self.timeout_s is not None and self.per_sample is False:
+            raise ValueError("timeout_s applies to single completions: remove per_sample: false")
+        try:
+            self.target  # noqa: B018 (loads the function now, so that a wrong reference is reported early)
+        except ValueError as error:
+            raise ValueError(f"reward function {self.function!r}: {error}") from error
+
+    # -- the callable and its signature -----------------------------------------------------------------------
+
+    @cached_property
+    def _loaded(self) -> Callable[..., Any]:
+        return load_function(self.function) if isinstance(self.function, str) else self.function
+
+    @cached_property
+    def target(self) -> Callable[..., Any]:
+        """The callable: the function, or an instance of the class that ``function`` names."""
+        is_class = isinstance(self._loaded, type)
+        if is_class or self.arguments:
+            signature = inspect.signature(self._loaded)
+            try:
+                (signature.bind if is_class else signature.bind_partial)(**self.arguments)
+            except TypeError as error:
+                raise ValueError(f"its arguments do not match its signature: {error}") from error
+        return self._loaded(**self.arguments) if is_class else self._loaded
+
+    @cached_property
+    def call_arguments(self) -> dict[str, Any]:
+        """Configured keyword arguments of every call; empty for a class, whose constructor received them."""
+        return {} if isinstance(self._loaded, type) else self.arguments
+
+    @cached_property
+    def parameters(self) -> list[inspect.Parameter]:
+        """Parameters that ``arguments`` do not fill."""
+        parameters = inspect.signature(self.target).parameters.values()
+        return [parameter for parameter in parameters if parameter.name not in self.call_arguments]
+
+    @cached_property
+    def convention(self) -> Convention:
+        """The library convention that the parameter names match."""
+        names = {parameter.name for parameter in self.parameters}
+        return next((convention for convention in (VERL, VERL_BATCH, OPENRLHF) if convention.marker in names), OURS)
+
+    @cached_property
+    def required(self) -> list[str]:
+        """Names of parameters without a default."""
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return [p.name for p in self.parameters if p.kind not in variadic and p.default is p.empty]
+
+    @cached_property
+    def is_async(self) -> bool:
+        """Whether the function must be awaited."""
+        function = self.target.func if isinstance(self.target, partial) else self.target
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    @property
+    def label(self) -> str:
+        """Name in logs."""
+        return self.name or str(getattr(self.target, "__name__", type(self.target).__name__))
+
+    # -- how it is executed -----------------------------------------------------------------------------------
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether several threads may call the function at the same time."""
+        return bool(getattr(self.target, "per_sample", False)) if self.per_sample is None else self.per_sample
+
+    @property
+    def scores_singly(self) -> bool:
+        """Whether each completion is scored by its own call, as soon as it is finished."""
+        return self.convention.per_sample or self.timeout_s is not None or self.thread_safe
+
+    @property
+    def runs_in_worker(self) -> bool:
+        """Whether the function runs in worker processes, which can be killed."""
+        return self.timeout_s is not None and not self.is_async
+
+    @property
+    def supports_dry_run(self) -> bool:
+        """Whether the function may be called before the run."""
+        return self.dry_call and bool(getattr(self.target, "dry_call", True))
+
+    @property
+    def picklable(self) -> Callable[..., Any] | str:
+        """The function as it is sent to worker processes: by reference where possible."""
+        function = self.function
+        if inspect.isfunction(function) and function.__qualname__.isidentifier():
+            return f"{function.__module__}:{function.__qualname__}"
+        return function
+
+    # -- a call -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, columns: Mapping[str, Any], indices: Sequence[int]) -> RewardResult:
+        """Score completions in this thread; every exception becomes a failure.
+
+        Args:
+            columns: lists with one entry for each of these completions, and ``trainer_state``.
+            indices: positions of the completions in the rollout, for messages.
+        """
+        output = RewardOutput([])
+        try:
+            return self._read(self.target(**self._call_arguments(columns, output)), indices, output)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # includes classes of the function's author
+            return RewardFailure.from_error(error)
+
+    async def evaluate_async(self, columns: Mapping[str, Any], indices: Sequence[int]) -> RewardResult:
+        """Await an ``async`` function; see :meth:`evaluate`. Other exceptions are left to its task."""
+        output = RewardOutput([])
+        try:
+            return self._read(await self.target(**self._call_arguments(columns, output)), indices, output)
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all functions
+            return RewardFailure.from_error(error)
+
+    def _call_arguments(self, columns: Mapping[str, Any], output: RewardOutput) -> dict[str, Any]:
+        """Select and rename the columns that the function's parameters name."""
+        offered = {
+            "trainer_state": TrainerState(),
+            **columns,
+            "log_metric": output.log,
+            "log_extra": output.log_all,
+        }
+        renamed = self.convention.columns
+        if renamed:
+            texts = zip(offered["prompts"], offered["completions"], strict=True)
+            offered["queries"] = [prompt + text for prompt, text in texts] if self.convention is OPENRLHF else []
+            infos = offered.get("extra_info", [None] * len(columns["completions"]))
+            offered["extra_info"] = [info or {} for info in infos]  # verl's functions expect a dictionary
+            offered = {name: offered[column] for name, column in renamed.items() if column in offered}
+        if self.convention.per_sample:
+            offered = {name: values[0] for name, values in offered.items()}
+        takes_all = not renamed and any(p.kind is p.VAR_KEYWORD for p in self.parameters)
+        names = {parameter.name for parameter in self.parameters}
+        selected = {name: value for name, value in offered.items() if takes_all or name in names}
+        return {**selected, **self.call_arguments}
+
+    def _read(self, returned: Any, indices: Sequence[int], output: RewardOutput) -> RewardOutput:
+        return output.read([returned] if self.convention.per_sample else returned, indices)
+
+    def with_messages(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert prompts and completions to chat messages if the function takes messages.
+
+        Args:
+            columns: lists with one entry per completion; ``messages``, the prompts as messages, may be empty.
+        """
+        converted = {name: values for name, values in columns.items() if name != "messages"}
+        if self.messages and self.convention is OURS:
+            prompts = converted["prompts"]
+            messages = columns.get("messages") or [[]] * len(prompts)
+            converted["prompts"] = [
+                conversation or [{"role": "user", "content": text}]
+                for text, conversation in zip(prompts, messages, strict=True)
+            ]
+            converted["completions"] = [[{"role": "assistant", "content": text}] for text in converted["completions"]]
+        return converted
+
+    # -- validation -------------------------------------------------------------------------------------------
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Validate the function's parameters before anything is generated.
+
+        Args:
+            columns: column names of the data.
+
+        Raises:
+            ValueError: a required parameter is not available, or worker processes cannot receive the function.
+        """
+        renamed = self.convention.columns
+        available = [*GENERATED_COLUMNS, *columns]
+        generated = [*CALL_ARGUMENTS, *(["queries"] if self.convention is OPENRLHF else [])]
+        for parameter in self.required:
+            needed = renamed.get(parameter, parameter)
+            if needed in (*available, *generated) or parameter == "extra_info":
+                continue
+            near = get_close_matches(needed, available, n=1, cutoff=0.75)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if renamed:
+                hint = f"; it reads the column {needed!r}: map yours with columns: {{{needed}: <yours>}}"
+            source = "the data has only" if renamed else "a rollout offers only"
+            raise ValueError(f"reward function {self.label!r} needs {parameter!r}, but {source} {available}{hint}")
+        if self.runs_in_worker:
+            try:
+                ForkingPickler.dumps((self.picklable, self.arguments))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ValueError(
+                    f"reward function {self.label!r} has a timeout_s, so it runs in worker processes, and it cannot be "
+                    f"sent to them ({error}): define it at the top level of a file and specify it as file.py:name"
+                ) from error
+
+    def missing_columns(self, rows: Sequence[Mapping[str, Any]], name: str, positions: Sequence[str]) -> list[str]:
+        """Describe required columns that are empty in some rows, for warnings.
+
+        Args:
+            rows: columns of each row.
+            name: name of the data.
+            positions: file and line of each row.
+
+        Returns:
+            One message per column.
+        """
+        messages = []
+        present = {column for row in rows for column in row}
+        needed = {self.convention.columns.get(parameter, parameter) for parameter in self.required}
+        for column in sorted(present & needed):
+            empty = [position for row, position in zip(rows, positions, strict=True) if row.get(column) is None]
+            if empty:
+                messages.append(
+                    f"{len(empty)} of {len(rows)} rows of the {name} have no {column!r}, which reward {self.label} "
+                    f"needs; the first is {empty[0]}"
+                )
+        return messages
+
+    def close(self) -> None:
+        """Release the function's resources, such as processes, by its ``close`` method if it has one."""
+        close = getattr(self.target, "close", None)
+        if close is not None:
+            close()
+
+
+def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+    """Validate all reward functions of a run before anything is generated.
+
+    Args:
+        rewards: reward functions of the run.
+        columns: column names of the data.
+
+    Raises:
+        ValueError: a name is used twice or is the name of a metric, a function needs a column that is missing, or a
+            column has the name of a generated one.
+    """
+    columns = list(columns)
+    for label, count in Counter(reward.label for reward in rewards).items():
+        if count > 1:
+            raise ValueError(f"two reward functions are both called {label!r}: give one of them another name")
+        if "/" in label:
+            raise ValueError(f"a reward cannot be called {label!r}: loggers that write files would make folders of '/'")
+        if label in TAKEN:
+            raise ValueError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
+    hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *CALL_ARGUMENTS)]
+    if rewards and hidden:
+        raise ValueError(
+            f"the data has a column {hidden[0]!r}, a name that reward functions receive from the rollout: rename it, "
+            f"for example columns: {{my_{hidden[0]}: {hidden[0]}}}"
+        )
+    for reward in rewards:
+        reward.check(columns)

@@ -61,7 +61,7 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
     check_positions(roles, data.longest_text, loop.max_response_tokens)
     _check_ranks(loop, data, module)
     for batch in _first_prompts(data)[:1]:
-        Collector(batch, Scoring(loop.jury), data.tokenizer, size=3 - len(batch)).rehearse()
+        Collector(batch, Scoring(loop.jury), data.tokenizer, size=3 - len(batch)).dry_run()
     splitting = tensor_ranks(trainer, module)
     if loop._engine_choice != "auto" and loop._engine_choice.ranks % splitting:
         raise ValueError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 OURS = "LIGHTNING_RLHF_SET"  # names that were set here, so that child processes can tell them from their user's
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")  # of variables that launchers set for ranks
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA, AMD, Windows' GPUs under WSL
 
 

@@ -29,7 +29,6 @@ PENDING = (
     "lightning_rlhf/paths.py",
     "lightning_rlhf/planning/",
     "lightning_rlhf/rewards/",
-    "lightning_rlhf/rollout/",
     "lightning_rlhf/seeding.py",
     "lightning_rlhf/serving/",
     "lightning_rlhf/strategies/",

@@ -23,7 +23,7 @@ from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import positions
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.serving.door import bind, check_open, key_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From prompts and completions to one typed rollout."""
+"""Assembly of a rollout from prompts, completions and rewards."""
 
 from __future__ import annotations
 
@@ -17,59 +17,65 @@ from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 
 class Collector:
-    """One rollout in the making: has completions judged as they come, and lays everything out at the end.
+    """Assembly of one rollout: scores completions as they finish, and converts everything to tensors at the end.
 
     Args:
         batch: N prompts.
-        scoring: that judges them.
-        tokenizer: turns token ids into the text that the functions see; special tokens are left out.
+        scoring: executor of the reward functions.
+        tokenizer: tokenizer that decodes responses for the functions; special tokens are left out.
         size: G, responses per prompt.
     """
 
     def __init__(self, batch: PromptBatch, scoring: Scoring, tokenizer: PreTrainedTokenizerBase, size: int = 1) -> None:
-        self._batch, self._scoring, self._tokenizer, self._size = batch, scoring, tokenizer, size
+        self._batch = batch
+        self._scoring = scoring
+        self._tokenizer = tokenizer
+        self._size = size
 
-    def take(self, place: int, completion: Completion) -> None:
-        """A completion that is finished while others are not.
+    def add(self, index: int, completion: Completion) -> None:
+        """Start to score a completion while others are not finished, if a reward function supports that.
 
         Args:
-            place: in the rollout.
-            completion: at that place.
+            index: index of the completion in the rollout.
+            completion: finished completion.
         """
         if self._scoring.streams:
-            self._scoring.add(place, self._offered([place], [completion]))
+            self._scoring.add(index, self._columns([index], [completion]))
 
-    def rehearse(self) -> None:
-        """Try the reward functions on the prompts themselves as if they were responses, and on empty ones.
+    def dry_run(self) -> None:
+        """Call the reward functions with the prompts in place of responses, and with empty responses.
 
         Raises:
-            ValueError: one does not work.
+            ValueError: a function fails.
         """
         end = [self._tokenizer.eos_token_id]
-        texts = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(self._batch.token_ids * self._size)]
-        made_up = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in texts]
-        self._scoring.rehearse(self._offered(range(len(made_up)), made_up))
+        responses = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(self._batch.token_ids * self._size)]
+        completions = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in responses]
+        self._scoring.rehearse(self._columns(range(len(completions)), completions))
 
     def rollout(self, completions: Sequence[Completion], temperature: float) -> tuple[Rollout, Scores]:
-        """The rollout, and what the reward functions said of it.
+        """Return the rollout, and the results of the reward functions.
 
         Args:
-            completions: B = N x G of them, those of one prompt next to each other.
-            temperature: they were drawn with.
+            completions: B = N x G completions, grouped by prompt.
+            temperature: temperature of the sampling.
 
         Raises:
-            ValueError: the completions do not divide among the prompts.
-            RuntimeError: a reward function misbehaved.
+            ValueError: the number of completions is not N x G.
+            RuntimeError: a reward function failed.
         """
-        batch, size = self._batch, self._size
+        batch = self._batch
+        size = self._size
         if not completions or len(completions) != len(batch) * size:
-            raise ValueError(f"{len(completions)} completions do not divide among {len(batch)} prompts")
+            raise ValueError(
+                f"got {len(completions)} completions for {len(batch)} prompts; each needs the same number, at least 1"
+            )
         prompt_ids, prompt_lengths = pad_right([ids for ids in batch.token_ids for _ in range(size)])
         response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
         mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
         logprobs = torch.zeros(response_ids.shape)
         logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
-        scores = self._scoring.finish(self._offered(range(len(completions)), completions))
+        scores = self._scoring.finish(self._columns(range(len(completions)), completions))
         terms = [(reward.weight, scores.rewards[reward.label]) for reward in self._scoring.functions]
         rollout = Rollout(
             prompt_ids=prompt_ids,
@@ -84,15 +90,15 @@ class Collector:
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=torch.tensor([completion.policy_version for completion in completions]),
             kept=torch.ones(len(completions), dtype=torch.bool),
-            place=torch.tensor([place * size + k for place in batch.places or range(len(batch)) for k in range(size)]),
+            place=torch.tensor([row * size + k for row in batch.places or range(len(batch)) for k in range(size)]),
             temperature=temperature,
         )
         return rollout, scores
 
-    def _offered(self, places: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
-        """What reward functions may ask for, of the completions at these places."""
+    def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """Return the values that reward functions can have as arguments, for the completions with these indices."""
         batch = self._batch
-        prompts = [place // self._size for place in places]
+        prompts = [index // self._size for index in indices]
         ids = [completion.token_ids for completion in completions]
         return {
             "prompts": [batch.texts[i] for i in prompts],
@@ -111,29 +117,29 @@ def collect(
     tokenizer: PreTrainedTokenizerBase,
     temperature: float = 1.0,
 ) -> Rollout:
-    """Judge completions that are all there, and lay everything out as tensors; see :class:`Collector`.
+    """Score completions and return the rollout; see :class:`Collector`.
 
     Args:
         batch: N prompts.
-        completions: B = N x G of them, those of one prompt next to each other.
-        rewards: what judges them.
-        tokenizer: turns token ids into the text that the functions see.
-        temperature: they were drawn with.
+        completions: B = N x G completions, grouped by prompt.
+        rewards: reward functions.
+        tokenizer: tokenizer that decodes responses for the functions.
+        temperature: temperature of the sampling.
 
     Returns:
         The rollout; rows are in the order of the completions.
 
     Raises:
-        ValueError: the completions do not divide among the prompts.
-        RuntimeError: a reward function misbehaved.
+        ValueError: the number of completions is not a multiple of the number of prompts.
+        RuntimeError: a reward function failed.
     """
-    with Jury(rewards) as jury:
-        collector = Collector(batch, Scoring(jury), tokenizer, len(completions) // len(batch))
+    with Jury(rewards) as executor:
+        collector = Collector(batch, Scoring(executor), tokenizer, len(completions) // len(batch))
         return collector.rollout(completions, temperature)[0]
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
-    """(B,) sum of weight times reward, leaving out rewards that are NaN because they did not apply."""
+    """Return the (B,) sum of weight times reward, without rewards that are NaN because they did not apply."""
     total = torch.zeros(rows)
     for weight, values in terms:
         total += weight * values.nan_to_num(0.0)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rlhf.rollout.vllm_requests import as_completion
+from lightning_rlhf.rollout.vllm.requests import as_completion
 from lightning_rlhf.types import Completion
 from tests.callbacks.conftest import exact
 from tests.stand_ins import VOCABULARY, ScriptedEngine
@@ -17,11 +17,11 @@ class Faulty(ScriptedEngine):
         super().__init__(texts, tokenizer)
         self.change, self.streams = change, streams
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         completions[:1] = self.change(completions[0])
-        if self.streams and finished is not None:
-            finished(0, completions[0])
+        if self.streams and on_finished is not None:
+            on_finished(0, completions[0])
         return completions
 
 

@@ -22,7 +22,7 @@ from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.rewards.adapter import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
 from lightning_rlhf.strategies.roles import PlainRoles
 from tests.callbacks.conftest import ROWS, exact
@@ -45,7 +45,7 @@ class Listening(TransformersEngine):
         super().__init__()
         self.asked = []
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         self.asked.append((sampling, list(seeds), completions))
         return completions

@@ -36,7 +36,7 @@ def rollout_of(jury, early):
     completions = completions_of(WORDS)
     collector = Collector(BATCH, Scoring(jury), TOKENIZER, 4)
     for place in early:
-        collector.take(place, completions[place])
+        collector.add(place, completions[place])
     return collector.rollout(completions, 1.0)
 
 
@@ -77,7 +77,7 @@ def test_a_slow_function_works_while_the_rest_generates(options):
         collector = Collector(BATCH, Scoring(jury), TOKENIZER, 4)
         for place, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
-            collector.take(place, completion)
+            collector.add(place, completion)
         generated = time.monotonic()
         rollout, _ = collector.rollout(completions, 1.0)
         waited = time.monotonic() - generated

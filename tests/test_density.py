@@ -30,7 +30,6 @@ PENDING = (
     "lightning_rlhf/planning/",
     "lightning_rlhf/rewards/",
     "lightning_rlhf/seeding.py",
-    "lightning_rlhf/serving/",
     "lightning_rlhf/strategies/",
     "lightning_rlhf/tensor_batch.py",
     "lightning_rlhf/types.py",

@@ -193,7 +193,7 @@ def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training
     assert result.code == 2
     assert result.err == (
         "lightning-rlhf: vLLM samples at temperatures from 0.01 to 2.0, got 2.5: "
-        "take one of these or TransformersEngine\n"
+        "use one of these or TransformersEngine\n"
     )
 
 

@@ -27,7 +27,7 @@ from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.setup import Role, Work, strategy
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.weight_sync import WeightSender, in_dtype
+from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype
 from tests.stand_ins import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -354,7 +354,7 @@ def quickstart(device: str, folder: Path) -> Figures:
 
 
 def _quickstart_files(folder: Path, device: str) -> dict[str, Path]:
-    engine = {"class_path": "lightning_rlhf.rollout.transformers_engine.TransformersEngine"}
+    engine = {"class_path": "lightning_rlhf.rollout.transformers.TransformersEngine"}
     written = {}
     for name in ("sft", "reward", "ppo"):
         config = yaml.safe_load((ROOT / f"configs/quickstart/{name}.yaml").read_text())

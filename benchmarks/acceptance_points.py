@@ -36,7 +36,7 @@ from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
 from lightning_rlhf.rollout.engine import EngineSetup
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from lightning_rlhf.types import SamplingParams

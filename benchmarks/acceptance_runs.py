@@ -30,7 +30,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.strategies.single import RLHFSingleDeviceStrategy
 from tests.stand_ins import ScriptedEngine, quiet_trainer
 

@@ -20,10 +20,17 @@ from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
-from lightning_rlhf.rollout.answer_checks import AnswerCheck
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
-from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine, engine_dtype, gpus, limit_gpu_memory
+from lightning_rlhf.rollout.engine import (
+    CompletionCheck,
+    EngineSetup,
+    OnFinished,
+    RolloutEngine,
+    engine_dtype,
+    limit_gpu_memory,
+    visible_gpu,
+)
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
@@ -139,7 +146,7 @@ class RolloutLoop(Callback):
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         self._vocabulary = vocab_size(source)
         longest = min(longest, positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
-        setup = EngineSetup(directory, dtype, longest, directory.with_suffix(".log"), gpus(device), source.lora)
+        setup = EngineSetup(directory, dtype, longest, directory.with_suffix(".log"), visible_gpu(device), source.lora)
         self.engine.start(setup)
         if setup.devices:
             self.engine_description = self.engine.wait()
@@ -195,7 +202,7 @@ class RolloutLoop(Callback):
             nonlocal tokens
             collector = self._collector(trainer, prompts, samples)
             with clock("time/generate_s"):
-                take = collector.take if roles.is_group_leader else None
+                take = collector.add if roles.is_group_leader else None
                 completions = self._generate(prompts, "train", prompts.epoch, samples, temperature, take)
             tokens += sum(len(completion.token_ids) for completion in completions)
             with clock("time/reward_s"):  # what is left to do
@@ -252,7 +259,13 @@ class RolloutLoop(Callback):
             limit_gpu_memory(device, 0.0)
 
     def _generate(
-        self, batch: PromptBatch, purpose: str, epoch: int, samples: int, temperature: float, finished: Finished | None
+        self,
+        batch: PromptBatch,
+        purpose: str,
+        epoch: int,
+        samples: int,
+        temperature: float,
+        finished: OnFinished | None,
     ) -> list[Completion]:
         """``samples`` completions of each prompt, next to each other, every one from a seed of its own."""
         assert self.engine is not None
@@ -260,9 +273,9 @@ class RolloutLoop(Callback):
         seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
         sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
         assert self._pushed is not None
-        check = AnswerCheck(self.max_response_tokens, self._pushed, self._vocabulary)
+        check = CompletionCheck(self.max_response_tokens, self._pushed, self._vocabulary)
         completions = self.engine.generate(prompts, sampling, seeds, check.before(finished))
-        check.all(completions, len(prompts))
+        check.check_all(completions, len(prompts))
         return completions
 
     def _collector(self, trainer: Trainer, batch: PromptBatch, size: int) -> Collector:
@@ -305,7 +318,7 @@ class RolloutLoop(Callback):
         def take(first: int, number: int, completion: Completion) -> None:
             samples = size if first else 1
             if roles.is_group_leader:
-                collector.take(number // samples * (1 + size) + first + number % samples, completion)
+                collector.add(number // samples * (1 + size) + first + number % samples, completion)
 
         greedy = self._generate(batch, "validation", 0, 1, 0.0, partial(take, 0))
         sampled = self._generate(batch, "validation", 0, size, 1.0, partial(take, 1))

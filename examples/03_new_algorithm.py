@@ -28,7 +28,7 @@ from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 
 
 @dataclass(frozen=True)

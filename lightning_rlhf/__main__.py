@@ -30,7 +30,7 @@ ABOUT = {
     "export": "a checkpoint as a directory that transformers and vLLM load",
     "generate": "responses of a model or a server to a file of prompts",
     "evaluate": "scores of a file of responses, with intervals",
-    "serve": "a model behind an OpenAI-style API with a key and limits",
+    "serve": "vLLM's OpenAI server with an API key and limits",
 }
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.strategies.roles import RoleStrategy
 from lightning_rlhf.types import Completion, Rollout, SamplingParams
 
@@ -208,7 +208,7 @@ class ScriptedEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         seeds: Sequence[int],
-        finished: Finished | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         self.calls.append(f"generate {len(prompts)}")
         said = []

@@ -25,7 +25,7 @@ from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows, driver_rows
 from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
-from lightning_rlhf.rollout.vllm_engine import unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.engine import unusable_build, vllm_installed
 
 _SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 _MEMINFO, _CGROUP_MEMORY = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")

@@ -23,8 +23,8 @@ from lightning_rlhf.models.positions import positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 
 _NO_LIMIT = 1 << 30

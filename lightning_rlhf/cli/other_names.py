@@ -62,9 +62,9 @@ OTHER_NAMES = {
     "seed": "seed_everything",
 }
 ENGINES = {
-    "vllm": "lightning_rlhf.rollout.vllm_engine.VLLMEngine",
-    "hf": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
-    "transformers": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+    "vllm": "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
+    "hf": "lightning_rlhf.rollout.transformers.TransformersEngine",
+    "transformers": "lightning_rlhf.rollout.transformers.TransformersEngine",
 }
 
 

@@ -27,9 +27,9 @@ from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
 from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, Zero, strategy
 from lightning_rlhf.rollout.engine import engine_dtype
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.strategies.deepspeed.config import configuration
 from lightning_rlhf.strategies.names import OURS, our_name
 

@@ -1,17 +1,17 @@
-"""``lightning-rlhf serve``: a model behind an OpenAI-style API with a key and limits."""
+"""``lightning-rlhf serve``: vLLM's OpenAI server with an API key and limits."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import http.client
 import os
+import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,30 +23,28 @@ from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import positions
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
-from lightning_rlhf.serving.door import bind, check_open, key_of
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.serving.access import bind, check_host, load_key
+from lightning_rlhf.serving.example import curl_command, example_request
 
 if TYPE_CHECKING:
-    import httpx
-    from transformers import PreTrainedTokenizerBase
-
     from lightning_rlhf.serving.limits import Limits
-    from lightning_rlhf.serving.upstream import Served, Upstream
+    from lightning_rlhf.serving.process import ServedModel, ServerProcess
 
-_LOOK_SECONDS = 0.5
-_EPILOG = """Routes: /v1/models, /v1/completions, /v1/chat/completions, /metrics, and without a key /health. Where you
-give no key, one is made for this run and shown. vLLM itself listens on a socket that only your user can reach.
+_POLL_SECONDS = 0.5
+_EPILOG = """Routes: /v1/models, /v1/completions, /v1/chat/completions, /metrics, and without a key /health. If no key
+is set, one is generated for this run and printed.
 
   lightning-rlhf serve --model runs/quickstart/ppo/export
-  lightning-rlhf serve --model models/x --host 0.0.0.0 --api-key-file /etc/keys/x   (behind something that does TLS)
+  lightning-rlhf serve --model models/x --host 0.0.0.0 --api-key-file /etc/keys/x   (behind a proxy with TLS)
 """
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("serve", "A model behind an OpenAI-style API with a key and limits.", _EPILOG)
+    parser = command_parser("serve", "vLLM's OpenAI server with an API key and limits.", _EPILOG)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
-    model.add_argument("--name", help="of the model in requests (default: the directory's name)")
+    model.add_argument("--name", help="name of the model in requests (default: the directory's name)")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default: auto)")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="prompt with response (default: the model's)"
@@ -54,20 +52,22 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
     model.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
     model.add_argument("--log", type=Path, default=Path("serve.log"), help="vLLM's output (default: serve.log)")
-    door = parser.add_argument_group("door")
-    door.add_argument("--host", default="127.0.0.1", help="any but this machine's own needs a key (default: 127.0.0.1)")
-    door.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    key = door.add_mutually_exclusive_group()
-    key.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the key")
-    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file that holds the key")
+    access = parser.add_argument_group("access")
+    access.add_argument("--host", default="127.0.0.1", help="others than this machine need a key (default: 127.0.0.1)")
+    access.add_argument("--port", type=int, default=8000, help="0 selects a free one (default: 8000)")
+    key = access.add_mutually_exclusive_group()
+    key.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-body-bytes", type=int, default=1 << 20, help="of a request (default: 1 MiB)")
-    limits.add_argument("--max-prompt-tokens", type=int, help="of a prompt (default: what the model takes)")
-    limits.add_argument("--max-tokens", type=int, default=2048, help="of a response (default: 2048)")
+    limits.add_argument("--max-body-bytes", type=int, default=1 << 20, help="size of a request (default: 1 MiB)")
+    limits.add_argument("--max-prompt-tokens", type=int, help="length of a prompt (default: the model's)")
+    limits.add_argument("--max-tokens", type=int, default=2048, help="length of a response (default: 2048)")
     limits.add_argument("--max-responses", type=int, default=16, help="prompts x n of a request (default: 16)")
-    limits.add_argument("--concurrency", type=int, default=64, help="requests under way (default: 64)")
-    limits.add_argument("--seconds", type=float, default=600.0, help="for a request (default: 600)")
-    limits.add_argument("--read-seconds", type=float, default=10.0, help="to send one, headers or body (default: 10)")
+    limits.add_argument("--concurrency", type=int, default=64, help="requests at the same time (default: 64)")
+    limits.add_argument("--seconds", type=float, default=600.0, help="time for a request (default: 600)")
+    limits.add_argument(
+        "--read-seconds", type=float, default=10.0, help="time to send one, headers or body (default: 10)"
+    )
     return parser
 
 
@@ -75,43 +75,35 @@ def run(arguments: list[str]) -> int:
     """Serve until a signal ends it.
 
     Args:
-        arguments: behind ``serve``.
+        arguments: command line after ``serve``.
 
     Returns:
-        Exit code: 0 after SIGTERM or SIGINT; 2 for a mistake found before the model loads; 1 if vLLM ends.
+        Exit code: 0 after SIGTERM or SIGINT; 2 for an error found before the model loads; 1 if vLLM ends.
     """
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     quiet()
     try:
-        check_installed()
-        from lightning_rlhf.serving.limits import Limits
+        if not vllm_installed():
+            raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+        from lightning_rlhf.serving.process import ServerProcess
 
-        key, shown = key_of(given.api_key_env, given.api_key_file)
-        check_open(given.host, given.api_key_env is not None or given.api_key_file is not None)
-        given.model = Pretrained(given.model).path  # the home directory is written out
-        longest = given.max_model_len
-        if longest is None:
-            longest = positions(Pretrained(given.model).hf_config())
-        if longest is None:
-            raise ValueError(f"{given.model} does not say how long its texts may be: give --max-model-len")
-        longest = _fitting(given, longest)
-        prompt_tokens = longest if given.max_prompt_tokens is None else given.max_prompt_tokens
-        limits = Limits(
-            given.max_body_bytes, prompt_tokens, min(given.max_tokens, longest),
-            given.max_responses, given.concurrency, given.seconds, given.read_seconds,
-        )  # fmt: skip
-        served = _served(given, longest, limits.max_tokens)
-        cache = cpu_cache_bytes(Pretrained(given.model).hf_config(), _dtype(given), longest)
-        served = replace(served, cpu_cache_bytes=cache)
-        tokenizer = load_tokenizer(given.model)
-        with bind(given.host, given.port) as listening, signals() as asked:
-            from lightning_rlhf.serving.upstream import Upstream
-
-            upstream = Upstream(served, given.log, [name for name in (given.api_key_env,) if name])
+        key = load_key(options.api_key_env, options.api_key_file)
+        check_host(options.host, options.api_key_env is not None or options.api_key_file is not None)
+        options.model = Pretrained(options.model).path  # with the home directory expanded
+        longest = _longest_text(options)
+        limits = _limits(options, longest)
+        model = _served_model(options, longest, limits.max_tokens)
+        request = example_request(load_tokenizer(options.model), limits.max_tokens, longest)
+        secrets = [options.api_key_env] if options.api_key_env else []
+        with bind(options.host, options.port) as listening, _received_signals() as received:
+            server = ServerProcess(model, listening, key=key[0], limits=limits, log=options.log, secrets=secrets)
             try:
-                return serve(upstream, served, listening, (key, shown), limits, tokenizer, asked)
+                url = _url(listening)
+                print(f"{url}: loading {model.name}; vLLM's output is in {server.log}", flush=True)
+                command = curl_command(url, model.name, key, request)
+                return _wait(server, listening, received, f"{model.name} is ready after", command)
             finally:
-                upstream.close()
+                server.close()
     except Exception as error:
         if not is_for_users(error):
             raise
@@ -119,150 +111,120 @@ def run(arguments: list[str]) -> int:
         return 2
 
 
-def check_installed() -> None:
-    """Refuse to begin without what it takes.
+def _limits(options: argparse.Namespace, longest: int) -> Limits:
+    from lightning_rlhf.serving.limits import Limits
+
+    return Limits(
+        max_body_bytes=options.max_body_bytes,
+        max_prompt_tokens=longest if options.max_prompt_tokens is None else options.max_prompt_tokens,
+        max_tokens=min(options.max_tokens, longest),
+        max_responses=options.max_responses,
+        concurrency=options.concurrency,
+        seconds=options.seconds,
+        read_seconds=options.read_seconds,
+    )
+
+
+def _longest_text(options: argparse.Namespace) -> int:
+    """Return the longest prompt with response.
 
     Raises:
-        ModuleNotFoundError: what is missing.
+        ValueError: neither the model nor the options limit it, or its cache does not fit into memory.
     """
-    missing = [name for name in ("httpx", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"serve needs {' and '.join(missing)}, which is not installed: pip install 'lightning-rlhf[serve]'"
-        )
-    if not vllm_installed():
-        raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+    longest = options.max_model_len
+    if longest is None:
+        longest = positions(Pretrained(options.model).hf_config())
+    if longest is None:
+        raise ValueError(f"{options.model} does not limit the length of its texts: set --max-model-len")
+    return _fitting(options, longest)
 
 
-def _fitting(given: argparse.Namespace, longest: int) -> int:
+def _fitting(options: argparse.Namespace, longest: int) -> int:
     """Return the longest prompt with response whose cache fits into the memory of a machine without a GPU.
 
     Raises:
-        ValueError: it is not what ``--max-model-len`` asks for.
+        ValueError: ``--max-model-len`` is longer.
     """
     if torch.cuda.is_available():
         return longest
-    dtype, config = _dtype(given), Pretrained(given.model).hf_config()
-    most = longest_in_memory(config, dtype)
-    if longest <= most:
+    dtype = _dtype(options)
+    config = Pretrained(options.model).hf_config()
+    limit = longest_in_memory(config, dtype)
+    if longest <= limit:
         return longest
-    takes = f"texts of {longest} tokens take a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
-    if given.max_model_len is not None:
-        raise ValueError(f"{takes}, too much for this machine's free memory: give --max-model-len {most} or less")
-    print(f"{takes}, too much for this machine's free memory: serving texts of at most {most} (--max-model-len)")
-    return most
+    needs = f"texts of {longest} tokens take a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
+    if options.max_model_len is not None:
+        raise ValueError(f"{needs}, too much for this machine's free memory: set --max-model-len {limit} or less")
+    print(f"{needs}, too much for this machine's free memory: serving texts of at most {limit} (--max-model-len)")
+    return limit
 
 
-def _dtype(given: argparse.Namespace) -> str:
+def _dtype(options: argparse.Namespace) -> str:
     """Return the dtype of weights and cache without a GPU."""
-    return "float32" if given.dtype == "auto" else str(given.dtype)
+    return "float32" if options.dtype == "auto" else str(options.dtype)
 
 
-def _served(given: argparse.Namespace, longest: int, max_tokens: int) -> Served:
-    from lightning_rlhf.serving.upstream import Served
+def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) -> ServedModel:
+    from lightning_rlhf.serving.process import ServedModel
 
-    name = given.name or os.path.basename(os.path.abspath(given.model))  # of "." too
-    sizes = given.tensor_parallel_size, given.gpu_memory_utilization
-    return Served(given.model, name, given.dtype, longest, max_tokens, *sizes)
+    return ServedModel(
+        path=options.model,
+        name=options.name or os.path.basename(os.path.abspath(options.model)),  # abspath resolves "."
+        dtype=options.dtype,
+        max_model_len=longest,
+        max_tokens=max_tokens,
+        tensor_parallel_size=options.tensor_parallel_size,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        cpu_cache_bytes=cpu_cache_bytes(Pretrained(options.model).hf_config(), _dtype(options), longest),
+    )
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 @contextmanager
-def signals() -> Iterator[list[int]]:
-    """Signals that ask for an end, as they come; uvicorn sends those that it gets again when it has ended."""
-    asked: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: asked.append(number))
+def _received_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT in a list instead of ending the process."""
+    received: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        yield asked
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def serve(
-    upstream: Upstream,
-    served: Served,
-    listening: socket.socket,
-    key: tuple[str, str],
-    limits: Limits,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: list[int],
-) -> int:
-    """Put the front before a server that starts, until a signal comes or the server ends.
+def _wait(server: ServerProcess, listening: socket.socket, received: list[int], ready: str, command: str) -> int:
+    """Wait until a signal arrives or the server ends; print a message when the server is ready.
 
     Args:
-        upstream: the server.
-        served: what it serves.
-        listening: socket of the front.
-        key: and how it is shown.
-        limits: of requests.
-        tokenizer: of the model.
-        asked: signals that came.
+        server: the server, which is starting.
+        listening: socket of the server; its connections wait until the server is ready.
+        received: signals that arrived.
+        ready: begin of the message.
+        command: shell commands with a request.
 
     Returns:
         Exit code.
     """
-    import anyio
-
-    from lightning_rlhf.serving import example
-    from lightning_rlhf.serving.front import Front
-    from lightning_rlhf.serving.listening import listener
-    from lightning_rlhf.serving.upstream import client_of
-
+    began = time.monotonic()
     host, port = listening.getsockname()[:2]
-    url, began = f"http://{f'[{host}]' if ':' in host else host}:{port}", time.monotonic()
-    print(f"{url}: loading {served.name}; vLLM's output is in {upstream.log}", flush=True)
-    question = example.request(tokenizer, limits.max_tokens, served.max_model_len)
-
-    def ready() -> None:
-        took = time.monotonic() - began
-        said = f"{served.name} is ready after {took:.0f} s. To ask it, in another shell:"
-        print(f"\n{said}\n\n{example.shown(url, served.name, key, question)}\n", flush=True)
-
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    async def main() -> None:
-        async with client_of(upstream.socket) as client:
-            server = listener(Front(client, key[0], limits, count), limits)
-
-            def stop() -> None:
-                server.should_exit = True
-
-            async with anyio.create_task_group() as group:
-                group.start_soon(_watch, upstream, client, ready, stop, asked)
-                await server.serve(sockets=[listening])
-                group.cancel_scope.cancel()
-
-    anyio.run(main)
-    if asked or upstream.alive:
+    health = http.client.HTTPConnection(host, port)
+    health.request("GET", "/health")
+    waiting = [health.sock]
+    while server.alive and not received:
+        if select.select(waiting, [], [], _POLL_SECONDS)[0]:
+            waiting = []
+            health.close()
+            seconds = time.monotonic() - began
+            print(f"\n{ready} {seconds:.0f} s. To send a request, in another shell:\n\n{command}\n", flush=True)
+    health.close()
+    if received:
         return 0
-    print(f"lightning-rlhf: vLLM ended; {upstream.log} ends with:\n{upstream.tail()}", file=sys.stderr)
+    print(f"lightning-rlhf: vLLM ended; {server.log} ends with:\n{server.log_tail()}", file=sys.stderr)
     return 1
-
-
-async def _watch(
-    upstream: Upstream,
-    client: httpx.AsyncClient,
-    ready: Callable[[], None],
-    stop: Callable[[], None],
-    asked: list[int],
-) -> None:
-    """Say when the server is ready, and stop when it has ended or a signal asked for that."""
-    import anyio
-    import httpx
-
-    from lightning_rlhf.serving.front import HEALTH
-
-    waiting = True
-    while upstream.alive and not asked:
-        try:
-            if waiting and (await client.get(HEALTH)).status_code == 200:
-                waiting = False
-                ready()
-        except httpx.TransportError:
-            waiting = True
-        await anyio.sleep(_LOOK_SECONDS)
-    stop()

@@ -1,1 +1,1 @@
-"""Everything that happens outside the module to make a rollout: engines, weight pushes, rewards' dispatch."""
+"""Engines that generate responses, and the assembly of a rollout from them."""

@@ -1,4 +1,4 @@
-"""Which engine ``auto`` means on this machine, and why."""
+"""Choice of the engine for ``auto``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine, left_idle, unusable_build, vllm_installed
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine, unsupported_accelerator, unusable_build, vllm_installed
 
-# What vLLM's CPU attention is compiled for.
+# Sizes of heads that vLLM's CPU attention is compiled for.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -19,14 +19,14 @@ def choose_engine(
 ) -> tuple[RolloutEngine, str]:
     """Choose vLLM where it runs, else transformers.
 
-    On GPUs the smallest number of neighbouring ranks shares an engine, 1, 2, 4, ..., at which the weights take less
-    than half of the engine's memory; the rest is for its cache.
+    On GPUs an engine is shared by the smallest number of consecutive ranks, 1, 2, 4, ..., at which the weights take
+    less than half of the engine's memory; the rest is for its cache.
 
     Args:
         config: configuration of the actor.
-        ranks: ranks that split the actor between them, and so share one engine, on the GPUs of all.
+        ranks: number of ranks that split the actor, and so share one engine on the GPUs of all.
         dtype: dtype of the engine's weights.
-        world_size: processes of the run.
+        world_size: number of processes of the run.
 
     Returns:
         The engine, and the reason in a few words.
@@ -43,7 +43,7 @@ def choose_engine(
 
 
 def weight_bytes(config: PretrainedConfig, dtype: str) -> int:
-    """Return the bytes of a model's parameters in a dtype, without making them."""
+    """Return the bytes of a model's parameters in a dtype, without allocating them."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return getattr(torch, dtype).itemsize * sum(parameter.numel() for parameter in model.parameters())
@@ -56,14 +56,15 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
         ValueError: all GPUs of the machine are too few.
     """
     share = VLLMEngine().gpu_share * torch.cuda.get_device_properties(0).total_memory
-    most, size = min(torch.cuda.device_count(), world_size), ranks
+    available = min(torch.cuda.device_count(), world_size)
+    size = ranks
     while weights / size >= share / 2:
         size *= 2
-        if size > most or world_size % size:
+        if size > available or world_size % size:
             raise ValueError(
                 f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of the memory that engines get on "
-                f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more cannot share one (this machine "
-                f"has {torch.cuda.device_count()}, the run {world_size} processes): configure "
+                f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more ranks cannot share one (this "
+                f"machine has {torch.cuda.device_count()} GPUs, the run {world_size} processes): configure "
                 f"SharedEngine(VLLMEngine(...)) with a larger gpu_memory_utilization, or VLLMServerEngine"
             )
     return size
@@ -72,13 +73,16 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
 def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
     if not vllm_installed():
         return TransformersEngine(), "vLLM is not installed"
-    if found := left_idle():
-        return TransformersEngine(), f"VLLMEngine would leave the {found} devices idle"
+    if accelerator := unsupported_accelerator():
+        return TransformersEngine(), f"VLLMEngine does not support {accelerator} devices"
     if fault := unusable_build():
         raise ValueError(fault)
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:
-        return TransformersEngine(), f"vLLM's CPU attention takes heads of {_CPU_HEAD_SIZES}, the actor's have {size}"
-    reason = "vLLM is installed" + (f", and the actor needs {gpus} GPUs of an engine" if gpus > 1 else "")
+        return (
+            TransformersEngine(),
+            f"vLLM's CPU attention supports heads of {_CPU_HEAD_SIZES}, the actor's have {size}",
+        )
+    reason = "vLLM is installed" + (f", and the actor needs an engine on {gpus} GPUs" if gpus > 1 else "")
     return VLLMEngine(tensor_parallel_size=gpus), reason

@@ -1,4 +1,4 @@
-"""From prompts and completions to one typed rollout."""
+"""Assembly of a rollout from prompts, completions and rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 
 class Collector:
-    """One rollout in the making: has completions judged as they come, and lays everything out at the end.
+    """Assembly of one rollout: scores completions as they finish, and converts everything to tensors at the end.
 
     Args:
         batch: N prompts.
@@ -41,47 +41,50 @@ class Collector:
         self._state = state
         self._started: Calls = {}
 
-    def take(self, place: int, completion: Completion) -> None:
-        """A completion that is finished while others are not.
+    def add(self, index: int, completion: Completion) -> None:
+        """Start to score a completion while others are not finished, if a reward function supports that.
 
         Args:
-            place: in the rollout.
-            completion: at that place.
+            index: index of the completion in the rollout.
+            completion: finished completion.
         """
         if self._executor.has_streaming:
-            self._started |= self._executor.start(place, self._offered([place], [completion]), self._state)
+            self._started |= self._executor.start(index, self._columns([index], [completion]), self._state)
 
     def dry_run(self) -> None:
-        """Try the reward functions on the prompts themselves as if they were responses, and on empty ones.
+        """Call the reward functions with the prompts in place of responses, and with empty responses.
 
         Raises:
-            ValueError: one does not work.
+            ValueError: a function fails.
         """
         end = [self._tokenizer.eos_token_id]
-        texts = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(self._batch.token_ids * self._size)]
-        made_up = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in texts]
-        self._executor.dry_run(self._offered(range(len(made_up)), made_up))
+        responses = [ids if row % 2 == 0 and ids else end for row, ids in enumerate(self._batch.token_ids * self._size)]
+        completions = [Completion(list(ids), [0.0] * len(ids), "stop", 0) for ids in responses]
+        self._executor.dry_run(self._columns(range(len(completions)), completions))
 
     def rollout(self, completions: Sequence[Completion], temperature: float) -> tuple[Rollout, RolloutRewards]:
-        """The rollout, and what the reward functions said of it.
+        """Return the rollout, and the results of the reward functions.
 
         Args:
-            completions: B = N x G of them, those of one prompt next to each other.
-            temperature: they were drawn with.
+            completions: B = N x G completions, grouped by prompt.
+            temperature: temperature of the sampling.
 
         Raises:
-            ValueError: the completions do not divide among the prompts.
-            RuntimeError: a reward function misbehaved.
+            ValueError: the number of completions is not N x G.
+            RuntimeError: a reward function failed.
         """
-        batch, size = self._batch, self._size
+        batch = self._batch
+        size = self._size
         if not completions or len(completions) != len(batch) * size:
-            raise ValueError(f"{len(completions)} completions do not divide among {len(batch)} prompts")
+            raise ValueError(
+                f"got {len(completions)} completions for {len(batch)} prompts; each needs the same number, at least 1"
+            )
         prompt_ids, prompt_lengths = pad_right([ids for ids in batch.token_ids for _ in range(size)])
         response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
         mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
         logprobs = torch.zeros(response_ids.shape)
         logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
-        columns = self._offered(range(len(completions)), completions)
+        columns = self._columns(range(len(completions)), completions)
         scored = self._executor.score(columns, self._state, self._started)
         terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
         rollout = Rollout(
@@ -97,15 +100,15 @@ class Collector:
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=torch.tensor([completion.policy_version for completion in completions]),
             kept=torch.ones(len(completions), dtype=torch.bool),
-            place=torch.tensor([place * size + k for place in batch.places or range(len(batch)) for k in range(size)]),
+            place=torch.tensor([row * size + k for row in batch.places or range(len(batch)) for k in range(size)]),
             temperature=temperature,
         )
         return rollout, scored
 
-    def _offered(self, places: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
-        """What reward functions may ask for, of the completions at these places."""
+    def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """Return the values that reward functions can have as arguments, for the completions with these indices."""
         batch = self._batch
-        prompts = [place // self._size for place in places]
+        prompts = [index // self._size for index in indices]
         ids = [completion.token_ids for completion in completions]
         return {
             "prompts": [batch.texts[i] for i in prompts],
@@ -124,21 +127,21 @@ def collect(
     tokenizer: PreTrainedTokenizerBase,
     temperature: float = 1.0,
 ) -> Rollout:
-    """Judge completions that are all there, and lay everything out as tensors; see :class:`Collector`.
+    """Score completions and return the rollout; see :class:`Collector`.
 
     Args:
         batch: N prompts.
-        completions: B = N x G of them, those of one prompt next to each other.
-        rewards: what judges them.
-        tokenizer: turns token ids into the text that the functions see.
-        temperature: they were drawn with.
+        completions: B = N x G completions, grouped by prompt.
+        rewards: reward functions.
+        tokenizer: tokenizer that decodes responses for the functions.
+        temperature: temperature of the sampling.
 
     Returns:
         The rollout; rows are in the order of the completions.
 
     Raises:
-        ValueError: the completions do not divide among the prompts.
-        RuntimeError: a reward function misbehaved.
+        ValueError: the number of completions is not a multiple of the number of prompts.
+        RuntimeError: a reward function failed.
     """
     with RewardExecutor(rewards) as executor:
         collector = Collector(batch, executor, tokenizer, len(completions) // len(batch))
@@ -146,7 +149,7 @@ def collect(
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
-    """(B,) sum of weight times reward, leaving out rewards that are NaN because they did not apply."""
+    """Return the (B,) sum of weight times reward, without rewards that are NaN because they did not apply."""
     total = torch.zeros(rows)
     for weight, values in terms:
         total += weight * values.nan_to_num(0.0)

@@ -1,4 +1,4 @@
-"""What generates responses: the protocol every engine keeps."""
+"""The protocol of rollout engines, which generate responses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import Tensor
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import Completion, SamplingParams
 
-Finished = Callable[[int, Completion], None]  # is told of the completion of a prompt, by the prompt's number
+OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
 
 
 class EngineDied(RuntimeError):
-    """The engine is gone; the message says how it ended and where its log lies."""
+    """The engine has ended; the message contains how it ended and the path of its log."""
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What every engine must know to start.
+    """Settings that every engine needs to start.
 
     Args:
         model: directory with the actor's ``config.json``; the weights are pushed later.
-        dtype: of the engine's weights, ``float32`` or ``bfloat16``, from :func:`engine_dtype`.
+        dtype: dtype of the engine's weights, ``float32`` or ``bfloat16``, from :func:`engine_dtype`.
         max_tokens: longest prompt with response, in tokens.
-        log: file that the engine's own output goes to.
-        devices: GPUs for this engine, from :func:`gpus`; empty leaves the choice to the engine.
-        lora: the actor's adapters, for engines that take them by themselves.
+        log: file for the engine's output.
+        devices: GPUs for this engine, from :func:`visible_gpu`; empty leaves the choice to the engine.
+        lora: the actor's adapters, for engines with ``swaps_adapters``.
     """
 
     model: Path
@@ -43,17 +43,17 @@ class EngineSetup:
     lora: LoRA | None = None
 
 
-def gpus(device: torch.device) -> tuple[str, ...]:
-    """What a child process must have as ``CUDA_VISIBLE_DEVICES`` to see this device; empty for a CPU.
+def visible_gpu(device: torch.device) -> tuple[str, ...]:
+    """Return the entry of ``CUDA_VISIBLE_DEVICES`` that gives a child process this device; empty for a CPU.
 
     Args:
-        device: as this process counts its devices.
+        device: a device as numbered in this process.
     """
     if device.type != "cuda":
         return ()
-    number = device.index or 0
+    index = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (visible.split(",")[number].strip() if visible else str(number),)
+    return (visible.split(",")[index].strip() if visible else str(index),)
 
 
 def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloat16"]:
@@ -67,13 +67,13 @@ def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloa
 
 
 def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
-    """Give cached memory back to a GPU, and limit this process to the part that the engine on it does not use.
+    """Free cached GPU memory, and limit this process to the part that the engine on the GPU does not use.
 
     Without the limit a trainer that grows takes memory that vLLM counts on but has not allocated yet, and the engine
     runs out of memory instead of the trainer.
 
     Args:
-        device: device of the trainer; a CPU is left alone.
+        device: device of the trainer; nothing is done for a CPU.
         engine_share: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
     """
     if device.type == "cuda":
@@ -82,24 +82,24 @@ def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
 
 
 class RolloutEngine(ABC):
-    """Token ids in, token ids and log-probabilities out.
+    """An engine that takes token ids and returns token ids with their log-probabilities.
 
-    On a CPU the same weights, prompts, sampling and seeds give the same completions, whatever the order of the requests
-    and whatever the engine did before. On a GPU they give samples of the same distribution: kernels round differently
-    in batches of another size, and a sample can change with the last bit of a logit.
+    On a CPU the same weights, prompts, sampling parameters and seeds give the same completions, independent of the
+    order of the requests and of earlier requests. On a GPU they give samples of the same distribution: kernels round
+    differently in batches of another size, and a sample can change with the last bit of a logit.
     """
 
     @property
     def ranks(self) -> int:
-        """Consecutive ranks that ask together: each calls every method but ``close`` as often as the others do.
+        """Number of consecutive ranks that share the engine: each calls every method but ``close`` equally often.
 
-        What several of them ask in the same words is generated once, and all of them get it.
+        Identical requests of several of these ranks are generated once, and all of them get the completions.
         """
         return 1
 
     @property
     def swaps_adapters(self) -> bool:
-        """Whether LoRA adapters are sent by themselves, after the weights that they change, which are sent once."""
+        """Whether LoRA adapters are pushed alone, after one push of the weights that they change."""
         return False
 
     @property
@@ -109,7 +109,7 @@ class RolloutEngine(ABC):
 
     @property
     def sleeps(self) -> bool:
-        """Whether :meth:`sleep` frees GPU memory; the weights are then lost, and the next push must be a whole one."""
+        """Whether :meth:`sleep` frees GPU memory; the weights are then lost, and the next push must contain all."""
         return False
 
     def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
@@ -118,14 +118,14 @@ class RolloutEngine(ABC):
         Called between rollouts, when no request is running, by all ranks of the engine.
         """
 
-    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most can draw anything)
-        """Refuse, before anything is started, what the engine cannot draw.
+    def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
+        """Validate the sampling parameters before anything is started.
 
         Args:
-            sampling: that will be asked for.
+            sampling: sampling parameters of later requests.
 
         Raises:
-            ValueError: the engine cannot do it.
+            ValueError: the engine does not support them.
         """
 
     @abstractmethod
@@ -134,7 +134,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def wait(self) -> str:
-        """Block until ready; describe the engine in a few words.
+        """Block until the engine is ready; return a short description of it.
 
         Raises:
             EngineDied: it could not start.
@@ -142,27 +142,27 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; what is generated from now on carries the version.
+        """Replace all weights; later completions carry the version.
 
         Args:
             parameters: (transformers name, tensor), each valid only until the next.
-            version: of the policy.
+            version: version of the policy.
 
         Raises:
-            EngineDied: the engine is gone.
+            EngineDied: the engine has ended.
         """
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace the adapters; only of engines that swap them.
+        """Replace the adapters; only for engines with ``swaps_adapters``.
 
         Args:
             parameters: (name in the actor, tensor), each valid only until the next.
-            version: of the policy.
+            version: version of the policy.
 
         Raises:
-            EngineDied: the engine is gone.
+            EngineDied: the engine has ended.
         """
-        raise NotImplementedError(f"{type(self).__name__} is sent merged weights")
+        raise NotImplementedError(f"{type(self).__name__} takes merged weights only, not adapters")
 
     @abstractmethod
     def generate(
@@ -170,25 +170,84 @@ class RolloutEngine(ABC):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         seeds: Sequence[int],
-        finished: Finished | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
-        """One completion per prompt, in their order.
+        """Return one completion per prompt, in the order of the prompts.
 
         Args:
             prompts: token ids.
-            sampling: how to draw.
+            sampling: sampling parameters.
             seeds: one per prompt, in [0, 2**63).
-            finished: called, in this thread, with the number of a prompt and its completion as soon as that is there;
-                an engine that cannot tell early need not call it.
+            on_finished: called, in this thread, with the index of a prompt and its completion as soon as it is
+                finished; an engine that has no early results need not call it.
 
         Raises:
-            EngineDied: the engine is gone.
+            EngineDied: the engine has ended.
         """
 
     @abstractmethod
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Name of the first parameter whose value the engine does not have; None if none is known."""
+        """Return the name of the first parameter whose value differs in the engine; None if no difference is known."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and everything it started; closing twice is fine."""
+        """End the engine and every process that it started; may be called twice."""
+
+
+@dataclass(frozen=True)
+class CompletionCheck:
+    """Validation of the completions of one call of :meth:`RolloutEngine.generate`.
+
+    Args:
+        max_tokens: largest number of tokens in a response.
+        version: version of the policy that was pushed last.
+        vocabulary: V, number of tokens of the actor.
+    """
+
+    max_tokens: int
+    version: int
+    vocabulary: int
+
+    def check_one(self, completion: Completion) -> None:
+        """Validate one completion.
+
+        Raises:
+            RuntimeError: it is too long, from another policy, or has a token that the actor does not have.
+        """
+        ids = completion.token_ids
+        if completion.policy_version != self.version:
+            raise RuntimeError(
+                f"the engine returned a completion of policy version {completion.policy_version}, but {self.version} "
+                f"was pushed last: its weights are not the actor's"
+            )
+        if len(ids) > self.max_tokens:
+            raise RuntimeError(f"the engine returned {len(ids)} tokens where at most {self.max_tokens} were requested")
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
+            raise RuntimeError(f"the engine returned token {wrong}; the actor has tokens 0 to {self.vocabulary - 1}")
+
+    def check_all(self, completions: Sequence[Completion], prompts: int) -> None:
+        """Validate the completions of all prompts.
+
+        Args:
+            completions: completions of the engine.
+            prompts: number of requests.
+
+        Raises:
+            RuntimeError: a completion is missing or invalid.
+        """
+        if len(completions) != prompts:
+            raise RuntimeError(f"the engine returned {len(completions)} completions for {prompts} prompts")
+        for completion in completions:
+            self.check_one(completion)
+
+    def before(self, on_finished: OnFinished | None) -> OnFinished | None:
+        """Return a callback that validates a completion before it calls another callback; None for None."""
+        if on_finished is None:
+            return None
+
+        def check_and_call(index: int, completion: Completion) -> None:
+            self.check_one(completion)
+            on_finished(index, completion)
+
+        return check_and_call

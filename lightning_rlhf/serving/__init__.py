@@ -1,1 +1,1 @@
-"""A model behind an OpenAI-style API: vLLM in a process of its own, and before it a front that lets little through."""
+"""``lightning-rlhf serve``: vLLM's OpenAI server with a key and limits."""

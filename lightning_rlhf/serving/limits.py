@@ -1,34 +1,28 @@
-"""What a request may ask for: known fields, and of those that cost something only so much."""
+"""Validation of requests: known fields only, and limits for those that determine the cost."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "seed", *_PENALTIES)
-_COMMON = {*_NUMBERS, "model", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs", "user"}
-_FIELDS = {
-    "/v1/completions": {*_COMMON, "prompt"},
-    "/v1/chat/completions": {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"},
-}
-_ROLES = ("system", "developer", "user", "assistant")
-_LOGPROBS = 5
-_STOPS, _STOP_CHARACTERS = 8, 256
-_MESSAGES = 1024
-HEADER_BYTES = 16384  # of a request, with the address in its first line
-_LARGEST = 1 << 63  # what the server reads numbers into
-_Count = Callable[[str], int]
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+HEADER_BYTES = 16384  # largest size of a request's headers and address
+_INTEGER_LIMIT = 1 << 63  # the server reads numbers into 64 bits
+_Number = Annotated[int | float, Field(gt=-_INTEGER_LIMIT, lt=_INTEGER_LIMIT)]
+_Count = Annotated[int, Field(ge=1)]
+_LogprobCount = Annotated[int, Field(ge=0, le=5)]
+_Stop = Annotated[str, Field(max_length=256)]
 
 
-class Refused(Exception):
-    """A request that is not passed on.
+class Rejected(Exception):
+    """A request that is not passed to the model.
 
     Args:
-        status: of HTTP.
-        message: what came, what is allowed.
+        status: HTTP status.
+        message: the value, the allowed values, and the option that sets the limit.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -38,16 +32,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all together, may take. Each has the name of the option of ``serve`` that sets it.
+    """Limits of one request, and of all together. Each has the name of the option of ``serve`` that sets it.
 
     Args:
-        max_body_bytes: of a request.
-        max_prompt_tokens: of each prompt.
-        max_tokens: of each response.
-        max_responses: of a request: prompts times ``n``.
-        concurrency: requests under way; a further one is told to come again.
-        seconds: from the first byte of a request to the last of its answer.
-        read_seconds: for the headers of a request, and again for its body.
+        max_body_bytes: largest body of a request.
+        max_prompt_tokens: longest prompt.
+        max_tokens: longest response.
+        max_responses: largest number of responses to a request: prompts times ``n``.
+        concurrency: largest number of requests at the same time; more are rejected with status 429.
+        seconds: longest time from the first byte of a request to the last of its response.
+        read_seconds: longest time for the headers of a request, and again for its body.
     """
 
     max_body_bytes: int = 1 << 20
@@ -64,122 +58,145 @@ class Limits:
                 raise ValueError(f"{name} must be positive, got {value}")
 
 
-def set_by(limit: str) -> str:
-    """How a refusal ends that the server's owner can do something about; ``limit`` is a field of :class:`Limits`."""
+def option_hint(limit: str) -> str:
+    """Return the end of a message that names the option of ``serve`` for a field of :class:`Limits`."""
     return f"; serve --{limit.replace('_', '-')} sets the limit"
 
 
-def parsed(body: bytes) -> dict[str, Any]:
-    """The object of a request's body.
+class _Strict(BaseModel):
+    """A JSON object without unknown fields or converted types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[_TextPart], Field(fail_fast=True)]
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class _Request(_Strict):
+    model: str = ""
+    user: str = ""
+    max_tokens: _Count | None = None
+    n: _Count | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=8, fail_fast=True)] | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    temperature: _Number | None = None
+    top_p: _Number | None = None
+    top_k: _Number | None = None
+    min_p: _Number | None = None
+    seed: _Number | None = None
+    presence_penalty: _Number | None = None
+    frequency_penalty: _Number | None = None
+    repetition_penalty: _Number | None = None
+
+
+class CompletionRequest(_Request):
+    """Body of ``/v1/completions``; the prompt is validated by :func:`check`."""
+
+    prompt: Any = None
+    logprobs: _LogprobCount | None = None
+
+
+class ChatRequest(_Request):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _LogprobCount | None = None
+
+
+BODIES: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+}
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a request's body.
 
     Raises:
-        Refused: it is none, or holds what cannot be written again: infinite numbers, halves of letters.
+        Rejected: the body is not a JSON object, or has infinite numbers or unpaired surrogates.
     """
     try:
-        found = json.loads(body)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        content = json.loads(body)
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON that can be read: {str(error)[:200]}") from error
-    if not isinstance(found, dict):
-        raise Refused(400, f"the body is a JSON {type(found).__name__}, expected an object")
-    return found
+        raise Rejected(400, f"the body is not valid JSON: {str(error)[:200]}") from error
+    if not isinstance(content, dict):
+        raise Rejected(400, f"the body must be a JSON object, got {type(content).__name__}")
+    return content
 
 
-def check(route: str, body: dict[str, Any], limits: Limits, count: _Count) -> None:
-    """Refuse what is unknown or too much. May take as long as tokenising the body does.
+def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callable[[str], int]) -> None:
+    """Validate a body; may take as long as its tokenization.
 
     Args:
-        route: that was asked.
-        body: of the request.
-        limits: what is allowed.
-        count: tokens of a text.
+        route: route of the request, a key of :data:`BODIES`.
+        body: body of the request.
+        limits: limits of a request.
+        count_tokens: function that returns the number of tokens of a text.
 
     Raises:
-        Refused: with status 422, and the field.
+        Rejected: a field is unknown, invalid or over its limit (status 422).
     """
-    if unknown := sorted(body.keys() - _FIELDS[route]):
-        raise Refused(422, f"unknown field {unknown[0]!r}: {route} takes {', '.join(sorted(_FIELDS[route]))}")
-    for name in _NUMBERS:
-        value = body.get(name, 0)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and abs(value) < _LARGEST):
-            raise Refused(422, f"{name} must be a number of at most 63 bits")
-    for name in ("model", "user"):
-        if not isinstance(body.get(name, ""), str):
-            raise Refused(422, f"{name} must be text")
+    try:
+        request = BODIES[route].model_validate(body)
+    except ValidationError as error:
+        raise Rejected(422, _first_error(error)) from error
     for name in ("max_tokens", "max_completion_tokens"):
-        _whole(body, name, 1, limits.max_tokens, set_by("max_tokens"))
-    samples = _whole(body, "n", 1, limits.max_responses, set_by("max_responses")) or 1
-    _check_logprobs(route, body)
-    _check_stops(body.get("stop"))
-    if not isinstance(body.get("stream", False), bool):
-        raise Refused(422, "stream must be true or false")
-    options = body.get("stream_options")
-    if options is not None and (not isinstance(options, dict) or not options.keys() <= {"include_usage"}):
-        raise Refused(422, "stream_options takes include_usage only")
-    completes = route == "/v1/completions"
-    prompts = _prompts(body.get("prompt")) if completes else [_said(body.get("messages"))]
+        value = getattr(request, name, None)
+        if value is not None and value > limits.max_tokens:
+            hint = option_hint("max_tokens")
+            raise Rejected(422, f"{name} must be at most {limits.max_tokens}, got {str(value)[:20]}{hint}")
+    prompts = _prompts(request.prompt) if isinstance(request, CompletionRequest) else [_joined_text(request.messages)]
+    samples = request.n or 1
     if len(prompts) * samples > limits.max_responses:
-        exceeded = f"{len(prompts)} prompts x n {samples} exceed the {limits.max_responses} allowed responses"
-        raise Refused(422, exceeded + set_by("max_responses"))
-    longest = max(count(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+        exceeded = f"{len(prompts)} prompts x n {str(samples)[:20]} exceed the {limits.max_responses} allowed responses"
+        raise Rejected(422, exceeded + option_hint("max_responses"))
+    longest = max(count_tokens(prompt) if isinstance(prompt, str) else len(prompt) for prompt in prompts)
     if longest > limits.max_prompt_tokens:
         exceeded = f"a prompt has {longest} tokens, allowed are {limits.max_prompt_tokens}: shorten the prompt"
-        raise Refused(422, exceeded + set_by("max_prompt_tokens"))
+        raise Rejected(422, exceeded + option_hint("max_prompt_tokens"))
 
 
-def _whole(body: dict[str, Any], name: str, least: int, most: int, more: str = "") -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise Refused(422, f"{name} must be a whole number from {least} to {most}, got {str(value)[:20]}{more}")
-    return value
-
-
-def _check_logprobs(route: str, body: dict[str, Any]) -> None:
-    if route == "/v1/completions":
-        _whole(body, "logprobs", 0, _LOGPROBS)
-    elif not isinstance(body.get("logprobs", False), (bool, type(None))):
-        raise Refused(422, "logprobs must be true or false")
-    _whole(body, "top_logprobs", 0, _LOGPROBS)
-
-
-def _check_stops(value: Any) -> None:
-    stops = [value] if isinstance(value, str) else [] if value is None else value
-    short = isinstance(stops, list) and all(isinstance(s, str) and len(s) <= _STOP_CHARACTERS for s in stops)
-    if not short or len(stops) > _STOPS:
-        raise Refused(422, f"stop must be at most {_STOPS} texts of at most {_STOP_CHARACTERS} characters")
+def _first_error(error: ValidationError) -> str:
+    details = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(part) for part in details["loc"])
+    return f"unknown field {path!r}" if details["type"] == "extra_forbidden" else f"{path}: {details['msg']}"
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Each prompt: a text, or token ids. None is tokenised before it is known how many there are."""
-    wrong = Refused(422, "prompt must be a text, a list of token ids, or a list of those")
+    """Return the prompts, each a text or token ids, without tokenizing them."""
+    invalid = Rejected(422, "prompt must be a text, a list of token ids, or a list of those")
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise wrong
+        raise invalid
     if all(isinstance(part, str) for part in value):
         return value
     lists = value if isinstance(value[0], list) else [value]
     for ids in lists:
         if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-            raise wrong
+            raise invalid
     return lists
 
 
-def _said(value: Any) -> str:
-    """What messages say; the chat template's tokens come on top, and the model's length bounds all."""
-    if not isinstance(value, list) or not 0 < len(value) <= _MESSAGES:
-        raise Refused(422, f"messages must be a list of 1 to {_MESSAGES} messages")
-    said: list[str] = []
-    for message in value:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES or message.keys() - {"role", "content"}:
-            raise Refused(422, f"a message has a role ({', '.join(_ROLES)}) and content, and nothing else")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            texts = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-            if not texts or not isinstance(part["text"], str):
-                raise Refused(422, "the content of a message must be text")
-            said.append(part["text"])
-    return "\n".join(said)
+def _joined_text(messages: list[_Message]) -> str:
+    """Return the text of all messages; the chat template adds tokens, which the model's length limits."""
+    texts: list[str] = []
+    for message in messages:
+        content = message.content
+        texts += [content] if isinstance(content, str) else [part.text for part in content]
+    return "\n".join(texts)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rlhf.rollout.vllm_requests import as_completion
+from lightning_rlhf.rollout.vllm.requests import as_completion
 from lightning_rlhf.types import Completion
 from tests.callbacks.conftest import exact
 from tests.stand_ins import VOCABULARY, ScriptedEngine
@@ -17,11 +17,11 @@ class Faulty(ScriptedEngine):
         super().__init__(texts, tokenizer)
         self.change, self.streams = change, streams
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         completions[:1] = self.change(completions[0])
-        if self.streams and finished is not None:
-            finished(0, completions[0])
+        if self.streams and on_finished is not None:
+            on_finished(0, completions[0])
         return completions
 
 
@@ -33,7 +33,7 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (changed(policy_version=7), "the engine answered with policy version 7, but 0 was pushed last"),
+        (changed(policy_version=7), "the engine returned a completion of policy version 7, but 0 was pushed last"),
         (
             changed(token_ids=[3] * 300, logprobs=[-1.0] * 300),
             "the engine returned 300 tokens where at most 4 were requested",
@@ -74,7 +74,7 @@ def test_a_log_probability_that_rounds_to_zero_is_one():
 
 
 def test_an_answer_of_vllm_without_a_field_is_named():
-    with pytest.raises(RuntimeError, match="vLLM's answer has no 'logprobs'; it has id, token_ids"):
+    with pytest.raises(RuntimeError, match="vLLM's completion lacks 'logprobs'; it has id, token_ids"):
         as_completion({"id": "0", "token_ids": [1]})
 
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_rlhf.callbacks.engine_check import gap_statistics
 from lightning_rlhf.rollout.engine import engine_dtype
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.callbacks.conftest import Run
 
 
@@ -35,7 +35,7 @@ class Noisy(TransformersEngine):
         super().__init__()
         self.nats, self.every, self.tokens = nats, every, 0
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         for completion in completions:
             for i in range(len(completion.logprobs)):

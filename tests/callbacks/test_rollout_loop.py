@@ -23,7 +23,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.seeding import derive_seed
 from tests.callbacks.conftest import ROWS, exact
 from tests.helpers import assert_close
@@ -45,7 +45,7 @@ class Listening(TransformersEngine):
         super().__init__()
         self.asked = []
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         self.asked.append((sampling, list(seeds), completions))
         return completions

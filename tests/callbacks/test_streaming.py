@@ -17,10 +17,10 @@ DRAW = random.Random(0)
 class Telling(Listening):
     """Tells of its completions in any order."""
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = super().generate(prompts, sampling, seeds)
         for place in DRAW.sample(range(len(prompts)), len(prompts)):
-            finished(place, completions[place])
+            on_finished(place, completions[place])
         return completions
 
 
@@ -59,11 +59,11 @@ def test_a_run_is_the_same_with_and_without_streaming(run, validates):
 class Slow(Telling):
     """A second for each half of the completions."""
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         completions = Listening.generate(self, prompts, sampling, seeds)
         for place, completion in enumerate(completions):
             time.sleep(0.5)
-            finished(place, completion)
+            on_finished(place, completion)
         return completions
 
 

@@ -58,7 +58,7 @@ PPO = {
                 "class_path": "lightning_rlhf.callbacks.RolloutLoop",
                 "init_args": {
                     "rewards": [{"function": "lightning_rlhf.data.addition.exact"}],
-                    "engine": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+                    "engine": "lightning_rlhf.rollout.transformers.TransformersEngine",
                     "max_response_tokens": 4,
                 },
             }

@@ -11,7 +11,7 @@ from tests.cli.published_architectures import PUBLISHED, SMALL
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
-TRANSFORMERS = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+TRANSFORMERS = "lightning_rlhf.rollout.transformers.TransformersEngine"
 TRAINED_HERE = {"runs/recipes/deepseek7b_full_hh_reward/export": "deepseek-ai/deepseek-llm-7b-chat"}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ':' + m.content + ';' }}{% endfor %}"

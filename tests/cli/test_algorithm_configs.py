@@ -39,7 +39,7 @@ def tiny(path):
         "init_args": {"characters": "0123456789+=: "},
     }
     for loop in (c for c in config["trainer"]["callbacks"] if "RolloutLoop" in str(c)):
-        loop["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+        loop["init_args"]["engine"] = "lightning_rlhf.rollout.transformers.TransformersEngine"
     return config
 
 

@@ -14,7 +14,7 @@ import yaml
 from lightning_rlhf import __main__
 from lightning_rlhf.cli import doctor, engine_answering, serve
 from lightning_rlhf.cli.generate import _parser
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint"}

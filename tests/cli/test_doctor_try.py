@@ -8,7 +8,7 @@ import torch
 
 from lightning_rlhf.cli import doctor, doctor_try
 from lightning_rlhf.rollout import choose
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import yaml
 from lightning_rlhf.callbacks import HFExport, RolloutLoop
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.models.lora import LoRA
-from lightning_rlhf.rollout.vllm_adapters import VLLMAdapterEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine
 from tests.cli.conftest import LLAMA
 from tests.cli.test_algorithm_configs import ROOT, stands_in, tiny
 

@@ -177,8 +177,8 @@ def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by,
 
 
 def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: False)
-    engine = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: False)
+    engine = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": engine}
     result = fit(config)
     assert result.code == 2
@@ -186,23 +186,23 @@ def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
 
 
 def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training(fit, config, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
-    engine = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
+    engine = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
     config["trainer"]["callbacks"][0]["init_args"] |= {"engine": {"class_path": engine}, "temperature": 2.5}
     result = fit(config)
     assert result.code == 2
     assert result.err == (
         "lightning-rlhf: vLLM samples at temperatures from 0.01 to 2.0, got 2.5: "
-        "take one of these or TransformersEngine\n"
+        "use one of these or TransformersEngine\n"
     )
 
 
-@pytest.mark.parametrize("engine", ["vllm_engine.VLLMEngine", "transformers_engine.TransformersEngine"])
+@pytest.mark.parametrize("engine", ["vllm.engine.VLLMEngine", "transformers.TransformersEngine"])
 def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_starts(fit, config, monkeypatch, engine):
     def start(*given):
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
     monkeypatch.setattr(f"lightning_rlhf.rollout.{engine}.start", start)
     loop = config["trainer"]["callbacks"][0]["init_args"]
     loop |= {"engine": {"class_path": f"lightning_rlhf.rollout.{engine}"}, "max_response_tokens": 100}
@@ -229,7 +229,7 @@ def test_what_the_tokenizer_does_not_know_is_said_before_the_model_loads(fit, co
 
 def test_an_engine_that_dies_is_a_sentence_and_code_1(fit, config, monkeypatch):
     from lightning_rlhf.rollout.engine import EngineDied
-    from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+    from lightning_rlhf.rollout.transformers import TransformersEngine
 
     def die(*given):
         raise EngineDied("the engine process 7 died: killed by signal 9 (SIGKILL); its log is x")
@@ -419,7 +419,7 @@ def test_the_quickstart_runs_for_two_steps_each(cli):
             if name == "PolicyCheck":
                 callback["init_args"]["num_samples"] = 8
             if name == "RolloutLoop":
-                callback["init_args"]["engine"] = "lightning_rlhf.rollout.transformers_engine.TransformersEngine"
+                callback["init_args"]["engine"] = "lightning_rlhf.rollout.transformers.TransformersEngine"
         Path(f"{stage}.yaml").write_text(yaml.safe_dump(config))
         result = cli(
             "fit", "--config", f"{stage}.yaml", *tiny, "--trainer.max_steps", "2", "--trainer.val_check_interval", "1"

@@ -33,7 +33,7 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
             f"{LOOP}.engine",
             "vllm",
             "trainer.callbacks.engine (RolloutLoop): expected the dotted path of a class, got 'vllm'; write "
-            "lightning_rlhf.rollout.vllm_engine.VLLMEngine",
+            "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
         ),
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),
     ],

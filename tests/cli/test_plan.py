@@ -16,9 +16,9 @@ from lightning_rlhf.planning.plan import plan
 from lightning_rlhf.planning.setup import Zero
 from tests.cli.conftest import LLAMA
 
-SERVER = "lightning_rlhf.rollout.server_engine.VLLMServerEngine"
-VLLM = "lightning_rlhf.rollout.vllm_engine.VLLMEngine"
-SHARED = "lightning_rlhf.rollout.shared_engine.SharedEngine"
+SERVER = "lightning_rlhf.rollout.vllm.server.engine.VLLMServerEngine"
+VLLM = "lightning_rlhf.rollout.vllm.engine.VLLMEngine"
+SHARED = "lightning_rlhf.rollout.shared.SharedEngine"
 FSDP = "lightning_rlhf.strategies.fsdp.RLHFFSDPStrategy"
 DEEPSPEED = "lightning_rlhf.strategies.deepspeed.strategy.RLHFDeepSpeedStrategy"
 

@@ -39,7 +39,7 @@ def run(fit):
         if name.endswith("ppo.yaml"):
             model["minibatch_size"] = 4
             trainer["callbacks"][0]["init_args"] |= {
-                "engine": "lightning_rlhf.rollout.transformers_engine.TransformersEngine",
+                "engine": "lightning_rlhf.rollout.transformers.TransformersEngine",
                 "max_response_tokens": 6,
             }
         else:

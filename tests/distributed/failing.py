@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_rlhf.rollout.supervisor import EngineProcess
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from lightning_rlhf.strategies.failure import EndsTogether
 
 HOW, GUILTY, DIRECTORY = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

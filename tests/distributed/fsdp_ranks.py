@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
-from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from tests.distributed.tasks import Record, parts, whole
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from lightning_rlhf.rollout.server_engine import VLLMServerEngine
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, pushed, setup_of, source_of
 
@@ -98,7 +98,7 @@ def tensor_parallel(folder):
 def one_server(folder, url, pid):
     """A server for both ranks: what goes well, then everything that does not."""
     rank = joined()
-    engine, setup = VLLMServerEngine(url, patience=120), setup_of(source_of(), Path(folder, f"rank{rank}"))
+    engine, setup = VLLMServerEngine(url, timeout=120), setup_of(source_of(), Path(folder, f"rank{rank}"))
     unlike = {
         "model": setup_of(source_of(num_hidden_layers=1), Path(folder, f"other{rank}")),
         "length": dataclasses.replace(setup, max_tokens=9999),
@@ -149,6 +149,6 @@ def one_server(folder, url, pid):
 
 
 def began(url, setup):
-    engine = VLLMServerEngine(url, patience=20)
+    engine = VLLMServerEngine(url, timeout=20)
     engine.start(setup)
     engine.wait()

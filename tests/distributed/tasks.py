@@ -39,7 +39,7 @@ from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 from tests.stand_ins import TinyModel, quiet_trainer
 
@@ -69,7 +69,7 @@ class SeededEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         seeds: Sequence[int],
-        finished: Finished | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         return [self._drawn(sampling, seed) for seed in seeds]
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf import SFTModule
 from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.rollout.engine import EngineSetup
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import parts, strategy_of

@@ -11,9 +11,9 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_rlhf.rollout.engine import RolloutEngine
-from lightning_rlhf.rollout.server_engine import VLLMServerEngine
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
 from tests.rollout.engines import setup_of, source_of
 
@@ -78,7 +78,7 @@ def server(tmp_path, monkeypatch):
     for before, after in (("MODEL", folder), ("8000", port), (".venv/bin/python", sys.executable)):
         assert before in command
         command = command.replace(before, str(after))
-    command = f"{command.strip()} --middleware lightning_rlhf.rollout.vllm_transfer.GuardedRoutes"
+    command = f"{command.strip()} --middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     with (tmp_path / "server.log").open("wb") as output:
@@ -109,10 +109,10 @@ def test_the_documented_server_serves_two_ranks(server, tmp_path):
         assert "its num_hidden_layers is 2, the actor's 1" in found["unlike"]["model"]
         assert found["unlike"]["length"].endswith("start it with --max-model-len 9999, not 512")
         assert found["unlike"]["dtype"].endswith("start it with --dtype bfloat16, not torch.float32")
-        assert re.match("RuntimeError: .* refused the request: .*600.*512", found["too long"])
-        assert re.match('EngineDied: .* answered from the weights ."somebody else\'s"., not from', found["stale"])
-        assert re.match("RuntimeError: .* came where .*: the model changed", found["changed"])
-        assert re.match(r"EngineDied: .* answered from the weights \['run \w+, version 8'\], not from", found["after"])
+        assert re.match("RuntimeError: .* rejected the request: .*600.*512", found["too long"])
+        assert re.match('EngineDied: .* generated with the weights ."somebody else\'s"., not with', found["stale"])
+        assert re.match("RuntimeError: the model changed .* in place of ", found["changed"])
+        assert re.match(r"EngineDied: .* generated with the weights \['run \w+, version 8'\], not with", found["after"])
         for told in found["killed"]:
             assert re.match(f"EngineDied: the vLLM server at {url} cannot be reached", told)
     assert first["rolled"][0]["completions"] != second["rolled"][0]["completions"]  # each has its own prompts

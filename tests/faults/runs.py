@@ -81,7 +81,7 @@ def checkpoints(every, best, background):
 
 def ppo(every=2, engine="TransformersEngine", background=True, **trainer):
     """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
-    module = "transformers_engine" if engine == "TransformersEngine" else "vllm_engine"
+    module = "transformers" if engine == "TransformersEngine" else "vllm.engine"
     return {
         "seed_everything": 7,
         "model": {

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.rollout.engine import gpus
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.engine import visible_gpu
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.gpu.test_rollouts_on_gpus import ON_GPU
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, setup_of
@@ -27,7 +27,7 @@ def own_and_shared(folder):
     found = {"gaps": [], "shared": None}
     for name, engine in (("own", own), ("shared", shared)):
         source = FromConfig(ON_GPU, seed=1)
-        engine.start(replace(setup_of(source, Path(folder, f"{name}{rank}")), devices=gpus(device)))
+        engine.start(replace(setup_of(source, Path(folder, f"{name}{rank}")), devices=visible_gpu(device)))
         engine.wait()
         actor = source.causal().eval()
         engine.update_weights(parameters_of(actor), 1)

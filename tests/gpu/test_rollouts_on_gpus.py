@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.rollout.engine import EngineSetup, gpus
-from lightning_rlhf.rollout.server_engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine, vllm_installed
-from lightning_rlhf.rollout.weight_push import chunks
-from lightning_rlhf.rollout.weight_sync import WeightSender
+from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
+from lightning_rlhf.rollout.vllm.server.push import chunks
+from lightning_rlhf.rollout.vllm.sync import WeightSender
 from lightning_rlhf.types import SamplingParams
 from tests.distributed.launch import ROOT, free_port, run_ranks
 from tests.rollout.engines import ARCHITECTURE, MAX_TOKENS, largest_gap, parameters_of, prompts_of, setup_of
@@ -55,7 +55,7 @@ def test_an_engine_runs_on_the_gpu_it_was_given_and_no_other(number, tmp_path):
     setup = setup_of(source_of(), tmp_path)
     before = [torch.cuda.mem_get_info(n)[0] for n in range(torch.cuda.device_count())]
     engine = VLLMEngine(gpu_memory_utilization=0.2)
-    engine.start(EngineSetup(setup.model, "float32", MAX_TOKENS, setup.log, gpus(torch.device("cuda", number))))
+    engine.start(EngineSetup(setup.model, "float32", MAX_TOKENS, setup.log, visible_gpu(torch.device("cuda", number))))
     try:
         engine.wait()
         taken = [free - torch.cuda.mem_get_info(n)[0] for n, free in enumerate(before)]
@@ -106,7 +106,7 @@ def served(tmp_path, backend, devices):
 def test_a_server_takes_every_push(backend, devices, tmp_path, monkeypatch):
     process, url = served(tmp_path, backend, devices)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    engine = VLLMServerEngine(url, patience=600)
+    engine = VLLMServerEngine(url, timeout=600)
     try:
         engine.start(setup_of(source_of(), tmp_path / "ours"))
         engine.wait()

@@ -23,7 +23,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.gpu_simulated.pretend import CUDA, Pretend, pretended_cuda
 from tests.stand_ins import TinyModel
 

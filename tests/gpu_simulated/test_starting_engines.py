@@ -16,9 +16,9 @@ import torch
 from lightning_rlhf.callbacks import rollout_loop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rollout.engine import limit_gpu_memory
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
-from lightning_rlhf.rollout.vllm_extension import WeightReceiver
-from lightning_rlhf.rollout.weight_sync import WeightSender
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
+from lightning_rlhf.rollout.vllm.sync import WeightSender
 from tests.callbacks.conftest import ROWS, Run
 from tests.stand_ins import ScriptedEngine
 
@@ -248,13 +248,13 @@ def core(monkeypatch):
         module = types.ModuleType(name)
         module.__dict__.update(dict.fromkeys(names, object))
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "lightning_rlhf.rollout.vllm_core", raising=False)
-    from lightning_rlhf.rollout.vllm_core import VLLMCore
+    monkeypatch.delitem(sys.modules, "lightning_rlhf.rollout.vllm.core", raising=False)
+    from lightning_rlhf.rollout.vllm.core import VLLMCore
 
     core = VLLMCore.__new__(VLLMCore)
     core._llm, core._version, core._asleep, core._adapter = StandInLLM(), -1, False, None
     yield core
-    sys.modules.pop("lightning_rlhf.rollout.vllm_core", None)
+    sys.modules.pop("lightning_rlhf.rollout.vllm.core", None)
 
 
 def test_weights_are_woken_before_the_push_and_the_cache_after_it(core):

@@ -30,7 +30,7 @@ def test_adapters_solve_the_task_merged_or_swapped(engine, start):
     config = yaml.safe_load((ROOT / "configs/lora/grpo.yaml").read_text())
     loop = config["trainer"]["callbacks"][0]["init_args"]
     if engine == "VLLMAdapterEngine":
-        loop["engine"] = "lightning_rlhf.rollout.vllm_adapters.VLLMAdapterEngine"
+        loop["engine"] = "lightning_rlhf.rollout.vllm.engine.VLLMAdapterEngine"
     config["trainer"]["default_root_dir"] = f"runs/{engine}"
     (start / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "config.yaml"]

@@ -13,7 +13,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.value_losses import ClippedValueLoss
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.stand_ins import TINY_LLAMA, quiet_trainer
 
 pytestmark = pytest.mark.learning

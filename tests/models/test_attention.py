@@ -10,7 +10,7 @@ from lightning_rlhf.models.loading import FromConfig, Pretrained, save_architect
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.engine import EngineSetup
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.cli.published_architectures import GEMMA2_2B, SMALL
 
 SOURCE = FromConfig(GEMMA2_2B | SMALL["gemma2"] | {"vocab_size": 50, "initializer_range": 0.3}, seed=0)

@@ -54,7 +54,7 @@ def test_serve_shortens_texts_that_do_not_fit_and_prints_why(small_memory, tmp_p
     )
     assert serve._fitting(given, 32) == 32
     given.max_model_len = 64
-    with pytest.raises(ValueError, match="free memory: give --max-model-len 48 or less"):
+    with pytest.raises(ValueError, match="free memory: set --max-model-len 48 or less"):
         serve._fitting(given, 64)
 
 

@@ -35,7 +35,7 @@ def rollout_of(executor, early):
     completions = completions_of(WORDS)
     collector = Collector(BATCH, executor, TOKENIZER, 4)
     for place in early:
-        collector.take(place, completions[place])
+        collector.add(place, completions[place])
     return collector.rollout(completions, 1.0)
 
 
@@ -76,7 +76,7 @@ def test_a_slow_function_runs_during_generation(options):
         collector = Collector(BATCH, executor, TOKENIZER, 4)
         for place, completion in enumerate(completions):  # 12 completions in 6 s, 4.8 s of judging
             time.sleep(0.5)
-            collector.take(place, completion)
+            collector.add(place, completion)
         generated = time.monotonic()
         rollout, _ = collector.rollout(completions, 1.0)
         waited = time.monotonic() - generated

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
 from tests.rollout.engines import setup_of, source_of
 
 

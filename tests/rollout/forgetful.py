@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from vllm.model_executor.model_loader.reload import layerwise
 
-from lightning_rlhf.rollout import vllm_extension
-from lightning_rlhf.rollout.vllm_extension import WeightReceiver
+from lightning_rlhf.rollout.vllm import receiver
+from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
 
 
 class Forgetful(WeightReceiver):
@@ -38,7 +38,7 @@ def fault(model):
     if how == "packed":
         return model.get_submodule(name).quant_method, "process_weights_after_loading", keep_packed
     if how == "tied":
-        return vllm_extension, "repack_tied_head", lambda model: None
+        return receiver, "repack_tied_head", lambda model: None
     if how == "fail":
         raise FloatingPointError("no luck today")
     assert how == "nothing", how

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, RolloutEngine
-from lightning_rlhf.rollout.shared_engine import SharedEngine
+from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
 SAMPLING = SamplingParams(8)
@@ -41,7 +41,7 @@ class StandIn(RolloutEngine):
                 raise RuntimeError("NaN is no weight")
         self.version = version
 
-    def generate(self, prompts, sampling, seeds, finished=None):
+    def generate(self, prompts, sampling, seeds, on_finished=None):
         self._note(list(prompts))
         rows = zip(prompts, seeds, strict=True)
         return [Completion([*prompt, seed], [-1.0] * (len(prompt) + 1), "stop", self.version) for prompt, seed in rows]

@@ -70,10 +70,10 @@ class StubCore:
 
 
 if __name__ == "__main__":
-    from lightning_rlhf.rollout import vllm_worker
+    from lightning_rlhf.rollout.vllm import worker
 
     sys.modules["vllm"] = types.SimpleNamespace(__version__="0")
-    sys.modules["lightning_rlhf.rollout.vllm_core"] = types.SimpleNamespace(VLLMCore=StubCore)
-    code = vllm_worker.main(int(sys.argv[1]))
+    sys.modules["lightning_rlhf.rollout.vllm.core"] = types.SimpleNamespace(VLLMCore=StubCore)
+    code = worker.main(int(sys.argv[1]))
     sys.stdout.flush()
     os._exit(code)

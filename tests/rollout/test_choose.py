@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from lightning_rlhf.rollout.choose import choose_engine, weight_bytes
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.transformers_engine import TransformersEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from tests.rollout.engines import source_of
 
 
 @pytest.fixture
 def machine(monkeypatch):
     def machine(vllm, gpu):
-        for place in ("choose", "vllm_engine"):
+        for place in ("choose", "vllm.engine"):
             monkeypatch.setattr(f"lightning_rlhf.rollout.{place}.vllm_installed", lambda: vllm)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
 
@@ -46,7 +46,7 @@ def test_on_a_cpu_the_size_of_the_heads_decides(machine, changes, kind):
     assert type(engine) is kind
     if kind is TransformersEngine:
         size = changes.get("head_dim") or 16
-        assert reason.startswith("vLLM's CPU attention takes heads of (32, 64,")
+        assert reason.startswith("vLLM's CPU attention supports heads of (32, 64,")
         assert reason.endswith(f"the actor's have {size}")
 
 
@@ -63,7 +63,7 @@ def test_where_it_would_leave_accelerators_idle_transformers_generates(machine, 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: npu)
     engine, reason = choose_engine(source_of(head_dim=32).hf_config())
     assert type(engine) is TransformersEngine
-    assert reason == "VLLMEngine would leave the npu devices idle"
+    assert reason == "VLLMEngine does not support npu devices"
 
 
 # -- how many GPUs ----------------------------------------------------------------------------------------------------

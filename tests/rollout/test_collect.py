@@ -93,7 +93,7 @@ def test_without_functions_the_reward_is_zero():
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_completions_that_do_not_divide_among_the_prompts_are_refused(count):
-    with pytest.raises(ValueError, match=f"{count} completions do not divide among 2 prompts"):
+    with pytest.raises(ValueError, match=f"got {count} completions for 2 prompts"):
         collect(BATCH, COMPLETIONS[:count], [], TOKENIZER)
 
 

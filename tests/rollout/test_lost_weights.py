@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.callbacks.conftest import Run
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, pushed, source_of

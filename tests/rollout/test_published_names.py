@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from lightning_rlhf.models.loading import FromConfig, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rollout.published_names import PublishedNames
+from lightning_rlhf.rollout.vllm.sync import PublishedNames
 from tests.cli.published_architectures import PUBLISHED, SMALL
 
 MIXTRAL = {

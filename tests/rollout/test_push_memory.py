@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.rollout.weight_push import chunks
+from lightning_rlhf.rollout.vllm.server.push import chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -18,8 +18,8 @@ MEASURE = """
     import json, re, sys
     from pathlib import Path
     import torch
-    from lightning_rlhf.rollout.weight_push import chunks
-    from lightning_rlhf.rollout.weight_sync import WeightSender
+    from lightning_rlhf.rollout.vllm.server.push import chunks
+    from lightning_rlhf.rollout.vllm.sync import WeightSender
 
     def own():
         return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10

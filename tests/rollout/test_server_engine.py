@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_rlhf.rollout.engine import EngineDied
-from lightning_rlhf.rollout.server_client import VLLMServer
-from lightning_rlhf.rollout.server_engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm_engine import vllm_installed
-from lightning_rlhf.rollout.weight_push import NCCLPush
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.server.client import VLLMServer
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
+from lightning_rlhf.rollout.vllm.server.push import NCCLPush
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 from tests.rollout.stub_server import StubServer
@@ -73,7 +73,7 @@ def make(stub, tmp_path):
     made = []
 
     def make(url=None, **arguments):
-        made.append(VLLMServerEngine(url or stub.url, **{"patience": 20, **arguments}))
+        made.append(VLLMServerEngine(url or stub.url, **{"timeout": 20, **arguments}))
         made[-1].start(setup_of(source_of(), tmp_path / "ours"))
         return made[-1]
 
@@ -134,7 +134,7 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
 def test_answers_of_other_weights_are_refused(engine, stub, label):
     stub.version = label
     with pytest.raises(
-        EngineDied, match=f"answered from the weights .'{label}'., not from those of 'run .*, version 7'"
+        EngineDied, match=f"generated with the weights .'{label}'., not with those of 'run .*, version 7'"
     ):
         engine.generate([[5]], SAMPLING, [0])
 
@@ -148,14 +148,14 @@ def test_an_answer_that_began_with_old_weights_is_refused(engine, stub):
         return status, found
 
     stub.answers["/inference/v1/generate"] = mixed
-    with pytest.raises(EngineDied, match=r"answered from the weights \['old', 'run"):
+    with pytest.raises(EngineDied, match=r"generated with the weights \['old', 'run"):
         engine.generate([[5]], SAMPLING, [0])
 
 
 def test_before_the_first_push_nothing_is_generated(make):
     engine = make()
     engine.wait()
-    with pytest.raises(EngineDied, match=r"answered from the weights \['default'\]"):
+    with pytest.raises(EngineDied, match=r"generated with the weights \['default'\]"):
         engine.generate([[5]], SAMPLING, [0])
 
 
@@ -168,7 +168,7 @@ def test_a_response_that_was_given_up_is_an_error(engine, stub):
         return status, found
 
     stub.answers["/inference/v1/generate"] = aborted
-    with pytest.raises(EngineDied, match=r"gave up a response \(abort\)"):
+    with pytest.raises(EngineDied, match=r"aborted a response \(abort\)"):
         engine.generate([[5]], SAMPLING, [0])
 
 
@@ -204,7 +204,7 @@ def test_a_server_of_another_model_is_refused_where_its_config_is_known(make, st
 
 def test_without_the_routes_it_says_how_to_start_a_server(make, stub):
     stub.answers["/server_info"] = 404, {"detail": "Not Found"}
-    with pytest.raises(ValueError, match=r"does not offer /server_info.*docs/rollouts.md"):
+    with pytest.raises(ValueError, match=r"does not have the route /server_info.*docs/rollouts.md"):
         make().wait()
 
 
@@ -213,13 +213,13 @@ def test_a_key_is_sent_and_a_wrong_one_told(make, stub, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "right")
     make().wait()
     monkeypatch.setenv("OTHER", "wrong")
-    with pytest.raises(ValueError, match="wants another API key"):
+    with pytest.raises(ValueError, match="rejected the API key"):
         make(key_variable="OTHER").wait()
 
 
 def test_a_server_elsewhere_must_ask_for_a_key_on_every_route(make, stub, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(ValueError, match="is not on this machine, so it must ask for a key: put it into VLLM_API_KEY"):
+    with pytest.raises(ValueError, match="is not on this machine, so it needs an API key: set it in VLLM_API_KEY"):
         make("http://10.0.0.7:8000")
     monkeypatch.setenv("VLLM_API_KEY", "right")
     monkeypatch.setattr(VLLMServer, "is_local", False)
@@ -255,8 +255,8 @@ def test_what_is_no_url_of_a_server_is_refused(url):
 def test_other_arguments_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="ranks must be at least 1"):
         VLLMServerEngine("http://127.0.0.1:1", ranks=0)
-    with pytest.raises(ValueError, match="patience must be positive"):
-        VLLMServerEngine("http://127.0.0.1:1", patience=0)
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        VLLMServerEngine("http://127.0.0.1:1", timeout=0)
     engine = VLLMServerEngine("http://127.0.0.1:1")
     with pytest.raises(ValueError, match=r"temperatures from 0\.01 to 2\.0, got 3"):
         engine.check(SamplingParams(1, 3.0))
@@ -267,14 +267,14 @@ def test_other_arguments_that_cannot_be_are_refused():
 def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said(make):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", patience=1.5), time.monotonic()
+        engine, began = make(f"http://127.0.0.1:{unused.getsockname()[1]}", timeout=1.5), time.monotonic()
         with pytest.raises(EngineDied, match=r"cannot be reached \(.*refused\); docs/rollouts.md has the command"):
             engine.wait()
     assert 1.5 < time.monotonic() - began < 6
 
 
 def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.server_client._SAY_SECONDS", 0)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
     asked = []
@@ -291,23 +291,33 @@ def test_a_server_that_breaks_off_is_an_error_at_once(engine, stub):
     assert time.monotonic() - began < 2
 
 
-def test_a_server_that_hangs_is_an_error_when_patience_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_rlhf.rollout.server_client._SAY_SECONDS", 0.2)
+def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(engine, stub, monkeypatch, caplog):
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
-    monkeypatch.setattr(engine._server, "_patience", 1.0)
+    monkeypatch.setattr(engine._server, "_timeout", 1.0)
     caplog.set_level("INFO", "lightning_rlhf")
     stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
-    with pytest.raises(EngineDied, match="no answer for 1 s"):
+    with pytest.raises(EngineDied, match="no response for 1 s"):
         engine.generate([[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 answers of {stub.url} for 0 s" in caplog.text
+    assert f"Waiting for 2 of 2 responses of {stub.url} for 0 s" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("status", "body", "kind", "told"),
     [
-        (400, {"error": {"message": "too long"}}, RuntimeError, "refused the request: too long"),
-        (403, {"error": {"message": "Scale-out is off"}}, ValueError, "does not offer .*generate .Scale-out is off"),
-        (500, {"error": {"message": "EngineDead"}}, EngineDied, "failed at .*generate: EngineDead; its own output"),
+        (400, {"error": {"message": "too long"}}, RuntimeError, "rejected the request: too long"),
+        (
+            403,
+            {"error": {"message": "Scale-out is off"}},
+            ValueError,
+            "does not have the route .*generate .Scale-out is off",
+        ),
+        (
+            500,
+            {"error": {"message": "EngineDead"}},
+            EngineDied,
+            "failed at .*generate: EngineDead; see the server's own output",
+        ),
         (502, b"<html>", EngineDied, "failed at .*: <html>"),
     ],
 )
@@ -324,7 +334,7 @@ def test_after_a_push_that_failed_the_old_weights_are_refused_too(engine, stub, 
     with pytest.raises(EngineDied, match=f"failed at {path}: out of cheese"):
         engine.update_weights(PARAMETERS, 8)
     assert stub.paths()[-1] == "/resume"
-    with pytest.raises(EngineDied, match=r"answered from the weights \['unfinished run .*, version 8'\]"):
+    with pytest.raises(EngineDied, match=r"generated with the weights \['unfinished run .*, version 8'\]"):
         engine.generate([[5]], SAMPLING, [0])
 
 
@@ -338,7 +348,7 @@ def test_parameters_are_exhausted_even_if_the_server_is_gone(engine, stub):
 
 def test_a_kept_prefix_cache_is_an_error(engine, stub):
     stub.answers["/reset_prefix_cache"] = 200, {"success": False}
-    with pytest.raises(RuntimeError, match="kept its prefix cache"):
+    with pytest.raises(RuntimeError, match="kept the prefix cache"):
         engine.update_weights(PARAMETERS, 8)
 
 
@@ -371,7 +381,7 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
 
     groups, sent = [], []
     stub.answers["/get_world_size"] = 200, {"world_size": 2}
-    monkeypatch.setattr("lightning_rlhf.rollout.weight_push._CHUNK_BYTES", 24)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.push._CHUNK_BYTES", 24)
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", groups.append)
     monkeypatch.setattr(
         nccl_engine.NCCLTrainerWeightTransferEngine,
@@ -406,14 +416,14 @@ def test_the_servers_part_is_registered_once_reads_only_memory_and_is_guarded_on
 
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from lightning_rlhf.rollout import vllm_transfer
+    from lightning_rlhf.rollout.vllm.server import plugin
 
-    assert issubclass(WeightTransferEngineFactory._registry["shared_memory"](), vllm_transfer.SharedMemoryTransfer)
-    importlib.reload(vllm_transfer)  # vLLM would raise if the name were taken twice
+    assert issubclass(WeightTransferEngineFactory._registry["shared_memory"](), plugin.SharedMemoryTransfer)
+    importlib.reload(plugin)  # vLLM would raise if the name were taken twice
     for path in ("/etc/passwd", "/proc/1/fd/../../../etc/passwd", "/proc/self/mem"):
-        with pytest.raises(ValueError, match="weights come from the memory of a process"):
-            vllm_transfer.SharedMemoryUpdate(path, 1, [])
-    assert vllm_transfer.SharedMemoryUpdate("/proc/12/fd/3", 1, []).nbytes == 1
+        with pytest.raises(ValueError, match="the path of the weights must be"):
+            plugin.SharedMemoryUpdate(path, 1, [])
+    assert plugin.SharedMemoryUpdate("/proc/12/fd/3", 1, []).nbytes == 1
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ValueError, match="needs a key in the environment variable VLLM_API_KEY"):
-        vllm_transfer.GuardedRoutes(None)
+        plugin.GuardedRoutes(None)

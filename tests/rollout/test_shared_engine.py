@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from lightning_rlhf.rollout.engine import EngineSetup, gpus
-from lightning_rlhf.rollout.server_engine import VLLMServerEngine
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import run_ranks
 from tests.rollout.shared_ranks import StandIn
 
@@ -41,10 +41,13 @@ def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
         assert first[f"{what} ValueError"] == "ValueError: no such thing"
         assert first.pop(f"{what} ZeroDivisionError") == "ZeroDivisionError: by zero"
         assert second.pop(f"{what} ZeroDivisionError") == "RuntimeError: ZeroDivisionError: by zero"
-    assert "sample differently" in first["sampling"]
+    assert "must have equal sampling parameters" in first["sampling"]
     assert first["lives on"] == "nothing"
-    assert first["three"] == "ValueError: 3 ranks are to share an engine, but the run has 2: take a divisor of 2"
-    assert first["hosts"] == "ValueError: 2 ranks share an engine, but they are on a, b: take fewer"
+    assert first["three"] == "ValueError: 3 ranks cannot share an engine in a run of 2: use a divisor of 2"
+    assert (
+        first["hosts"]
+        == "ValueError: the 2 ranks of a shared engine must be on one machine, but they are on a, b: use fewer ranks"
+    )
     assert first == second
 
 
@@ -54,15 +57,15 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
         run_ranks("tests.rollout.shared_ranks:lose", 2)
     seconds, told = (tmp_path / "told").read_text().split(" ", 1)
     assert float(seconds) < 20
-    assert told.startswith("EngineDied: ranks 0 to 1 share an engine, and one of them is gone: ")
+    assert told.startswith("EngineDied: ranks 0 to 1 share an engine, and one of them has ended: ")
 
 
 def test_what_cannot_be_shared_is_refused():
     with pytest.raises(ValueError, match="at least 2 ranks, got 1"):
         SharedEngine(StandIn(), 1)
-    with pytest.raises(ValueError, match="SharedEngine serves several ranks by itself: give it ranks=4"):
+    with pytest.raises(ValueError, match=r"SharedEngine can serve several ranks .*: set ranks=4"):
         SharedEngine(SharedEngine(StandIn(), 2), 4)
-    with pytest.raises(ValueError, match="VLLMServerEngine serves several ranks by itself: give it ranks=2"):
+    with pytest.raises(ValueError, match=r"VLLMServerEngine can serve several ranks .*: set ranks=2"):
         SharedEngine(VLLMServerEngine("http://127.0.0.1:1"), 2)
     with pytest.raises(RuntimeError, match="not running"):
         SharedEngine(StandIn(), 2).wait()
@@ -72,7 +75,7 @@ def test_what_cannot_be_shared_is_refused():
 
 def test_one_process_cannot_share(tmp_path):
     engine = SharedEngine(StandIn(), 2)
-    with pytest.raises(ValueError, match="2 ranks are to share an engine, but the run has 1"):
+    with pytest.raises(ValueError, match="2 ranks cannot share an engine in a run of 1"):
         engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log"))
 
 
@@ -90,14 +93,14 @@ def test_a_device_has_the_name_that_a_child_process_knows_it_by(monkeypatch, vis
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus(torch.device(device)) == names
+    assert visible_gpu(torch.device(device)) == names
 
 
 @pytest.fixture
 def child_environment(monkeypatch, tmp_path):
     """What the engine's process would get, given its devices."""
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.EngineProcess", lambda *given: given)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.EngineProcess", lambda *given: given)
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
 
@@ -119,9 +122,9 @@ def test_an_engine_sees_its_own_gpus_only(child_environment):
 def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert child_environment(("0",), 2)["CUDA_VISIBLE_DEVICES"] == "0,1"
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 needs as many GPUs, this engine has 2"):
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 needs 3 GPUs, this engine has 2"):
         child_environment(("0",), 3)
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.world_size", lambda: 2)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"this engine has 1: .*SharedEngine\(VLLMEngine\(tensor_parallel_size=2\)"):
         child_environment(("0",), 2)
 

@@ -18,7 +18,7 @@ import pytest
 
 from lightning_rlhf.expected_errors import raising_module
 from lightning_rlhf.rollout.engine import EngineDied
-from lightning_rlhf.rollout.supervisor import EngineProcess
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60
@@ -176,7 +176,7 @@ def test_closing_an_engine_that_starts_ends_it_at_once(start):
 
 
 def test_closing_ends_an_engine_that_does_not_listen(start, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     engine = start(deaf=True)
     engine.ready.result(WAIT)
     engine.close()
@@ -211,7 +211,7 @@ def test_closing_ends_what_the_engine_started(grandchild):
 
 
 def test_ending_an_engine_that_does_not_listen_ends_what_it_started(grandchild, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     engine, child = grandchild(deaf=True)
     engine.close()
     assert engine.process.returncode == -signal.SIGKILL
@@ -229,7 +229,7 @@ def test_an_answer_that_nobody_understands_ends_the_engine_and_everyone_who_wait
     engine, began = start(), time.monotonic()
     futures = engine.generate([request(1, 1, 1), request(babble, 1, 1, 1)])
     for future in futures:
-        with pytest.raises(EngineDied, match="it gave an answer that nobody understands"):
+        with pytest.raises(EngineDied, match="it sent an invalid message"):
             future.result(WAIT)
     assert time.monotonic() - began < 5  # not as long as it would take to close
     assert engine.process.returncode == -signal.SIGKILL
@@ -237,7 +237,7 @@ def test_an_answer_that_nobody_understands_ends_the_engine_and_everyone_who_wait
 
 def test_a_fault_of_the_reading_thread_leaves_nobody_waiting(start, monkeypatch):
     engine, faults = start(), []
-    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     monkeypatch.setattr(threading, "excepthook", lambda fault: faults.append(fault.exc_value))
     engine.ready.result(WAIT)
     futures = engine.generate([request(1), request(1, 1, 1)])
@@ -249,11 +249,11 @@ def test_a_fault_of_the_reading_thread_leaves_nobody_waiting(start, monkeypatch)
 
 
 def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._SAY_SECONDS", 0.3)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.3)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
     engine = start(slow=1.5)
-    assert engine.answers([engine.ready], "the engine to be ready")[0]["kind"] == "ready"
+    assert engine.results([engine.ready], "the engine to be ready")[0]["kind"] == "ready"
     said = [record.getMessage() for record in caplog.records]
     log = tmp_path / "new" / "engine.log"
     assert len(said) >= 4
@@ -265,26 +265,26 @@ def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start,
     assert " for 2 s;" in " ".join(said)
     caplog.clear()
     prompts = [[1], [2] * 80]
-    answers = engine.answers(engine.generate([request(*prompt) for prompt in prompts]), "completions")
+    answers = engine.results(engine.generate([request(*prompt) for prompt in prompts]), "completions")
     assert [answer["token_ids"] for answer in answers] == prompts
     assert "Waiting for 1 of 2 completions for 0 s" in caplog.text
     caplog.clear()
-    engine.answers([engine.command("load", weights={}, version=1)], "new weights")
+    engine.results([engine.command("load", weights={}, version=1)], "new weights")
     assert not caplog.records
 
 
 def test_an_engine_that_dies_while_it_is_waited_for_is_an_error(start, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.supervisor._SAY_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._HEARTBEAT_SECONDS", 0.1)
     engine = start(slow=0.5, exit=3)
     with pytest.raises(EngineDied, match="exit code 3"):
-        engine.answers([engine.ready], "the engine to be ready")
+        engine.results([engine.ready], "the engine to be ready")
 
 
 def test_the_engine_does_not_outlive_its_trainer(tmp_path):
     code = f"""
         import time
         from pathlib import Path
-        from lightning_rlhf.rollout.supervisor import EngineProcess
+        from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
         engine = EngineProcess("tests.rollout.stub_worker", {{}}, {{}}, Path({str(tmp_path)!r}) / "log")
         engine.ready.result()
         engine.generate([{{"prompt": [1] * 100000, "sampling": {{}}, "seed": 0}}])
@@ -318,5 +318,5 @@ def test_what_a_launcher_and_the_seed_set_does_not_reach_the_engine(start, monke
 def test_what_the_worker_refuses_is_an_error_of_this_package(start):
     engine = start()
     with pytest.raises(RuntimeError, match="TypeError: no weights") as end:
-        engine.answers([engine.command("load", weights=None, version=1)], "new weights")
-    assert raising_module(end.value) == "lightning_rlhf.rollout.supervisor"
+        engine.results([engine.command("load", weights=None, version=1)], "new weights")
+    assert raising_module(end.value) == "lightning_rlhf.rollout.vllm.supervisor"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_rlhf.rollout.transformers_engine import SeededSampler, TransformersEngine
+from lightning_rlhf.rollout.transformers import SeededSampler, TransformersEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, parameters_of, prompts_of, pushed, setup_of, source_of
 
@@ -165,7 +165,7 @@ def test_the_engine_keeps_weights_of_its_own(engine):
 
 def test_a_push_that_leaves_parameters_out_is_refused(engine):
     parameters = list(parameters_of(source_of().causal()))
-    with pytest.raises(RuntimeError, match=r"no new weights came for \['model.norm.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"the push contained no weights for \['model.norm.weight'\]"):
         engine.update_weights(parameters[:-1], 0)
 
 

@@ -16,9 +16,8 @@ from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.lora import LoRA, base_name, is_adapter, merged
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_adapters import VLLMAdapterEngine
-from lightning_rlhf.rollout.vllm_engine import VLLMEngine
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import END, greedy, largest_gap, prompts_of, setup_of, source_of
 from tests.stand_ins import TinyModel, quiet_trainer
@@ -155,8 +154,8 @@ def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path)
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (None, "^VLLMAdapterEngine sends LoRA adapters, and the actor has none: give its source a lora, or take VLLME"),
-        (LoRA(513, 1), "^vLLM takes adapters up to rank 512, the actor's have 513: take VLLMEngine, which is sent mer"),
+        (None, "^VLLMAdapterEngine pushes LoRA adapters, and the actor has none: set lora in its source, or use VLLME"),
+        (LoRA(513, 1), "^vLLM supports adapters up to rank 512, the actor's have 513: use VLLMEngine, which gets mer"),
     ],
 )
 def test_what_vllm_could_not_swap_is_refused_before_it_starts(lora, message, tmp_path):
@@ -182,15 +181,15 @@ def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
 
     from vllm.config.lora import MaxLoRARanks
 
-    from lightning_rlhf.rollout.vllm_adapters import _RANKS
+    from lightning_rlhf.rollout.vllm.engine import _ADAPTER_RANKS
 
-    assert get_args(MaxLoRARanks) == _RANKS
+    assert get_args(MaxLoRARanks) == _ADAPTER_RANKS
 
 
 def test_other_engines_are_sent_merged_weights():
     pytest.importorskip("vllm")
     assert not VLLMEngine().swaps_adapters
-    with pytest.raises(NotImplementedError, match="VLLMEngine is sent merged weights"):
+    with pytest.raises(NotImplementedError, match="VLLMEngine takes merged weights"):
         VLLMEngine().update_adapters([], 0)
     assert SharedEngine(VLLMAdapterEngine(), ranks=2).swaps_adapters
     assert not SharedEngine(VLLMEngine(), ranks=2).swaps_adapters

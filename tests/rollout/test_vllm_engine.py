@@ -29,8 +29,9 @@ from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup
-from lightning_rlhf.rollout.shared_engine import SharedEngine
-from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine, VLLMEngine
+from lightning_rlhf.rollout.shared import SharedEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
 from lightning_rlhf.types import PromptBatch, SamplingParams
 from tests.rollout.engines import (
     END,
@@ -94,7 +95,7 @@ def test_rewards_are_worked_out_while_vllm_generates_the_rest(engines):
     with RewardExecutor([reward]) as executor:
         Collector(batch, executor, tokenizer).rollout(engines.tied.generate(prompts, sampling, range(32)), 1.0)
         collector = Collector(batch, executor, tokenizer)
-        completions = engines.tied.generate(prompts, sampling, range(32), collector.take)
+        completions = engines.tied.generate(prompts, sampling, range(32), collector.add)
         assert any(call.done() for call in collector._started.values())  # before the last was generated
         rollout, _ = collector.rollout(completions, 1.0)
     assert rollout.reward.tolist() == [1] * 32
@@ -313,7 +314,7 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
         import os, pickle, random
         from pathlib import Path
         import numpy, torch
-        from lightning_rlhf.rollout.vllm_engine import InProcessVLLMEngine
+        from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
         from lightning_rlhf.types import PromptBatch, SamplingParams
         from tests.rollout.engines import *
 
@@ -361,24 +362,24 @@ def test_inside_the_trainers_process_it_says_the_same_and_puts_the_random_state_
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: True)
 
 
 def test_without_vllm_the_constructor_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.rollout.vllm_engine.vllm_installed", lambda: False)
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.vllm_installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-rlhf\[vllm\]'.*TransformersEngine"):
         VLLMEngine()
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5])
 def test_bad_arguments_are_refused(installed, share):
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be in \(0, 1\]"):
         VLLMEngine(gpu_memory_utilization=share)
     with pytest.raises(ValueError, match="tensor_parallel_size must be at least 1"):
         VLLMEngine(tensor_parallel_size=0)
     with pytest.raises(ValueError, match="cpu_threads must be at least 1"):
         VLLMEngine(cpu_threads=0)
-    with pytest.raises(ValueError, match="cannot span devices"):
+    with pytest.raises(ValueError, match="cannot use several devices"):
         InProcessVLLMEngine(tensor_parallel_size=2)
 
 
@@ -387,7 +388,7 @@ def test_temperatures_that_vllm_refuses_or_changes_are_refused_before_it_starts(
     for fine in (0.0, 0.01, 1.0, 2.0):
         kind().check(SamplingParams(1, fine))
     for temperature in (0.009, 2.1, float("inf")):
-        told = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: take one of these or Transf"
+        told = rf"vLLM samples at temperatures from 0.01 to 2.0, got {temperature}: use one of these or Transf"
         with pytest.raises(ValueError, match=told):
             kind().check(SamplingParams(1, temperature))
 
@@ -396,7 +397,7 @@ def test_accelerators_that_it_would_leave_idle_are_refused_before_it_starts(inst
     for kind, refused in (("cuda", False), ("mps", False), ("npu", True), ("xpu", True)):
         device = SimpleNamespace(type=kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, device=device: device)
-        told = f"this machine has {kind} devices: start a vLLM server of their own build and take VLLMServerEngine"
+        told = f"this machine has {kind} devices: start a vLLM server built for them and use VLLMServerEngine"
         with pytest.raises(ValueError, match=told) if refused else nullcontext():
             VLLMEngine().check(SamplingParams(1))
 
@@ -440,7 +441,7 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
     assert "enable_sleep_mode" not in VLLMEngine().llm_arguments(setup)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({"deterministic": True}, {"sleep_while_learning": True}):
-        told = f"VLLMEngine's {next(iter(options))} is for GPUs, and torch finds none on this machine: leave it out"
+        told = f"VLLMEngine's {next(iter(options))} needs a GPU, and torch finds none on this machine: remove it"
         with pytest.raises(ValueError, match=told):
             VLLMEngine(**options).check(SamplingParams(1))
 

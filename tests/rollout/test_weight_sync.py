@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.rollout.weight_sync import WeightSender, in_dtype, map_memory, read_slots
+from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype, map_memory, read_slots
 
 PARAMETERS = {
     "embed.weight": torch.randn(7, 5),
@@ -89,11 +89,14 @@ def test_first_difference_names_the_first_that_changed_vanished_or_appeared(send
 @pytest.mark.parametrize(
     ("second", "came"),
     [
-        ({"w": torch.zeros(4), "c": torch.zeros(2)}, r"c \(float32, \[2\]\) came where b \(float32, \[2\]\) was"),
-        ({"w": torch.zeros(1), "b": torch.zeros(2)}, r"w \(float32, \[1\]\) came where w \(float32, \[4\]\) was"),
-        ({"w": torch.zeros(4).bfloat16(), "b": torch.zeros(2)}, r"w \(bfloat16, \[4\]\) came where w \(float32"),
-        ({"w": torch.zeros(4)}, r"nothing came where b \(float32, \[2\]\) was"),
-        ({"w": torch.zeros(4), "b": torch.zeros(2), "x": torch.zeros(1)}, r"x \(float32, \[1\]\) came where nothing"),
+        ({"w": torch.zeros(4), "c": torch.zeros(2)}, r"got c \(float32, \[2\]\) in place of b \(float32, \[2\]\)"),
+        ({"w": torch.zeros(1), "b": torch.zeros(2)}, r"got w \(float32, \[1\]\) in place of w \(float32, \[4\]\)"),
+        ({"w": torch.zeros(4).bfloat16(), "b": torch.zeros(2)}, r"got w \(bfloat16, \[4\]\) in place of w \(float32"),
+        ({"w": torch.zeros(4)}, r"got no parameter in place of b \(float32, \[2\]\)"),
+        (
+            {"w": torch.zeros(4), "b": torch.zeros(2), "x": torch.zeros(1)},
+            r"got x \(float32, \[1\]\) in place of no parameter",
+        ),
     ],
     ids=["name", "shape", "dtype", "fewer", "more"],
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.serving.limits import _FIELDS, Limits, Refused, check, parsed
+from lightning_rlhf.serving.limits import BODIES, Limits, Rejected, check, parse
 
 LIMITS = Limits(max_prompt_tokens=6, max_tokens=8, max_responses=4)
 TEXTS = st.text("ab é\u2028\U0001f600\ud800", max_size=7)  # half a letter too
@@ -27,22 +27,25 @@ ROLES = st.sampled_from(["user", "system", "assistant"])
 MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": PARTS}), min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize("route", _FIELDS)
+FIELDS = {route: set(model.model_fields) for route, model in BODIES.items()}
+
+
+@pytest.mark.parametrize("route", FIELDS)
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_what_is_not_refused_is_within_every_limit(route, data):
     asked = {"prompt": PROMPTS} if route == "/v1/completions" else {"messages": MESSAGES}
-    optional = {name: values for name, values in OPTIONAL.items() if name in _FIELDS[route]}
+    optional = {name: values for name, values in OPTIONAL.items() if name in FIELDS[route]}
     body = data.draw(st.fixed_dictionaries(asked, optional=optional))
     if data.draw(st.integers(0, 3)) == 0:
-        body[data.draw(st.sampled_from(sorted(_FIELDS[route])) | TEXTS)] = data.draw(VALUES)
+        body[data.draw(st.sampled_from(sorted(FIELDS[route])) | TEXTS)] = data.draw(VALUES)
     try:
-        body = parsed(json.dumps(body).encode())
+        body = parse(json.dumps(body).encode())
         check(route, body, LIMITS, len)
-    except Refused:  # and nothing else is raised
+    except Rejected:  # and nothing else is raised
         return
     json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    assert body.keys() <= _FIELDS[route]
+    assert body.keys() <= FIELDS[route]
     prompt = body.get("prompt", "")
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     assert len(prompts) * (body.get("n") or 1) <= LIMITS.max_responses

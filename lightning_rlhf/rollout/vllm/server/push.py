@@ -1,4 +1,4 @@
-"""Weights from the trainer's first rank to a vLLM server, by vLLM's own weight-transfer API."""
+"""Transfer of the weights from the trainer's first rank to a vLLM server, with vLLM's weight-transfer API."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.rollout.engine import EngineDied
-from lightning_rlhf.rollout.server_client import VLLMServer
-from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY, WeightSender
+from lightning_rlhf.rollout.vllm.server.client import VLLMServer
+from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, WeightSender
 
-_CHUNK_BYTES = 1 << 28
+_CHUNK_BYTES = 256 * 2**20
 
 
 class WeightPush(ABC):
-    """One transport of the API.
+    """One transport of the weight-transfer API.
 
     Args:
-        server: whose weights are replaced.
+        server: server whose weights are replaced.
     """
 
     def __init__(self, server: VLLMServer) -> None:
-        self._server, self._open = server, False
+        self._server = server
+        self._open = False
 
     def __call__(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
-        """Replace all weights between requests, and forget every cached prefix of the old ones.
+        """Replace all weights between requests, and drop every cached prefix of the old ones.
 
         Args:
             parameters: (transformers name, tensor), each valid only until the next.
-            label: what the server says from now on of which weights generated a token.
+            label: version label that the server adds to the tokens that the new weights generate.
 
         Raises:
             RuntimeError: the prefix cache could not be emptied.
-            EngineDied: the server failed; what it then generates carries neither the old nor the new label.
+            EngineDied: the server failed; tokens that it then generates have neither the old nor the new label.
         """
         weights = self._prepare(parameters)
         self._server.post("/pause", mode="wait")
         try:
             self._replace(weights, label)
         except (RuntimeError, ValueError):
-            with suppress(RuntimeError):  # the first fault is the one to tell
+            with suppress(RuntimeError):  # the first error is the one to report
                 self._server.post("/resume")
             raise
         self._server.post("/resume")
@@ -57,7 +58,7 @@ class WeightPush(ABC):
         self._begin()
         self._send(weights)
         if not self._server.post("/reset_prefix_cache")["success"]:
-            raise RuntimeError(f"the vLLM server at {self._server.url} kept its prefix cache, which is of old weights")
+            raise RuntimeError(f"the vLLM server at {self._server.url} kept the prefix cache of its old weights")
         self._server.post("/finish_weight_update", {"weight_version": label})
 
     def _begin(self) -> None:
@@ -66,31 +67,31 @@ class WeightPush(ABC):
         except EngineDied as error:
             if "already active" not in str(error):
                 raise
-            self._server.post("/finish_weight_update")  # what a trainer that is gone began
+            self._server.post("/finish_weight_update")  # an update that a trainer began before it died
             self._server.post("/start_weight_update")
 
     @abstractmethod
     def _connect(self) -> None:
-        """Agree with the server on how the weights come."""
+        """Set up the transport on the server."""
 
     def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Any:
-        """What can be done while the server still generates; what :meth:`_send` is given."""
+        """Prepare the weights while the server still generates; return the argument of :meth:`_send`."""
         return parameters
 
     @abstractmethod
     def _send(self, weights: Any) -> None:
-        """Between start and end of an update."""
+        """Send the weights between start and end of an update."""
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """Name of the first parameter that is not what was sent; None if that is not known."""
+        """Return the name of the first parameter that differs from the last push; None if no difference is known."""
         return None
 
-    def close(self) -> None:  # noqa: B027 (a transport may hold nothing)
-        """Free what is held here; the server lives on."""
+    def close(self) -> None:  # noqa: B027 (a transport may have none)
+        """Free local resources; the server keeps running."""
 
 
 class SharedMemoryPush(WeightPush):
-    """Through the memory of the machine that trainer and server share; the server runs :mod:`.vllm_transfer`."""
+    """Transport through shared memory, for a server on the same machine that runs :mod:`.plugin`."""
 
     def __init__(self, server: VLLMServer) -> None:
         super().__init__(server)
@@ -115,7 +116,7 @@ class SharedMemoryPush(WeightPush):
 
 
 class NCCLPush(WeightPush):
-    """From the trainer's first GPU to those of the server, by vLLM's own classes, which this process then imports."""
+    """Transport from the trainer's first GPU to the server's, with vLLM's classes, which this process imports."""
 
     def _connect(self) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -123,26 +124,26 @@ class NCCLPush(WeightPush):
 
         workers = self._server.get("/get_world_size")["world_size"]
         address, port = _rendezvous(self._server)
-        # Unpacked: packing has two buffers of its own, each of a gigabyte.
+        # Unpacked: packing needs two buffers of a gigabyte each.
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed=False, rank=0)
-        self._chunk = _source()
+        self._source = _chunk_source()
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            info, client=_Chunks(self._server), source=self._chunk
+            info, client=_ChunkClient(self._server), source=self._source
         )
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for self._chunk.pairs in chunks(weights, _CHUNK_BYTES):
+        for self._source.pairs in chunks(weights, _CHUNK_BYTES):
             self._engine.send_weights()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Close the NCCL group."""
         if self._open:
             self._engine.shutdown()
             self._open = False
 
 
-class _Chunks:
-    """The server as vLLM's trainer side wants it; start and end of the whole update are not those of a chunk."""
+class _ChunkClient:
+    """Client of the server for vLLM's trainer class, for one chunk: it does not start or finish the whole update."""
 
     def __init__(self, server: VLLMServer) -> None:
         self._server = server
@@ -160,8 +161,8 @@ class _Chunks:
         pass
 
 
-def _source() -> Any:
-    """A source of parameters in vLLM's sense, whose ``pairs`` change from chunk to chunk."""
+def _chunk_source() -> Any:
+    """Return a ``WeightSource`` of vLLM whose ``pairs`` change from chunk to chunk."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Chunk(WeightSource):
@@ -177,34 +178,35 @@ def _source() -> Any:
 
 
 def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The parameters on the GPU in pieces that are sent together.
+    """Yield the parameters on the GPU in chunks that are sent together.
 
     Args:
         parameters: (name, tensor), each valid only until the next.
-        nbytes: at which a piece is full; larger parameters come alone, without a copy.
+        nbytes: size at which a chunk is full; larger parameters are a chunk each, without a copy.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kept: list[tuple[str, Tensor]] = []
+    chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in parameters:
-        alone = tensor.nbytes >= nbytes
-        if kept and (alone or size + tensor.nbytes > nbytes):
-            yield kept
-            kept, size = [], 0
-        if alone:
+        large = tensor.nbytes >= nbytes
+        if chunk and (large or size + tensor.nbytes > nbytes):
+            yield chunk
+            chunk = []
+            size = 0
+        if large:
             yield [(name, tensor.detach().to(device))]
         else:
-            kept.append((name, tensor.detach().to(device, copy=True)))
+            chunk.append((name, tensor.detach().to(device, copy=True)))
             size += tensor.nbytes
         del tensor  # or two would be held while the next is gathered
-    if kept:
-        yield kept
+    if chunk:
+        yield chunk
 
 
 def _rendezvous(server: VLLMServer) -> tuple[str, int]:
-    """An address of this machine that the server reaches, and a free port."""
-    with socket.create_connection((server.host, server.port)) as towards, socket.socket() as free:
-        address = towards.getsockname()[0]
+    """Return an address of this machine that the server can reach, and a free port."""
+    with socket.create_connection((server.host, server.port)) as connection, socket.socket() as free:
+        address = connection.getsockname()[0]
         free.bind((address, 0))
         return address, free.getsockname()[1]
 

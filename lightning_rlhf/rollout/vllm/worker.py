@@ -1,4 +1,4 @@
-"""The engine process: hosts vLLM and answers one trainer over a socket pair. Run by :mod:`.supervisor`.
+"""The engine process: runs vLLM for one trainer, over a socket pair. Started by :mod:`.supervisor`.
 
 Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``, ``add``,
 ``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the
@@ -15,66 +15,68 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main(descriptor: int) -> int:
-    """Serve until the trainer closes its end of the socket.
+    """Execute commands until the trainer closes its end of the socket.
 
     Args:
         descriptor: the inherited end of the socket pair.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the trainer
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the trainer
     connection = Connection(descriptor)
 
-    def say(kind: str, **fields: Any) -> None:
+    def send(kind: str, **fields: Any) -> None:
         connection.send_bytes(json.dumps({"kind": kind, **fields}).encode())
 
     try:
         arguments = json.loads(connection.recv_bytes())["arguments"]
         from vllm import __version__ as version
 
-        from lightning_rlhf.rollout.vllm_core import VLLMCore
+        from lightning_rlhf.rollout.vllm.core import VLLMCore
 
         core = VLLMCore(arguments)
-        say("ready", version=version, pid=os.getpid(), **core.cache_size)
+        send("ready", version=version, pid=os.getpid(), **core.cache_size)
         while True:
             while connection.poll(0 if core.busy else None):
                 message = json.loads(connection.recv_bytes())
                 if message["kind"] == "close":
                     return 0
-                _obey(core, message, say)
-            for finished in core.step():
-                say("finished", **finished)
+                _execute(core, message, send)
+            for completion in core.step():
+                send("finished", **completion)
     except EOFError:
         return 0
     except Exception as error:
-        say("fatal", message=f"{type(error).__name__}: {error}")
+        send("fatal", message=f"{type(error).__name__}: {error}")
         raise
 
 
-def _obey(core: Any, message: dict[str, Any], say: Any) -> None:
-    """Run one command; what it raises goes back to whoever asked, and the engine lives on."""
-    asked = [request["id"] for request in message["requests"]] if message["kind"] == "add" else [message["id"]]
+def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
+    """Execute one command; send its error to the trainer and keep the engine running."""
+    ids = [request["id"] for request in message["requests"]] if message["kind"] == "add" else [message["id"]]
     try:
         if message["kind"] == "add":
             core.add(message["requests"])
         elif message["kind"] == "load":
             core.load(message["weights"], message["version"])
-            say("reply", id=message["id"])
+            send("reply", id=message["id"])
         elif message["kind"] == "swap":
             core.swap(message["adapter"], message["version"])
-            say("reply", id=message["id"])
+            send("reply", id=message["id"])
         elif message["kind"] == "sleep":
             core.sleep()
-            say("reply", id=message["id"])
+            send("reply", id=message["id"])
         elif message["kind"] == "trace":
-            say("reply", id=message["id"], lost=core.lost(message["weights"]))
+            send("reply", id=message["id"], lost=core.first_lost(message["weights"]))
     except Exception as error:
-        for identity in asked:
-            say("error", id=identity, message=f"{type(error).__name__}: {error}")
+        for identity in ids:
+            send("error", id=identity, message=f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":
-    # Tearing the interpreter down takes vLLM seconds, and there is nothing left to save.
+    # Shutting the interpreter down takes vLLM seconds, and nothing is left to save.
     status = main(int(sys.argv[1]))
     sys.stdout.flush()
     os._exit(status)

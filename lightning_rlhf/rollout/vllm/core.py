@@ -1,4 +1,4 @@
-"""vLLM behind four methods, for the engine process and for use in process. Importing this module imports vLLM."""
+"""A vLLM engine with the few methods that are needed here. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
-from lightning_rlhf.rollout.weight_sync import Slot
+from lightning_rlhf.rollout.vllm.sync import Slot
 
 
 class VLLMCore:
-    """One vLLM engine that is stepped by its owner.
+    """One vLLM engine that its owner advances step by step.
 
     Args:
-        arguments: for ``vllm.LLM``.
+        arguments: arguments of ``vllm.LLM``.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        extension = "lightning_rlhf.rollout.vllm_extension.WeightReceiver"
+        extension = "lightning_rlhf.rollout.vllm.receiver.WeightReceiver"
         self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
         self._engine = self._llm.llm_engine
-        self._version, self._asleep = -1, False
+        self._version = -1
+        self._asleep = False
         self._adapter: LoRARequest | None = None
 
     @property
@@ -39,10 +40,14 @@ class VLLMCore:
             self._asleep = True
 
     def load(self, weights: dict[str, Any], version: int) -> None:
-        """Take new weights from shared memory and forget every cached prefix of the old ones.
+        """Load new weights from shared memory and drop every cached prefix of the old ones.
 
-        An engine that sleeps gets the memory of its weights back before they come, and that of its cache afterwards:
+        The memory of a sleeping engine's weights is allocated before they are loaded, that of its cache after it:
         loading needs temporary memory.
+
+        Args:
+            weights: message of :class:`~lightning_rlhf.rollout.vllm.sync.WeightSender`.
+            version: version of the policy.
 
         Raises:
             RuntimeError: a cached prefix could not be dropped because requests are running.
@@ -54,53 +59,53 @@ class VLLMCore:
             if not self._llm.wake_up(["kv_cache"]):
                 raise RuntimeError("vLLM did not wake up: some of its memory is still freed")
             self._asleep = False
-        self._adapter = None  # vLLM forgets it with the weights it was for
-        self._forget_prefixes()
+        self._adapter = None  # vLLM drops it with the weights that it belongs to
+        self._reset_prefix_cache()
         self._version = version
 
     def swap(self, adapter: str, version: int) -> None:
-        """Answer with a LoRA adapter from now on, and forget every cached prefix.
+        """Generate with a LoRA adapter from now on, and drop every cached prefix.
 
         Args:
-            adapter: directory that peft could have written; it may be overwritten afterwards.
-            version: of the policy.
+            adapter: directory in peft's format; it may be overwritten after the call.
+            version: version of the policy.
 
         Raises:
-            RuntimeError: vLLM did not take it, or a cached prefix could not be dropped because requests are running.
+            RuntimeError: vLLM rejected it, or a cached prefix could not be dropped because requests are running.
         """
         if not self._engine.add_lora(LoRARequest("policy", 1, adapter, load_inplace=True)):
-            raise RuntimeError(f"vLLM did not take the adapter in {adapter}")
+            raise RuntimeError(f"vLLM rejected the adapter in {adapter}")
         self._adapter = LoRARequest("policy", 1, adapter)
-        self._forget_prefixes()
+        self._reset_prefix_cache()
         self._version = version
 
-    def _forget_prefixes(self) -> None:
+    def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
 
-    def lost(self, weights: dict[str, Any]) -> str | None:
-        """Take the same weights again and see whether all arrive.
+    def first_lost(self, weights: dict[str, Any]) -> str | None:
+        """Load the same weights again and check that all of them are read.
 
         Returns:
-            Name of the first parameter that does not arrive; None if all do, as far as can be seen.
+            Name of the first parameter that is not read completely; None if no loss is known.
         """
-        arrived = self._llm.collective_rpc("trace_weights", kwargs=weights)
+        counts = self._llm.collective_rpc("trace_weights", kwargs=weights)
         slots = [Slot(**slot) for slot in weights["layout"]]
-        # Engines that share the parameters take a part each, and copies of some.
-        whole = [sum(ranks) >= slot.numel for slot, *ranks in zip(slots, *arrived, strict=True)]
-        return next((slot.name for slot, complete in zip(slots, whole, strict=True) if not complete), None)
+        # Tensor-parallel workers read a part of each parameter, and copies of some.
+        complete = [sum(by_worker) >= slot.numel for slot, *by_worker in zip(slots, *counts, strict=True)]
+        return next((slot.name for slot, whole in zip(slots, complete, strict=True) if not whole), None)
 
     def add(self, requests: list[dict[str, Any]]) -> None:
-        """Queue all requests or, if one is refused, none.
+        """Queue all requests or, if one is rejected, none.
 
         Args:
-            requests: each with ``id``, ``prompt``, ``seed`` and the fields of ``sampling``.
+            requests: dicts with ``id``, ``prompt``, ``seed`` and the fields of ``sampling``.
         """
-        for number, request in enumerate(requests):
+        for index, request in enumerate(requests):
             try:
                 self._add(request)
             except Exception:
-                self._engine.abort_request([queued["id"] for queued in requests[:number]])
+                self._engine.abort_request([queued["id"] for queued in requests[:index]])
                 raise
 
     def _add(self, request: dict[str, Any]) -> None:
@@ -122,7 +127,7 @@ class VLLMCore:
         return self._engine.has_unfinished_requests()
 
     def step(self) -> Iterator[dict[str, Any]]:
-        """Advance all requests by a token; the finished ones."""
+        """Advance all requests by a token; yield the finished completions."""
         for output in self._engine.step():
             if output.finished:
                 sample = output.outputs[0]

@@ -1,9 +1,9 @@
-"""What serve starts ends with it, however it ends; and what it refuses to begin."""
+"""The server's process ends with its parent, however that ends; invalid options are found before it starts."""
 
-import asyncio
 import json
 import os
 import signal
+import socket
 import string
 import subprocess
 import sys
@@ -15,31 +15,45 @@ import pytest
 
 from lightning_rlhf.cli import serve as command
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.serving import example
-from lightning_rlhf.serving.door import bind, is_local, key_of
-from lightning_rlhf.serving.upstream import Served, Upstream, client_of
+from lightning_rlhf.serving.access import bind, is_local, load_key
+from lightning_rlhf.serving.example import curl_command, example_request
+from lightning_rlhf.serving.limits import Limits
+from lightning_rlhf.serving.process import ServedModel, ServerProcess
 from tests.serving.conftest import CHAT_TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[2]
-# Starts a child of its own that ignores SIGTERM, as an engine that hangs would; both write down who they are.
+MODEL = ServedModel("some/model", "m", "auto", 512, 64)
+# Starts a child that ignores SIGTERM, as an engine that hangs would; writes both process ids to a file.
 SERVER = """
-import os, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c",
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
-open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
-print("up", os.environ.get("VLLM_API_KEY"), os.environ.get("VLLM_SERVER_DEV_MODE"), os.environ.get("MINE"),
-    os.environ["VLLM_RPC_BASE_PATH"], flush=True)
-time.sleep(float(sys.argv[2]))
-sys.exit("it broke")
+import json, os, signal, subprocess, sys, time
+from lightning_rlhf.serving.server import _read_line, killed_with_parent
+settings = json.loads(_read_line())
+with killed_with_parent(settings["folder"]):
+    child = subprocess.Popen([sys.executable, "-c",
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+    open(sys.argv[1], "w").write(f"{os.getpid()} {child.pid}")
+    print("up", os.environ.get("VLLM_API_KEY"), os.environ.get("VLLM_SERVER_DEV_MODE"), os.environ.get("MINE"),
+        os.environ["VLLM_RPC_BASE_PATH"], settings["key"], flush=True)
+    time.sleep(float(sys.argv[2]))
+    raise ValueError("it broke")
 """
-FRONT = """
+PARENT = """
 import sys, time
 from pathlib import Path
-from lightning_rlhf.serving.upstream import Upstream
-upstream = Upstream([sys.executable, "-c", sys.argv[1], sys.argv[2], "600"], Path(sys.argv[2] + ".log"))
-Path(sys.argv[2] + ".folder").write_text(str(upstream.socket.parent))
+from tests.serving.test_process import started
+server = started(Path(sys.argv[1]), "600")
+Path(sys.argv[1] + ".folder").write_text(str(server.folder))
 time.sleep(600)
 """
+
+
+def started(who, seconds, secrets=()):
+    """A process with the stub above in place of vLLM; its log is beside the file ``who``."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return ServerProcess(
+            MODEL, listening, key="the key", limits=Limits(), log=who.with_name("log"), secrets=secrets,
+            command=(sys.executable, "-c", SERVER, str(who), seconds),
+        )  # fmt: skip
 
 
 def wait_for(condition, seconds=60.0):
@@ -63,35 +77,33 @@ def runs(pid):
 
 
 def test_closing_ends_the_server_and_what_it_started(tmp_path):
-    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log")
+    server = started(tmp_path / "who", "600")
     pids = wait_for(lambda: written(tmp_path / "who"))
-    folder = upstream.socket.parent
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert upstream.alive
-    upstream.close()
-    assert not upstream.alive
+    assert server.folder.stat().st_mode & 0o777 == 0o700
+    assert server.alive
+    server.close()
+    assert not server.alive
     assert not any(runs(pid) for pid in pids)
-    assert not folder.exists()
-    upstream.close()
+    assert not server.folder.exists()
+    server.close()
 
 
 def test_a_server_that_ends_leaves_nothing_behind_and_its_last_words(tmp_path):
-    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "0.1"], tmp_path / "log")
+    server = started(tmp_path / "who", "0.1")
     pids = wait_for(lambda: written(tmp_path / "who"))
-    wait_for(lambda: not upstream.alive)
+    wait_for(lambda: not server.alive)
     wait_for(lambda: not any(runs(pid) for pid in pids), 5)
-    assert upstream.tail().endswith("it broke")
-    upstream.close()
+    assert server.log_tail().endswith("it broke")
+    server.close()
 
 
-def test_a_front_that_is_killed_takes_its_server_with_it(tmp_path):
+def test_a_parent_that_is_killed_takes_its_server_with_it(tmp_path):
     who = tmp_path / "who"
-    command_line = [sys.executable, "-c", FRONT, SERVER, str(who)]
-    with subprocess.Popen(command_line, env={**os.environ, "PYTHONPATH": str(ROOT)}) as front:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(who)], cwd=ROOT) as parent:
         try:
             pids = wait_for(lambda: Path(f"{who}.folder").exists() and written(who))
         finally:
-            front.send_signal(signal.SIGKILL)
+            parent.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(runs(pid) for pid in pids), 20)
     wait_for(lambda: not Path(Path(f"{who}.folder").read_text()).exists(), 20)
 
@@ -99,31 +111,15 @@ def test_a_front_that_is_killed_takes_its_server_with_it(tmp_path):
 def test_variables_that_open_vllm_or_hold_keys_are_kept_from_it(tmp_path, monkeypatch):
     for name in ("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE", "MINE"):
         monkeypatch.setenv(name, "1")
-    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log", ["MINE"])
-    wait_for(lambda: upstream.tail().startswith("up"))
-    folder = upstream.socket.parent  # the engine's sockets are in it too
-    upstream.close()
-    assert upstream.tail().split("\n")[0] == f"up None None None {folder}"
+    server = started(tmp_path / "who", "600", ["MINE"])
+    wait_for(lambda: server.log_tail().startswith("up"))
+    server.close()
+    # The engine's sockets are in the folder; the key is neither in the environment nor on the command line.
+    assert server.log_tail().split("\n")[0] == f"up None None None {server.folder} the key"
 
 
-def test_a_server_that_closes_idle_connections_loses_no_request():
-    async def answer_once(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-        await reader.read(1)  # a second request comes when this connection's time is over
-        writer.close()
-
-    async def ask(path):
-        async with await asyncio.start_unix_server(answer_once, path), client_of(path) as client:
-            return [(await client.get("/health")).status_code for _ in range(3)]
-
-    with tempfile.TemporaryDirectory() as folder:
-        assert asyncio.run(ask(Path(folder) / "s")) == [200, 200, 200]
-
-
-def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path):
-    line = Served("some/model", "m", "auto", 512, 64).command(tmp_path / "s")
-    assert f"--uds={tmp_path / 's'}" in line
+def test_vllm_runs_no_code_of_the_model_and_has_no_documentation_routes(tmp_path):
+    line = MODEL.arguments()
     assert not [part for part in line if part.startswith(("--host", "--port", "--trust-remote-code", "--api-key"))]
     assert "--load-format=safetensors" in line
     assert "--disable-fastapi-docs" in line
@@ -134,16 +130,16 @@ def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, so give a key: --api-key-env NAME or"),
-        (["--host", "::"], ":: can be reached from other machines, so give a key"),
-        (["--host", "::ffff:0.0.0.0"], "::ffff:0.0.0.0 can be reached from other machines, so give a key"),
-        (["--host", "::ffff:10.0.0.1"], "::ffff:10.0.0.1 can be reached from other machines, so give a key"),
-        (["--host", "0"], "0 can be reached from other machines, so give a key"),
-        (["--host", "example.org"], "example.org can be reached from other machines, so give a key"),
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines, so set a key: --api-key-env NAME or"),
+        (["--host", "::"], ":: can be reached from other machines, so set a key"),
+        (["--host", "::ffff:0.0.0.0"], "::ffff:0.0.0.0 can be reached from other machines, so set a key"),
+        (["--host", "::ffff:10.0.0.1"], "::ffff:10.0.0.1 can be reached from other machines, so set a key"),
+        (["--host", "0"], "0 can be reached from other machines, so set a key"),
+        (["--host", "example.org"], "example.org can be reached from other machines, so set a key"),
         (["--host", "0.0.0.0", "--api-key-env", "NOT_SET"], "NOT_SET must hold a key of at least 16 visible ASCII"),
         (["--api-key-env", "SHORT"], "SHORT must hold a key of at least 16 visible ASCII"),
         (["--api-key-env", "SPACED"], "SPACED must hold a key of at least 16 visible ASCII"),
-        (["--api-key-file", "nowhere"], "there is no file nowhere to read the key from"),
+        (["--api-key-file", "nowhere"], "key file nowhere not found"),
         (["--model", "runs/none/export"], "no model at 'runs/none/export'"),
         (["--api-key-file", "bytes"], "cannot read a key from bytes: 'utf-8' codec can't decode"),
         (["--port", "70000"], "the port must be from 0 (a free one) to 65535, got 70000"),
@@ -154,7 +150,7 @@ def test_vllm_listens_on_its_socket_only_and_runs_no_code_of_the_model(tmp_path)
     ],
 )
 def test_what_is_not_begun_is_a_sentence_and_code_2(served_model, monkeypatch, tmp_path, capsys, arguments, told):
-    monkeypatch.setattr(Upstream, "__init__", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setattr(ServerProcess, "__init__", lambda *_, **__: pytest.fail("vLLM was started"))
     monkeypatch.setattr(command, "vllm_installed", lambda: True)
     monkeypatch.setenv("SHORT", "abc")
     monkeypatch.setenv("SPACED", "a key with spaces in it")
@@ -186,36 +182,39 @@ def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_pa
     assert not (tmp_path / "log").exists()
 
 
-def test_a_keeper_that_is_killed_leaves_nothing_behind_either(tmp_path):
-    upstream = Upstream([sys.executable, "-c", SERVER, str(tmp_path / "who"), "600"], tmp_path / "log")
+def test_a_server_that_is_killed_leaves_nothing_behind_either(tmp_path):
+    server = started(tmp_path / "who", "600")
     pids = wait_for(lambda: written(tmp_path / "who"))
-    os.kill(upstream._process.pid, signal.SIGKILL)
-    wait_for(lambda: not upstream.alive)
-    upstream.close()
+    os.kill(server.process.pid, signal.SIGKILL)
+    wait_for(lambda: not server.alive)
+    server.close()
     wait_for(lambda: not any(runs(pid) for pid in pids), 5)
 
 
 def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
     monkeypatch.chdir(served_model)
-    given = command._parser().parse_args(["--model", "."])
-    assert command._served(given, 64, 8).name == served_model.name
-    given = command._parser().parse_args(["--model", "Qwen/Qwen3-0.6B"])
-    assert command._served(given, 64, 8).name == "Qwen3-0.6B"
+    for given, name in ((".", served_model.name), (str(served_model), served_model.name), (".", "policy")):
+        arguments = ["--model", given, *(["--name", name] if name == "policy" else [])]
+        assert command._served_model(command._parser().parse_args(arguments), 64, 8).name == name
+    config = command.Pretrained(str(served_model)).hf_config()
+    monkeypatch.setattr(command.Pretrained, "hf_config", lambda self: config)
+    options = command._parser().parse_args(["--model", "Qwen/Qwen3-0.6B"])
+    assert command._served_model(options, 64, 8).name == "Qwen3-0.6B"
 
 
 def test_the_example_asks_what_the_model_can_read_by_the_route_that_it_answers():
     digits = CharacterTokenizer("0123456789+=").load()
-    assert example.request(digits, 100, 64) == ("/v1/completions", {"prompt": "12+30=", "max_tokens": 32})
-    assert example.request(digits, 5, 64)[1]["max_tokens"] == 5
-    assert example.request(digits, 100, 16)[1]["max_tokens"] == 10
+    assert example_request(digits, 100, 64) == ("/v1/completions", {"prompt": "12+30=", "max_tokens": 32})
+    assert example_request(digits, 5, 64)[1]["max_tokens"] == 5
+    assert example_request(digits, 100, 16)[1]["max_tokens"] == 10
     odd = CharacterTokenizer("xyzw").load()
-    assert example.request(odd, 100, 64)[1]["prompt"] == "xyzw"
+    assert example_request(odd, 100, 64)[1]["prompt"] == "xyzw"
     chats = CharacterTokenizer(string.printable).load()
     chats.chat_template = CHAT_TEMPLATE
-    messages = [{"role": "user", "content": "What is 12 + 30?"}]
-    assert example.request(chats, 100, 512) == ("/v1/chat/completions", {"messages": messages, "max_tokens": 32})
+    messages = [{"role": "user", "content": "Compute 12 + 30."}]
+    assert example_request(chats, 100, 512) == ("/v1/chat/completions", {"messages": messages, "max_tokens": 32})
     chats.chat_template = "{{ raise_exception('a system message, please') }}"
-    assert example.request(chats, 100, 512)[0] == "/v1/completions"
+    assert example_request(chats, 100, 512)[0] == "/v1/completions"
 
 
 def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
@@ -224,8 +223,8 @@ def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
     program.chmod(0o755)
     (tmp_path / "my key").write_text("0123456789abcdef")
     question = ("/v1/completions", {"prompt": "it's", "max_tokens": 1})
-    for key in (("abc", "abc"), key_of(None, tmp_path / "my key")):
-        text = example.shown("http://h:1", "the 'model'", key, question)
+    for key in (("abc", "abc"), load_key(None, tmp_path / "my key")):
+        text = curl_command("http://h:1", "the 'model'", key, question)
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         said = subprocess.run(["sh", "-c", text], env=environment, capture_output=True, text=True, check=True).stdout
         url, _, header, _, _, _, body = said.splitlines()
@@ -236,7 +235,7 @@ def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
 def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
     def key(*arguments):
         given = command._parser().parse_args(["--model", "x", *arguments])
-        return key_of(given.api_key_env, given.api_key_file)
+        return load_key(given.api_key_env, given.api_key_file)
 
     monkeypatch.setenv("MINE", "0123456789abcdef")
     (tmp_path / "key").write_text("fedcba9876543210\n")

@@ -1,4 +1,4 @@
-"""What vLLM's worker runs to take new weights; vLLM imports it by name."""
+"""Reception of weights in vLLM's worker; vLLM imports this module by its name."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rlhf.rollout.weight_sync import map_memory, read_slots
+from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
 
-_PROBES = 64  # a copy of old weights differs in every column
+_PROBED_COLUMNS = 64  # a copy of old weights differs in every column
 
 
 class WeightReceiver:
-    """Methods added to vLLM's worker class."""
+    """Methods that vLLM adds to its worker class."""
 
     model_runner: Any
     reload_weights: Any  # vLLM's own, which makes its configuration the current one for kernels that read it
     _memory: Tensor | None = None
 
     def receive_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> None:
-        """Load all parameters from shared memory, packed copies included."""
+        """Load all parameters from shared memory, and update packed copies of them."""
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
         self.reload_weights(weights_iterator=read_slots(self._memory, layout))
         repack(self.model_runner.model)
 
     def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:
-        """Load all parameters again and see how much of them is taken.
+        """Load all parameters again and count the elements that are read.
 
         Returns:
-            How many elements of each parameter arrived.
+            Number of elements that were read of each parameter.
         """
         assert self._memory is not None
         trace = _Trace(self.model_runner.model, self._memory, [slot["offset"] for slot in layout])
@@ -43,36 +43,39 @@ class WeightReceiver:
 
 
 class _Trace(TorchDispatchMode):
-    """Sees which elements of the shared memory are read while weights are loaded, and into which packed layers.
+    """Record of the elements of the shared memory that are read while weights are loaded, and of packed layers.
 
     Args:
-        model: of vLLM.
-        memory: shared with the trainer.
-        offsets: where the parameters begin in it, in bytes, ascending.
+        model: vLLM's model.
+        memory: memory shared with the trainer.
+        offsets: first byte of each parameter in the memory, ascending.
     """
 
     def __init__(self, model: nn.Module, memory: Tensor, offsets: list[int]) -> None:
         super().__init__()
-        self._memory, self._offsets = memory, offsets
+        self._memory = memory
+        self._offsets = offsets
         self._packed: list[Any] = [module for module in model.modules() if hasattr(module, "cpu_linear")]
-        self._filled: list[tuple[Any, int, int, Tensor]] = []  # layer, its first row that was filled, parameter, value
-        self._read: list[dict[Any, int]] = [{} for _ in offsets]  # the elements of each piece, once however often read
+        # Layer, first row that was filled, index of the parameter, value.
+        self._filled: list[tuple[Any, int, int, Tensor]] = []
+        # Elements of each piece of a parameter; a piece counts once, however often it is read.
+        self._read: list[dict[Any, int]] = [{} for _ in offsets]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and note what it reads."""
+        """Run the operation and record the memory that it reads."""
         result = func(*args, **(kwargs or {}))
-        if self._computes(func, result):
+        if self._reads_values(func, result):
             for source in tree_leaves((args, kwargs)):
                 if isinstance(source, Tensor) and _same_storage(source, self._memory):
-                    number = bisect_right(self._offsets, source.data_ptr() - self._memory.data_ptr()) - 1
+                    index = bisect_right(self._offsets, source.data_ptr() - self._memory.data_ptr()) - 1
                     piece = source.data_ptr(), source.shape, source.stride()
-                    self._read[number][piece] = source.numel()
+                    self._read[index][piece] = source.numel()
                     if func is torch.ops.aten.copy_.default:
-                        self._note_layer(args[0], number, source)
+                        self._record_layer(args[0], index, source)
         return result
 
-    def _computes(self, func: Any, result: Any) -> bool:
-        """Whether an operation looks at values: it makes no view, no tensor of the same shape, none without data."""
+    def _reads_values(self, func: Any, result: Any) -> bool:
+        """Return whether an operation reads values: not if it makes a view, an empty tensor, or one without data."""
         # Before vLLM loads into a layer, it loads into a copy of it that has no data, in order to count.
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.name()
@@ -82,43 +85,43 @@ class _Trace(TorchDispatchMode):
             or any(tensor.is_meta or _same_storage(tensor, self._memory) for tensor in tensors)
         )
 
-    def _note_layer(self, target: Tensor, number: int, source: Tensor) -> None:
+    def _record_layer(self, target: Tensor, index: int, source: Tensor) -> None:
         for layer in self._packed:
             if source.ndim == 2 and _same_storage(layer.weight, target):
                 row = target.storage_offset() // target.shape[1]
-                self._filled.append((layer, row, number, source.to(target.dtype)))
+                self._filled.append((layer, row, index, source.to(target.dtype)))
 
     def counts(self) -> list[int]:
-        """Elements that were read of each parameter; 0 where a layer on a CPU computes with another, packed copy."""
-        read = [sum(pieces.values()) for pieces in self._read]
-        for owner, row, number, weight in self._filled:
+        """Return the elements read of each parameter; 0 where a layer on a CPU computes with an old packed copy."""
+        counts = [sum(pieces.values()) for pieces in self._read]
+        for owner, row, index, weight in self._filled:
             for layer in self._packed:
                 tied = layer.weight.numel() > 0 and _same_storage(layer.weight, owner.weight)
-                if (layer is owner or tied) and not _multiplies_by(layer, row, weight):
-                    read[number] = 0
-        return read
+                if (layer is owner or tied) and not _computes_with(layer, row, weight):
+                    counts[index] = 0
+        return counts
 
 
 def _same_storage(left: Tensor, right: Tensor) -> bool:
     return left.device == right.device and left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
 
 
-def _multiplies_by(layer: Any, row: int, weight: Tensor) -> bool:
-    """Whether a layer computes with the weight, from a row on: unit vectors bring out some columns bit by bit."""
+def _computes_with(layer: Any, row: int, weight: Tensor) -> bool:
+    """Return whether a layer's rows from ``row`` on are the weight: unit vectors return some columns exactly."""
     width = weight.shape[1]
-    columns = torch.linspace(0, width - 1, min(width, _PROBES)).long()
-    found = layer.cpu_linear(nn.functional.one_hot(columns, width).to(weight.dtype), layer.weight, None)
-    return torch.equal(found[:, row : row + len(weight)].T, weight[:, columns])
+    columns = torch.linspace(0, width - 1, min(width, _PROBED_COLUMNS)).long()
+    outputs = layer.cpu_linear(nn.functional.one_hot(columns, width).to(weight.dtype), layer.weight, None)
+    return torch.equal(outputs[:, row : row + len(weight)].T, weight[:, columns])
 
 
 def repack(model: nn.Module) -> None:
-    """Pack anew what vLLM 0.32 on a CPU leaves as it was loaded, or as it was before."""
+    """Update the packed copies of weights that vLLM 0.32 on a CPU does not update after loading."""
     repack_tied_head(model)
     repack_experts(model)
 
 
 def repack_tied_head(model: nn.Module) -> None:
-    """Pack a head that is tied to the embedding anew: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
+    """Pack a head that is tied to the embedding again: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
     module: Any
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
@@ -135,6 +138,6 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def layer_is_on_cpu(layer: Any) -> bool:
-    """Whether it holds experts in the CPU's memory."""
+    """Return whether a layer has experts in the CPU's memory."""
     weight = getattr(layer, "w13_weight", None)
     return isinstance(weight, Tensor) and weight.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""A child process that generates, and everything that can happen to it."""
+"""The trainer's side of the engine process: commands, results, and the detection of its death."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
-from lightning_rlhf.rollout.arrivals import as_they_come
 from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 log = logging.getLogger(__name__)
 
-# A launcher's variables would make the child join the trainer's process group; the seed would reseed it.
-_NOT_FOR_THE_CHILD = (
+# With a launcher's variables the child would join the trainer's process group; with the seed it would be reseeded.
+_NOT_INHERITED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
 )  # fmt: skip
 _CLOSE_SECONDS = 10
-_GROUP_SECONDS = 1  # what the worker started may end by itself, and clean up, for this long
-_SAY_SECONDS = 60
+_GROUP_SECONDS = 1  # time for the worker's children to end and clean up before they are killed
+_HEARTBEAT_SECONDS = 60
 _LOG_TAIL = 2000
 
 
 class EngineProcess:
-    """Starts a worker module, sends it commands, and turns its death into :class:`EngineDied` at once.
+    """A child process that runs a worker module, takes commands, and reports its death as :class:`EngineDied`.
 
-    A thread reads the worker's answers. The socket pair reaches its end the moment the worker is gone, however it
-    ended, so no pending future outlives it.
+    A thread reads the worker's messages. The socket pair reaches its end as soon as the worker has ended, however that
+    happened, so no pending future outlives it.
 
     Args:
-        module: to run, for example ``lightning_rlhf.rollout.vllm_worker``.
-        arguments: sent first.
-        environment: variables set for the child, beside those it inherits.
+        module: module to run, for example ``lightning_rlhf.rollout.vllm.worker``.
+        arguments: content of the first message.
+        environment: variables of the child in addition to the inherited ones.
         log: file for the child's output.
     """
 
@@ -54,7 +54,9 @@ class EngineProcess:
         self._log = log
         ours, theirs = socket.socketpair()
         inherited = {
-            k: v for k, v in os.environ.items() if k not in _NOT_FOR_THE_CHILD and not k.startswith(LAUNCHER_PREFIXES)
+            name: value
+            for name, value in os.environ.items()
+            if name not in _NOT_INHERITED and not name.startswith(LAUNCHER_PREFIXES)
         }
         with log.open("wb") as output, theirs:
             self.process = subprocess.Popen(
@@ -67,68 +69,70 @@ class EngineProcess:
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
-        self._sending, self._expecting = threading.Lock(), threading.Lock()
-        self._numbers = itertools.count()
+        self._send_lock = threading.Lock()
+        self._pending_lock = threading.Lock()
+        self._ids = itertools.count()
         self._pending: dict[str, Future[dict[str, Any]]] = {}
         self._death: EngineDied | None = None
         self.ready: Future[dict[str, Any]] = Future()
         self._send({"kind": "start", "arguments": arguments})
-        self._reader = threading.Thread(target=self._read, name="engine answers", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="engine messages", daemon=True)
         self._reader.start()
 
     def command(self, kind: str, **fields: Any) -> Future[dict[str, Any]]:
-        """Send a command; the future is its reply."""
-        identity, future = self._expect()
+        """Send a command; return the future of its reply."""
+        identity, future = self._new_future()
         self._send({"kind": kind, "id": identity, **fields})
         return future
 
     def generate(self, requests: list[dict[str, Any]]) -> list[Future[dict[str, Any]]]:
-        """Queue requests; each future is the finished completion."""
+        """Queue requests; return the futures of the completions."""
         futures = []
         for request in requests:
-            request["id"], future = self._expect()
+            request["id"], future = self._new_future()
             futures.append(future)
         self._send({"kind": "add", "requests": requests})
         return futures
 
-    def answers(
+    def results(
         self,
         futures: Sequence[Future[dict[str, Any]]],
-        waited_for: str,
-        told: Callable[[int, dict[str, Any]], None] | None = None,
+        description: str,
+        on_result: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Wait for all futures without a limit, and say so every minute: a silent engine may work, or hang.
+        """Wait for all futures without a limit, and log it every minute: a silent engine may work, or hang.
 
         Args:
-            futures: of :attr:`ready`, :meth:`command` or :meth:`generate`.
-            waited_for: what they are, in a few words.
-            told: called with the number of a future and its answer as soon as that is there.
+            futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`.
+            description: short description of the futures for the log.
+            on_result: called with the index of a future and its result as soon as that is available.
 
         Returns:
-            Their answers, in order.
+            The results, in the order of the futures.
 
         Raises:
-            EngineDied: the engine is gone.
-            RuntimeError: the worker refused.
+            EngineDied: the engine has ended.
+            RuntimeError: the worker reported an error.
         """
-        began, numbers = time.monotonic(), {future: number for number, future in enumerate(futures)}
-        for future in as_they_come(numbers, _SAY_SECONDS):
+        began = time.monotonic()
+        indices = {future: index for index, future in enumerate(futures)}
+        for future in as_completed_with_heartbeat(indices, _HEARTBEAT_SECONDS):
             if future is not None:
-                number = numbers.pop(future)
-                if told is not None and future.exception() is None:
-                    told(number, future.result())
+                index = indices.pop(future)
+                if on_result is not None and future.exception() is None:
+                    on_result(index, future.result())
                 continue
-            count = f"{len(numbers)} of {len(futures)} " if len(futures) > 1 else ""
+            count = f"{len(indices)} of {len(futures)} " if len(futures) > 1 else ""
             seconds = time.monotonic() - began
-            log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, waited_for, seconds, self._log)
+            log.info("Waiting for %s%s for %.0f s; the engine's log is %s.", count, description, seconds, self._log)
         for future in futures:
             error = future.exception()
             if error is not None:
-                raise error  # from here, so that it is reported as an error of this package
+                raise error  # raised here, so that its traceback ends in this package
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Ask the worker to end, then make it; one that is still starting would not hear the question."""
+        """Request the end of the worker, and kill it if it does not end; kill one that is still starting at once."""
         if self.ready.done():
             self._send({"kind": "close"})
         else:
@@ -137,16 +141,16 @@ class EngineProcess:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
-        self._reader.join(_CLOSE_SECONDS)  # or it would read from whatever gets the descriptor next
+        self._reader.join(_CLOSE_SECONDS)  # or it would read from the next file that gets the same descriptor
         self._connection.close()
 
     def _kill(self) -> int:
-        """End the worker and whatever it started: it leads a session of its own."""
+        """Kill the worker and its children, which are in its session."""
         self._signal_group(signal.SIGKILL)
         return self.process.wait()
 
     def _signal_group(self, number: int) -> bool:
-        """Whether there was anyone to signal."""
+        """Send a signal to the worker's process group; return whether the group exists."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -154,24 +158,24 @@ class EngineProcess:
         return True
 
     def _end_group(self) -> None:
-        """End what the worker left behind."""
+        """End the children that the worker left running."""
         end = time.monotonic() + _GROUP_SECONDS
         while self._signal_group(0) and time.monotonic() < end:
             time.sleep(0.02)
         self._signal_group(signal.SIGKILL)
 
-    def _expect(self) -> tuple[str, Future[dict[str, Any]]]:
-        with self._expecting:  # or a future could be added behind the back of the thread that buries them all
+    def _new_future(self) -> tuple[str, Future[dict[str, Any]]]:
+        with self._pending_lock:  # or a future could be added after the reading thread has failed all of them
             if self._death is not None:
                 raise self._death
-            identity = str(next(self._numbers))
+            identity = str(next(self._ids))
             future: Future[dict[str, Any]] = Future()
             self._pending[identity] = future
             return identity, future
 
     def _send(self, message: dict[str, Any]) -> None:
-        # A broken pipe means the worker is gone: the reading thread sees that too, and answers every future.
-        with self._sending, contextlib.suppress(OSError):
+        # A broken pipe means that the worker has ended: the reading thread detects that too, and fails every future.
+        with self._send_lock, contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
 
     def _read(self) -> None:
@@ -191,23 +195,24 @@ class EngineProcess:
         except (EOFError, OSError):
             pass
         except (ValueError, TypeError, KeyError) as error:
-            reason = f"it gave an answer that nobody understands ({type(error).__name__}: {error})"
+            reason = f"it sent an invalid message ({type(error).__name__}: {error})"
             self._kill()
         finally:
-            self._bury(reason)
+            self._fail_all(reason)
             self._end_group()
 
-    def _bury(self, reason: str | None) -> None:
+    def _fail_all(self, reason: str | None) -> None:
+        """Set :class:`EngineDied` on all futures."""
         try:
             code = self.process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # it stopped talking, but will not go
+        except subprocess.TimeoutExpired:  # it closed the connection without ending
             code = self._kill()
-        ended = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
+        end = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
         tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
-        ends = f", and ends:\n{tail}" if tail else ""
-        with self._expecting:
+        shown = f", and ends:\n{tail}" if tail else ""
+        with self._pending_lock:
             self._death = EngineDied(
-                f"the engine process {self.process.pid} died: {ended}; its log is {self._log}{ends}"
+                f"the engine process {self.process.pid} died: {end}; its log is {self._log}{shown}"
             )
         for future in [self.ready, *self._pending.values()]:
             if not future.done():
@@ -217,4 +222,4 @@ class EngineProcess:
 
 def _signal_name(number: int) -> str:
     names = {member.value: member.name for member in signal.Signals}
-    return f"signal {number} ({names.get(number, 'without a name')})"
+    return f"signal {number} ({names.get(number, 'unnamed')})"

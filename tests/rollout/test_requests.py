@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from lightning_rlhf.rollout.arrivals import as_they_come
+from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 
 def test_each_future_comes_once_it_is_done_in_that_order():
@@ -17,8 +17,8 @@ def test_each_future_comes_once_it_is_done_in_that_order():
             futures[number].set_exception(ValueError()) if number == 0 else futures[number].set_result(number)
 
     threading.Thread(target=work).start()
-    assert list(as_they_come(futures, 60)) == [futures[number] for number in (2, 3, 0, 1)]
-    assert list(as_they_come([], 60)) == []
+    assert list(as_completed_with_heartbeat(futures, 60)) == [futures[number] for number in (2, 3, 0, 1)]
+    assert list(as_completed_with_heartbeat([], 60)) == []
 
 
 def test_none_comes_every_so_often_even_while_others_come():
@@ -30,6 +30,6 @@ def test_none_comes_every_so_often_even_while_others_come():
             future.set_result(None)
 
     threading.Thread(target=work).start()
-    found = list(as_they_come(futures, 0.25))
+    found = list(as_completed_with_heartbeat(futures, 0.25))
     assert [future for future in found if future is not None] == futures
     assert 2 <= found.count(None) <= 8

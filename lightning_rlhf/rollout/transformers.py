@@ -1,4 +1,4 @@
-"""transformers' own generation as rollout engine: runs wherever torch does, and is slow."""
+"""Generation by transformers as rollout engine: runs wherever torch runs, and is slow."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from lightning_rlhf.attention import checked_attention
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rollout.engine import EngineSetup, Finished, RolloutEngine
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
 
 class TransformersEngine(RolloutEngine):
-    """A second copy of the actor in the trainer's process, sampled by ``transformers``.
+    """A second copy of the actor in the trainer's process, which ``transformers`` generates with.
 
     Args:
         batch_size: prompts generated together, at least 1.
@@ -38,11 +38,11 @@ class TransformersEngine(RolloutEngine):
         self._version = -1
 
     def start(self, setup: EngineSetup) -> None:
-        """Build the model; its weights come with the first push."""
+        """Build the model; its weights are set by the first push."""
         config = checked_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
-        model.generation_config = GenerationConfig()  # generate() would take from it whatever the request leaves open
+        model.generation_config = GenerationConfig()  # generate() would use its values for options that are not set
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 
     def wait(self) -> str:
@@ -52,11 +52,11 @@ class TransformersEngine(RolloutEngine):
     @torch.no_grad()
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`."""
-        ours = dict(whole_tensors(self._running))
+        not_updated = dict(whole_tensors(self._running))
         for name, tensor in parameters:
-            ours.pop(name).copy_(tensor)
-        if ours:
-            raise RuntimeError(f"no new weights came for {sorted(ours)[:3]} ...")
+            not_updated.pop(name).copy_(tensor)
+        if not_updated:
+            raise RuntimeError(f"the push contained no weights for {sorted(not_updated)[:3]} ...")
         self._version = version
 
     @torch.no_grad()
@@ -65,16 +65,16 @@ class TransformersEngine(RolloutEngine):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         seeds: Sequence[int],
-        finished: Finished | None = None,
+        on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`."""
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
-            part = slice(first, first + self._batch_size)
-            completions += self._generate_batch(prompts[part], sampling, seeds[part])
-            if finished is not None:
-                for number in range(first, len(completions)):
-                    finished(number, completions[number])
+            batch = slice(first, first + self._batch_size)
+            completions += self._generate_batch(prompts[batch], sampling, seeds[batch])
+            if on_finished is not None:
+                for index in range(first, len(completions)):
+                    on_finished(index, completions[index])
         return completions
 
     def _generate_batch(
@@ -83,13 +83,13 @@ class TransformersEngine(RolloutEngine):
         model: Any = self._running
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
-        seen = torch.tensor(
+        attention_mask = torch.tensor(
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device
         )
         sampler = SeededSampler(sampling, seeds)
         output = model.generate(
             ids,
-            attention_mask=seen,
+            attention_mask=attention_mask,
             generation_config=GenerationConfig(
                 max_new_tokens=sampling.max_tokens,
                 do_sample=False,
@@ -102,9 +102,9 @@ class TransformersEngine(RolloutEngine):
         return [self._completion(row, values, sampling) for row, values in zip(output, logprobs, strict=True)]
 
     def _completion(self, row: list[int], logprobs: list[float], sampling: SamplingParams) -> Completion:
-        ends = [place for place, token in enumerate(row) if token in sampling.stop_token_ids]
-        length = ends[0] + 1 if ends else len(row)
-        return Completion(row[:length], logprobs[:length], "stop" if ends else "length", self._version)
+        stops = [position for position, token in enumerate(row) if token in sampling.stop_token_ids]
+        length = stops[0] + 1 if stops else len(row)
+        return Completion(row[:length], logprobs[:length], "stop" if stops else "length", self._version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
@@ -126,13 +126,13 @@ class TransformersEngine(RolloutEngine):
 
 
 class SeededSampler(LogitsProcessor):
-    """Makes transformers' greedy search draw samples, each row from a generator of its own.
+    """Gumbel noise that makes transformers' greedy search sample, with one random generator per row.
 
-    Adding Gumbel noise to log-probabilities and taking the largest draws from the distribution, so a row's sample
-    depends on its seed and its own logits alone.
+    The largest of log-probabilities plus Gumbel noise is a sample of the distribution, so a row's sample depends only
+    on its seed and its logits.
 
     Args:
-        sampling: how to draw.
+        sampling: sampling parameters.
         seeds: one per row.
     """
 
@@ -147,10 +147,10 @@ class SeededSampler(LogitsProcessor):
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores whose largest is the sampled token; its log-probability is kept.
+        """Return scores whose largest is the sampled token; append its log-probability to ``logprobs``.
 
         Args:
-            input_ids: (B, L) so far.
+            input_ids: (B, L) tokens so far.
             scores: (B, V) logits.
 
         Returns:
@@ -166,6 +166,6 @@ class SeededSampler(LogitsProcessor):
             logprobs = scores.log_softmax(dim=-1)
             noise = torch.stack([torch.empty(scores.shape[1]).exponential_(generator=g) for g in self._generators])
             noisy = logprobs - noise.log().to(scores.device)
-        chosen = noisy.argmax(dim=-1, keepdim=True)
-        self.logprobs.append(logprobs.gather(1, chosen).squeeze(1))
+        sampled = noisy.argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, sampled).squeeze(1))
         return noisy

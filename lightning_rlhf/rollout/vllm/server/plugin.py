@@ -1,7 +1,7 @@
-"""What a vLLM server runs for us: a weight transfer of its own kind, and a guard for all its routes.
+"""Classes that a vLLM server loads for us: a weight transfer through shared memory, and a key check on all routes.
 
-``vllm serve`` imports this module by the names on its command line (docs/rollouts.md). The transfer is vLLM's API with
-another transport: where trainer and server share a machine, the weights go through the trainer's shared memory.
+``vllm serve`` imports this module by the names on its command line (docs/rollouts.md). The transfer implements vLLM's
+API: where trainer and server share a machine, the weights are read from the trainer's shared memory.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from lightning_rlhf.rollout.vllm_extension import repack
-from lightning_rlhf.rollout.weight_sync import SHARED_MEMORY, map_memory, read_slots
+from lightning_rlhf.rollout.vllm.receiver import repack
+from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, map_memory, read_slots
 
-_SENDERS_MEMORY = re.compile(r"/proc/\d+/fd/\d+")
+_MEMORY_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 @dataclass
-class NothingToAgreeOn(WeightTransferInitInfo):
-    """Every update says itself where its memory lies."""
+class SharedMemoryInit(WeightTransferInitInfo):
+    """Empty: every update contains the path of its memory."""
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """The message of :class:`~lightning_rlhf.rollout.weight_sync.WeightSender`.
+    """The message of :class:`~lightning_rlhf.rollout.vllm.sync.WeightSender`.
 
     Args:
-        path: of the memory, ``/proc/<trainer>/fd/<n>``.
-        nbytes: its size.
-        layout: the parameters in it.
+        path: path of the memory, ``/proc/<trainer>/fd/<n>``.
+        nbytes: size of the memory.
+        layout: slots of the parameters in it.
     """
 
     path: str
@@ -50,21 +50,21 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
     layout: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
-        if not _SENDERS_MEMORY.fullmatch(self.path):
-            raise ValueError(f"weights come from the memory of a process, /proc/<process>/fd/<n>, not {self.path!r}")
+        if not _MEMORY_PATH.fullmatch(self.path):
+            raise ValueError(f"the path of the weights must be /proc/<process>/fd/<n>, got {self.path!r}")
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NothingToAgreeOn, SharedMemoryUpdate]):
-    """Loads the weights from the trainer's shared memory."""
+class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
+    """Weight transfer that loads from the trainer's shared memory."""
 
-    init_info_cls = NothingToAgreeOn
+    init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate
 
-    def init_transfer_engine(self, init_info: NothingToAgreeOn) -> None:
-        """Nothing to do."""
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        """Set nothing up: the transfer needs no connection."""
 
     def start_weight_update(self) -> None:
-        """Make ready to load layer by layer."""
+        """Prepare the model for loading layer by layer."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
@@ -73,23 +73,23 @@ class SharedMemoryTransfer(WeightTransferEngine[NothingToAgreeOn, SharedMemoryUp
         self.model.load_weights(read_slots(memory, update_info.layout))
 
     def finish_weight_update(self) -> None:
-        """Process what was loaded, packed copies included."""
+        """Process the loaded weights, and update packed copies of them."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release: memory is unmapped with the last view of it."""
+        """Release nothing: memory is unmapped with the last view of it."""
 
 
 class SharedMemoryWorker:
-    """Adds nothing to vLLM's worker: naming it on the command line makes the worker import this module."""
+    """Empty extension of vLLM's worker, which imports this module because the command line names it."""
 
 
 class GuardedRoutes(AuthenticationMiddleware):
-    """Asks for the API key on every route. vLLM 0.32 itself leaves those that change the weights open to anyone.
+    """Middleware that requires the API key on every route. vLLM 0.32 itself leaves those that change weights open.
 
     Args:
-        app: to guard.
+        app: application whose routes are guarded.
 
     Raises:
         ValueError: ``VLLM_API_KEY`` is not set.
@@ -102,7 +102,7 @@ class GuardedRoutes(AuthenticationMiddleware):
         super().__init__(app, [key])
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Answer 401 to who has no key."""
+        """Pass on a request with the key; respond 401 to others."""
         if scope["type"] in ("http", "websocket") and not self.verify_token(Headers(scope=scope)):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
         return self.app(scope, receive, send)

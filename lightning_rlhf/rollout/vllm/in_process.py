@@ -1,0 +1,107 @@
+"""vLLM as rollout engine in the trainer's process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests
+from lightning_rlhf.rollout.vllm.sync import PublishedNames
+from lightning_rlhf.types import Completion, SamplingParams
+
+
+class InProcessVLLMEngine(VLLMEngine):
+    """vLLM in the trainer's process: for debugging both together, and where processes are forbidden.
+
+    The random state is restored after every call. Threads and torch.distributed stay as vLLM changes them.
+
+    Args:
+        gpu_memory_utilization: fraction of a GPU's memory, as for :class:`VLLMEngine`.
+        tensor_parallel_size: must be 1.
+        arguments: further arguments of ``vllm.LLM``; they override ours.
+    """
+
+    def __init__(
+        self,
+        gpu_memory_utilization: float = 0.4,
+        tensor_parallel_size: int = 1,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(gpu_memory_utilization, tensor_parallel_size, arguments=arguments)
+        if tensor_parallel_size != 1:
+            raise ValueError("an engine in the trainer's process cannot use several devices; use VLLMEngine")
+        self._core: Any = None
+
+    def start(self, setup: EngineSetup) -> None:
+        """Start the engine and wait until it is ready."""
+        self._published = PublishedNames(setup.model)
+        self._dtype = self._dtype_of(setup)
+        environment = self._environment(setup)
+        os.environ.update({name: value for name, value in environment.items() if name.startswith(("VLLM_", "TRITON_"))})
+        with _preserved_random_state():
+            from lightning_rlhf.rollout.vllm.core import VLLMCore
+
+            self._core = VLLMCore(self.llm_arguments(setup))
+
+    def wait(self) -> str:
+        """See :meth:`RolloutEngine.wait`."""
+        import vllm
+
+        size = self._core.cache_size
+        cache = f"{size['blocks']} blocks of {size['block_size']} tokens"
+        return f"vLLM {vllm.__version__} inside the trainer's process in {self._dtype}, cache of {cache}"
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`."""
+        with _preserved_random_state():
+            self._core.load(self._sender.write(self._converted(parameters)), version)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`."""
+        completions: dict[int, Completion] = {}
+        with _preserved_random_state():
+            requests = as_requests(prompts, sampling, seeds)
+            self._core.add([{**request, "id": str(index)} for index, request in enumerate(requests)])
+            while self._core.busy:
+                for message in self._core.step():
+                    index = int(message["id"])
+                    completions[index] = as_completion(message)
+                    if on_finished is not None:
+                        on_finished(index, completions[index])
+        return [completions[index] for index in range(len(prompts))]
+
+    def _first_lost(self) -> str | None:
+        with _preserved_random_state():
+            return cast("str | None", self._core.first_lost(self._sender.message))
+
+    def close(self) -> None:
+        """Drop the engine."""
+        self._core = None
+        super().close()
+
+
+@contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

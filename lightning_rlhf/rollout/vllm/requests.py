@@ -1,0 +1,70 @@
+"""Conversion of requests to vLLM's format and of its results to completions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+from lightning_rlhf.types import Completion, SamplingParams
+
+T = TypeVar("T")
+# vLLM 0.32 rejects higher temperatures, and silently uses 0.01 for lower ones.
+_LOWEST_TEMPERATURE = 0.01
+_HIGHEST_TEMPERATURE = 2.0
+
+
+def check_temperature(sampling: SamplingParams) -> None:
+    """Validate that vLLM supports a temperature.
+
+    Raises:
+        ValueError: it is neither 0 nor within vLLM's bounds.
+    """
+    if sampling.temperature and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
+        raise ValueError(
+            f"vLLM samples at temperatures from {_LOWEST_TEMPERATURE} to {_HIGHEST_TEMPERATURE}, got "
+            f"{sampling.temperature}: use one of these or TransformersEngine"
+        )
+
+
+def as_requests(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return one request per prompt with vLLM's names of the sampling parameters."""
+    fields = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    return [
+        {"prompt": list(prompt), "sampling": fields, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+
+
+def as_completion(message: dict[str, Any]) -> Completion:
+    """Return the completion in a message of the worker."""
+    try:
+        fields = [message[name] for name in ("token_ids", "logprobs", "finish_reason", "policy_version")]
+    except KeyError as error:
+        raise RuntimeError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
+    return Completion(*fields)
+
+
+def as_completed_with_heartbeat(futures: Collection[Future[T]], seconds: float) -> Iterator[Future[T] | None]:
+    """Yield each future once it is done, and None every few seconds while some are not.
+
+    Args:
+        futures: futures in any state.
+        seconds: time between two None.
+    """
+    pending = set(futures)
+    while pending:
+        try:
+            for future in as_completed(pending, timeout=seconds):
+                pending.discard(future)
+                yield future
+        except FutureTimeoutError:
+            yield None

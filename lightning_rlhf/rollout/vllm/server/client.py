@@ -1,0 +1,151 @@
+"""HTTP client of a vLLM server."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlencode, urlsplit
+from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+
+from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
+
+log = logging.getLogger(__name__)
+_CONNECTIONS = 256  # open requests of one rank
+_GET_SECONDS = 30
+_HEARTBEAT_SECONDS = 60
+_HOW_TO_START = "docs/rollouts.md has the command that starts one"
+
+
+class VLLMServer:
+    """A vLLM server as this process reaches it.
+
+    Args:
+        url: ``http://host:port``.
+        key: API key of the server; None if it has none.
+        timeout: longest wait for the server to start, and for one response, in seconds.
+
+    Raises:
+        ValueError: the url is invalid.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise ValueError(f"the url of a vLLM server looks like http://127.0.0.1:8000, got {url!r}")
+        self.url = url.rstrip("/")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._timeout = timeout
+        self._key = key
+        # A proxy in the environment is meant for other hosts.
+        self._opener: OpenerDirector = build_opener(ProxyHandler({}))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be reached from this machine only."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def wait_until_up(self) -> None:
+        """Wait until the server responds, and log it every minute.
+
+        Raises:
+            EngineDied: it did not start in time.
+        """
+        began = time.monotonic()
+        last_logged = began
+        while True:
+            try:
+                return self.get("/health")
+            except EngineDied as error:
+                now = time.monotonic()
+                if now - began > self._timeout:
+                    raise EngineDied(f"{error}; {_HOW_TO_START}") from error
+                if now - last_logged > _HEARTBEAT_SECONDS:
+                    last_logged = now
+                    log.info("Waiting for the vLLM server at %s for %.0f s.", self.url, now - began)
+            time.sleep(min(1.0, self._timeout))
+
+    def get(self, path: str, with_key: bool = True, **query: str) -> Any:
+        """Send a GET request and return the decoded response; raises as :meth:`post`."""
+        return self._send(self._request(path, query, None, with_key), _GET_SECONDS)
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **query: str) -> Any:
+        """Send a POST request and return the decoded response.
+
+        Raises:
+            ValueError: the server does not have the route, or rejects the key.
+            RuntimeError: it rejects the request.
+            EngineDied: it cannot be reached, or failed.
+        """
+        return self._send(self._request(path, query, json.dumps(body or {}).encode(), True), self._timeout)
+
+    def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
+        """Send many requests; yield (index, response) as they finish, and log every minute how many are missing."""
+        began = time.monotonic()
+        pool = ThreadPoolExecutor(_CONNECTIONS)
+        try:
+            indices = {pool.submit(self.post, path, body): index for index, body in enumerate(bodies)}
+            for future in as_completed_with_heartbeat(indices, _HEARTBEAT_SECONDS):
+                if future is not None:
+                    yield indices.pop(future), future.result()
+                    continue
+                missing = f"{len(indices)} of {len(bodies)}"
+                log.info("Waiting for %s responses of %s for %.0f s.", missing, self.url, time.monotonic() - began)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _request(self, path: str, query: dict[str, str], data: bytes | None, with_key: bool) -> Request:
+        headers = {"Content-Type": "application/json"}
+        if self._key and with_key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        query_string = f"?{urlencode(query)}" if query else ""
+        return Request(f"{self.url}{path}{query_string}", data, headers)
+
+    def _send(self, request: Request, seconds: float) -> Any:
+        try:
+            with self._opener.open(request, timeout=seconds) as response:
+                body = response.read()
+                return json.loads(body) if body else None
+        except HTTPError as error:
+            with error:
+                raise self._error(request.selector, error.code, error.read().decode(errors="replace")) from error
+        except TimeoutError as error:
+            raise self._unreachable(f"no response for {seconds:g} s") from error
+        except (OSError, HTTPException) as error:
+            raise self._unreachable(getattr(error, "reason", error)) from error
+
+    def _unreachable(self, reason: object) -> EngineDied:
+        return EngineDied(f"the vLLM server at {self.url} cannot be reached ({reason})")
+
+    def _error(self, path: str, status: int, body: str) -> Exception:
+        message = _message(body)
+        if status == 401:
+            return ValueError(f"the vLLM server at {self.url} rejected the API key")
+        if status in (403, 404, 405):
+            return ValueError(
+                f"the vLLM server at {self.url} does not have the route {path} ({message}): {_HOW_TO_START}"
+            )
+        if status < 500:
+            return RuntimeError(f"the vLLM server at {self.url} rejected the request: {message}")
+        return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's own output")
+
+
+def _message(body: str) -> str:
+    """Return the message of an error response, at most 500 characters."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return body[:500]
+    content = content.get("error", content) if isinstance(content, dict) else content
+    return str(content.get("message", content) if isinstance(content, dict) else content)[:500]

@@ -1,0 +1,233 @@
+"""One vLLM server, started by the user, for all ranks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_size
+from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
+from lightning_rlhf.rollout.vllm.server.client import VLLMServer
+from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
+from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, in_dtype
+from lightning_rlhf.types import Completion, SamplingParams
+
+_COMPARED_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+)  # fmt: skip
+
+
+class VLLMServerEngine(RolloutEngine):
+    """A vLLM server that the user started; docs/rollouts.md has the command.
+
+    The first rank pushes the weights, every rank sends its own prompts. The server labels each token with the version
+    of the weights that generated it, and a response from any but the last push is an error.
+
+    Args:
+        url: address, for example ``http://127.0.0.1:8000``.
+        key_variable: environment variable with the server's API key; required for a server on another machine.
+        ranks: number of consecutive ranks that have the same prompts, because they split the trained model.
+        timeout: longest wait for the server to start, and for one response, in seconds.
+    """
+
+    def __init__(self, url: str, key_variable: str = "VLLM_API_KEY", ranks: int = 1, timeout: float = 1800.0) -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        VLLMServer(url, None, timeout)  # validates the url
+        self._url = url
+        self._key_variable = key_variable
+        self._ranks = ranks
+        self._timeout = timeout
+        self._server: VLLMServer | None = None
+        self._push: WeightPush | None = None
+        self._version = -1
+
+    @property
+    def ranks(self) -> int:
+        """See :meth:`RolloutEngine.ranks`."""
+        return self._ranks
+
+    def check(self, sampling: SamplingParams) -> None:
+        """See :meth:`RolloutEngine.check`."""
+        check_temperature(sampling)
+
+    def start(self, setup: EngineSetup) -> None:
+        """Connect the ranks; the server may start later. Called by all ranks of the run.
+
+        Raises:
+            ValueError: the server is on another machine and no key is set.
+        """
+        key = os.environ.get(self._key_variable)
+        server = VLLMServer(self._url, key, self._timeout)
+        if not key and not server.is_local:
+            raise ValueError(
+                f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
+            )
+        self._server = server
+        self._setup = setup
+        self._published = PublishedNames(setup.model)
+        self._all_ranks = RankGroup(world_size())
+        self._sharing_ranks = RankGroup(self._ranks)
+        # The labels of two runs that push to one server differ.
+        self._run = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
+
+    def wait(self) -> str:
+        """Wait for the server and validate its settings.
+
+        Raises:
+            EngineDied: it does not start.
+            ValueError: it was started with settings that this run cannot use.
+        """
+        return self._all_ranks.run_on_first(self._inspect)
+
+    def _inspect(self) -> str:
+        server = self._running
+        server.wait_until_up()
+        if not server.is_local:
+            self._check_key_is_required(server)
+        config = server.get("/server_info", config_format="json")["vllm_config"]
+        backend = str((config.get("weight_transfer_config") or {}).get("backend"))
+        for wrong, flag in (
+            (backend not in PUSHES, f"--weight-transfer-config with the backend {' or '.join(PUSHES)}, not {backend}"),
+            (backend == SHARED_MEMORY and not server.is_local, "the backend nccl, because it is on another machine"),
+            *self._wrong_settings(config),
+        ):
+            if wrong:
+                raise ValueError(f"the vLLM server at {server.url} does not fit this run; start it with {flag}")
+        self._compare_models(config["model_config"]["model"])
+        self._push = PUSHES[backend](server)
+        return f"vLLM {server.get('/version')['version']} at {server.url}"
+
+    def _wrong_settings(self, config: dict[str, Any]) -> list[tuple[bool, str]]:
+        """Return (whether the setting is wrong, flag that corrects it) for each setting."""
+        model = config["model_config"]
+        dtype = self._setup.dtype
+        longest = self._setup.max_tokens
+        chunked = config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]
+        return [
+            (model["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
+            (model["dtype"] != f"torch.{dtype}", f"--dtype {dtype}, not {model['dtype']}"),
+            (model["max_model_len"] < longest, f"--max-model-len {longest}, not {model['max_model_len']}"),
+            (chunked, "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU"),
+        ]
+
+    def _check_key_is_required(self, server: VLLMServer) -> None:
+        try:
+            server.get("/weight_info", with_key=False)
+        except ValueError:
+            return
+        raise ValueError(
+            f"the vLLM server at {server.url} lets anyone change its weights; start it with "
+            f"--middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
+        )
+
+    def _compare_models(self, name: str) -> None:
+        """Raise if the server has another architecture, as far as its config is on this machine."""
+        ours = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).to_dict()
+        try:
+            theirs = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True).to_dict()
+        except OSError:
+            return  # the first push and the loop's comparison of log-probabilities detect it too
+        for key in _COMPARED_KEYS:
+            if ours.get(key) != theirs.get(key):
+                raise ValueError(
+                    f"the vLLM server at {self._url} serves another model, {name}: its {key} is {theirs.get(key)}, "
+                    f"the actor's {ours.get(key)}"
+                )
+
+    def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, the first one sends them."""
+        self._all_ranks.gather(None)  # a rank that still waits for responses would get some from the new weights
+        self._version = version
+
+        def push(remaining: Iterable[tuple[str, Tensor]]) -> None:
+            assert self._push is not None
+            self._push(in_dtype(self._published(remaining), self._setup.dtype), self._label)
+
+        self._all_ranks.run_on_first_with(parameters, push)
+
+    @property
+    def _label(self) -> str:
+        return f"run {self._run}, version {self._version}"
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> list[Completion]:
+        """See :meth:`RolloutEngine.generate`.
+
+        Raises:
+            EngineDied: the server has ended, or generated with other weights than the last ones pushed.
+        """
+        return generate_together(
+            self._sharing_ranks, self._request_all, prompts=prompts, sampling=sampling, seeds=seeds,
+            on_finished=on_finished,
+        )  # fmt: skip
+
+    def _request_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None,
+    ) -> list[Completion]:
+        fixed = {"logprobs": 0, "detokenize": False, "ignore_eos": True}
+        bodies = [
+            {
+                "token_ids": request["prompt"],
+                "sampling_params": {**request["sampling"], **fixed, "seed": request["seed"]},
+            }
+            for request in as_requests(prompts, sampling, seeds)
+        ]
+        completions = dict[int, Completion]()
+        for index, response in self._running.post_all("/inference/v1/generate", bodies):
+            completions[index] = self._completion(response["choices"][0])
+            if on_finished is not None:
+                on_finished(index, completions[index])
+        return [completions[index] for index in range(len(bodies))]
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        versions = {span["version"] for span in choice["weight_versions"] or []}
+        if versions != {self._label}:
+            raise EngineDied(
+                f"the vLLM server at {self._url} generated with the weights {sorted(versions)}, not with those of "
+                f"{self._label!r}: it was restarted, or another run pushed weights"
+            )
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        return Completion(choice["token_ids"], logprobs, choice["finish_reason"], self._version)
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""
+
+        def compare(remaining: Iterable[tuple[str, Tensor]]) -> str | None:
+            assert self._push is not None
+            return self._push.first_difference(in_dtype(self._published(remaining), self._setup.dtype))
+
+        return self._all_ranks.run_on_first_with(parameters, compare)
+
+    def close(self) -> None:
+        """End the connection; the server keeps running."""
+        if self._push is not None:
+            self._push.close()
+        self._server = None
+        self._push = None
+
+    @property
+    def _running(self) -> VLLMServer:
+        if self._server is None:
+            raise RuntimeError("the engine is not running: call start() first")
+        return self._server

@@ -1,0 +1,214 @@
+"""Weights from trainer to vLLM through shared memory: one copy, no disk, no serialisation.
+
+The memory is anonymous (memfd): it needs no space in ``/dev/shm``, has no name that could be left over, and is freed
+with the last process that maps it. Receivers open it as ``/proc/<trainer>/fd/<n>``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+from lightning_rlhf.attention import checked_attention
+from lightning_rlhf.models.tensors import whole_tensors
+
+SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
+_ALIGNMENT = 64
+
+
+class PublishedNames:
+    """Conversion of a model's tensors to the names and shapes of its published files, which vLLM loads.
+
+    transformers stacks the experts of a layer into one tensor; files contain one tensor per expert, and vLLM's loaders
+    expect these. The conversion is the one that transformers does when it saves the model.
+
+    Args:
+        directory: directory of the model's ``config.json``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        config = checked_attention(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        with torch.device("meta"):
+            self._model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        published = {name: set(self._published(name, tensor)) for name, tensor in whole_tensors(self._model)}
+        counts = Counter(name for names in published.values() for name in names)
+        # Several tensors that become one of a file cannot be converted one by one, and keep their names.
+        self._changed = {
+            name for name, names in published.items() if names != {name} and all(counts[new] == 1 for new in names)
+        }
+
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Convert the tensors; those with names that the model does not have are not changed.
+
+        Args:
+            tensors: (name in the model, tensor), each valid only until the next.
+
+        Yields:
+            (name in files, tensor), each valid only until the next.
+        """
+        for name, tensor in tensors:
+            if name in self._changed:
+                yield from self._published(name, tensor).items()
+            else:
+                yield name, tensor
+            del tensor  # or two would be held while the next is gathered
+
+    def _published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+
+def in_dtype(parameters: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters with matrices cast to the engine's dtype, so that no more bytes are sent than it keeps.
+
+    Vectors (norms, biases, the routing bias of experts) stay as they are: they are small, and engines keep some of them
+    in float32.
+
+    Args:
+        parameters: (name, tensor), each valid only until the next.
+        dtype: dtype of the engine's weights, for example ``bfloat16``.
+    """
+    for name, tensor in parameters:
+        if tensor.ndim > 1 and tensor.is_floating_point():
+            tensor = tensor.to(getattr(torch, dtype))
+        yield name, tensor
+        del tensor  # or two would be held while the next is gathered
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Location of one parameter in the shared memory.
+
+    Args:
+        name: the transformers name.
+        dtype: name of the dtype, for example ``float32``.
+        shape: shape of the tensor.
+        offset: first byte.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+    @classmethod
+    def for_tensor(cls, name: str, tensor: Tensor, offset: int = 0) -> Slot:
+        """Return the slot of a tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.shape})"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return getattr(torch, self.dtype).itemsize * self.numel
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Return the parameter as a view of the memory."""
+        piece = memory[self.offset : self.offset + self.nbytes]
+        return piece.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+def map_memory(path: str, nbytes: int) -> Tensor:
+    """Map the shared memory as a tensor of bytes."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, view) of every parameter, in the order in which they were written."""
+    for slot in layout:
+        yield slot["name"], Slot(**slot).view(memory)
+
+
+class WeightSender:
+    """The trainer's side of the shared memory. After :meth:`close` the next write allocates new memory."""
+
+    def __init__(self) -> None:
+        self._file = -1
+        self._slots: list[Slot] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def write(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Copy all parameters into the memory.
+
+        Args:
+            parameters: (name, tensor), each needed only until the next; the same ones at every call.
+
+        Returns:
+            :attr:`message`.
+
+        Raises:
+            RuntimeError: the parameters are not those of the first call.
+        """
+        if self._slots:
+            self._replace_all(parameters)
+        else:
+            self._append_all(parameters)
+        return self.message
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Arguments of :func:`map_memory` and :func:`read_slots`: ``path``, ``nbytes``, ``layout``."""
+        layout = [asdict(slot) for slot in self._slots]
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
+
+    def _replace_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        slots = iter(self._slots)
+        for name, tensor in parameters:
+            slot = next(slots, None)
+            if slot is None or slot != Slot.for_tensor(name, tensor, slot.offset):
+                raise _changed_parameter(Slot.for_tensor(name, tensor), slot)
+            slot.view(self._memory).copy_(tensor)
+            del tensor  # or two would be held while the next is gathered
+        if (missing := next(slots, None)) is not None:
+            raise _changed_parameter(None, missing)
+
+    def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        # The memory grows by one parameter at a time, because a sharded role never holds them all.
+        self._file = os.memfd_create("lightning_rlhf_weights")
+        end = 0
+        for name, tensor in parameters:
+            slot = Slot.for_tensor(name, tensor, offset=end)
+            end += max(-(-slot.nbytes // _ALIGNMENT), 1) * _ALIGNMENT  # memory of zero bytes cannot be mapped
+            os.truncate(self._file, end)
+            self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
+            slot.view(self._memory).copy_(tensor)
+            self._slots.append(slot)
+            del tensor
+
+    def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+        """Return the name of the first parameter that differs from the last write; None if all are equal."""
+        written = {slot.name: slot for slot in self._slots}
+        for name, tensor in parameters:
+            if name not in written or not torch.equal(written.pop(name).view(self._memory), tensor.cpu()):
+                return name
+            del tensor
+        return next(iter(written), None)
+
+    def close(self) -> None:
+        """Unmap and free the memory."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._slots = []
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _changed_parameter(new: Slot | None, old: Slot | None) -> RuntimeError:
+    return RuntimeError(
+        f"the model changed between two pushes: got {new or 'no parameter'} in place of {old or 'no parameter'}"
+    )

@@ -38,7 +38,7 @@ def boxed(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Answers:
+class AnswerReward:
     """Compares the answer of each completion with the correct ones.
 
     Args:
@@ -76,16 +76,10 @@ class _Answers:
         return normalized(text) if self.normalize else text.strip()
 
 
-class ExactMatch(_Answers):
+class ExactMatch(AnswerReward):
     """Reward of 1 if the answer equals a correct one, else 0 ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
-    See :class:`TokenF1` for partial credit.
-
-    Args:
-        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
-            uses the whole completion.
-        normalize: whether to ignore case, punctuation, articles and repeated spaces, as SQuAD does; False compares
-            characters except surrounding spaces.
+    Its arguments are those of :class:`AnswerReward`. See :class:`TokenF1` for partial credit.
     """
 
     per_sample = True
@@ -95,16 +89,12 @@ class ExactMatch(_Answers):
         return float(answer == correct)
 
 
-class TokenF1(_Answers):
+class TokenF1(AnswerReward):
     """Overlap of the words of answer and correct answer ("SQuAD", Rajpurkar et al. 2016, section 6.1).
 
     F1 = 2 P R / (P + R) with P = shared words / words of the answer, R = shared words / words of the correct answer; a
-    word counts as often as both contain it. Two empty answers score 1, a single empty one 0.
-
-    Args:
-        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
-            uses the whole completion.
-        normalize: whether to ignore case, punctuation and articles; False compares words unchanged.
+    word counts as often as both contain it. Two empty answers score 1, a single empty one 0. Its arguments are those of
+    :class:`AnswerReward`.
     """
 
     per_sample = True

@@ -37,7 +37,7 @@ def ready_and_built(folder):
         strategy="rlhf_ddp", devices=2, max_steps=1, callbacks=[loop], use_distributed_sampler=False,
         limit_val_batches=0, default_root_dir=folder,
     )  # fmt: skip
-    with patch.object(rollout_loop, "gpus", lambda device: (str(torch.distributed.get_rank()),)):
+    with patch.object(rollout_loop, "visible_gpu", lambda device: (str(torch.distributed.get_rank()),)):
         trainer.fit(module, datamodule=data)
     return [engine.ready, min(built)]
 

@@ -109,7 +109,7 @@ def started(card, accounting, monkeypatch, tmp_path):
     def started(gibibytes_of_a_role, devices):
         card.trainer = card.engine = card.peak = 0
         engine = Measuring(card, accounting)
-        monkeypatch.setattr(rollout_loop, "gpus", lambda device: devices)
+        monkeypatch.setattr(rollout_loop, "visible_gpu", lambda device: devices)
         run = Run(tmp_path, loop={"engine": engine, "validate_at_ends": False}, trainer={"max_steps": 0})
         build = run.module.build_role
 
@@ -183,7 +183,7 @@ def limits(monkeypatch, kind, tmp_path):
     run = Run(tmp_path, trainer={"max_steps": 2}, loop={"validate_at_ends": True})
     engine = kind(run.engine.texts, run.engine.tokenizer)
     run.loop._engine_choice = engine
-    monkeypatch.setattr(rollout_loop, "gpus", lambda device: ("0",))
+    monkeypatch.setattr(rollout_loop, "visible_gpu", lambda device: ("0",))
     monkeypatch.setattr(rollout_loop, "limit_gpu_memory", lambda device, share: engine.calls.append(share))
     learn = run.module.training_step
     run.module.training_step = lambda *batch: (engine.calls.append("learn"), learn(*batch))[1]

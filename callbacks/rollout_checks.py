@@ -1,4 +1,4 @@
-"""What a RolloutLoop refuses before anything is loaded."""
+"""Validation of a run with RolloutLoop, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ log = logging.getLogger(__name__)
 
 
 def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
-    """Refuse what cannot work together, warn of what can and should not.
+    """Validate loop, module, data and strategy; warn about doubtful settings.
 
     Raises:
-        ValueError: loop, module, data and strategy do not fit.
+        ValueError: they do not fit together.
     """
     data = trainer.datamodule
     if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
         raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
     if not loop.rewards and "reward_model" not in module.sources:
-        raise ValueError("nothing judges the responses: give RolloutLoop rewards, or the module a reward_model")
+        raise ValueError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
     check_rewards(loop.rewards, sorted({name for batch in _first_prompts(data) for name in batch.columns}))
     for reward in loop.rewards:
-        for gap in gaps(reward, data):
-            log.warning("%s", gap)
+        for line in missing_columns(reward, data):
+            log.warning("%s", line)
     if loop.val_metric is not None and loop.val_metric not in [reward.label for reward in loop.rewards]:
         labels = [reward.label for reward in loop.rewards]
         raise ValueError(f"val_metric must be the name of a reward, one of {labels}, got {loop.val_metric!r}")
@@ -48,7 +48,7 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
     responses = (prompts := loop.prompts_per_step(data)) * loop.group_size
     updates = responses / module.minibatch_size * module.update_epochs
     if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
-        log.warning("%s is right for one update per rollout, this run makes %g", module.policy_loss, updates)
+        log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)
     if responses % module.minibatch_size:
         fitting = [size for size in range(1, responses + 1) if responses % size == 0]
         nearest = min(fitting, key=lambda size: abs(size - module.minibatch_size))
@@ -65,30 +65,32 @@ def check_run(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
     if loop._engine_choice != "auto" and loop._engine_choice.ranks % splitting:
         raise ValueError(
             f"{splitting} ranks split the actor between them and hold the same prompts, so they must share one engine: "
-            f"say engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+            f"set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
         )
 
 
 def _first_prompts(data: PromptDataModule) -> list[PromptBatch]:
-    """The first two prompts of the training data, then of the validation data."""
+    """Return the first two prompts of the training data, then of the validation data."""
     firsts = [examples[:2] for examples in data.examples.values() if examples]
     return [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
 
 
-def gaps(reward: RewardFunction, data: PromptDataModule) -> list[str]:
-    """What a reward function asks for and some rows lack, in every part of the data."""
+def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
+    """Return a line for each column that a reward function needs and some rows lack."""
     parts = [(data.reports[name], examples) for name, examples in data.examples.items()]
-    told = [reward.missing_columns([row.columns for row in rows], report.name, report.places) for report, rows in parts]
-    return [gap for part in told for gap in part]
+    lines = [
+        reward.missing_columns([row.columns for row in rows], report.name, report.places) for report, rows in parts
+    ]
+    return [line for part in lines for line in part]
 
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
-    """Ranks that split each tensor of a model between them, and so hold the same prompts."""
+    """Return the number of ranks that split each tensor of a model and have the same prompts."""
     return trainer.world_size // module.data_ranks.size
 
 
 def _check_ranks(loop: RolloutLoop, data: PromptDataModule, module: RLHFModule) -> None:
-    """Every rank needs something to generate, and something to learn in every mini-batch."""
+    """Raise if a rank would have no prompt in a batch, or no response in a mini-batch."""
     ranks = module.data_ranks.size
     if data.batch_size < ranks or module.minibatch_size < ranks:
         raise ValueError(

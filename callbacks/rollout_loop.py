@@ -1,4 +1,4 @@
-"""RolloutLoop: push weights, generate, judge, hand over. Everything that touches the world outside the module."""
+"""RolloutLoop: syncs weights, generates, scores and passes rollouts to the module."""
 
 from __future__ import annotations
 
@@ -45,30 +45,29 @@ _FAST_DEV_TOKENS = 16
 
 
 class RolloutLoop(Callback):
-    """Generates with the newest weights before each training step and hands the module a rollout.
+    """Generates with the newest weights before each training step and passes the rollout to the module.
 
     Args:
-        rewards: functions that judge completions; may be empty where the module has a reward model. From Python a plain
-            function does too: it becomes a ``RewardFunction`` with the defaults.
-        engine: what generates; ``auto`` takes vLLM where it runs, else transformers, and says why.
+        rewards: reward functions; may be empty if the module has a reward model. In Python, a plain function is wrapped
+            in a ``RewardFunction`` with its defaults.
+        engine: engine that generates; ``auto`` chooses vLLM if it runs here, else transformers, and logs the reason.
         group_size: responses per prompt, at least 1.
         max_response_tokens: longest response, at least 1.
-        temperature: of training samples, positive. Top-p and top-k are not offered: engines then report probabilities
-            over the tokens they kept, the trainer knows them over all, so that no ratio of the two would be right.
-        val_samples: responses per prompt sampled at temperature 1 in validation, beside one greedy one.
-        val_metric: name of the reward that says whether a validation response is correct (at least 1); from it come
-            ``val/greedy``, ``val/sampled``, ``val/pass@k``, and how well the reward model orders right and wrong. None:
-            no reward says so, and only each one's own metrics are logged.
-        val_answer: from validation completions to the answers they give, None where one gives none; in YAML by its
-            dotted path. With it, ``val/..._maj@k`` tells what the answer that most of k samples give earns.
-        validate_at_ends: whether to validate before the first and after the last step, so that progress can be told.
-        check_rows: responses of each rollout whose log-probabilities under engine and actor are compared right after
-            the push; 0 switches the check off.
-        max_logprob_diff: largest difference that passes, nats: 99 of 100 tokens must differ by no more, and the mean
-            of all by no more than a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 in float32 on a GPU, 1 in
-            bfloat16. Raise it for a mixture of experts, whose routers magnify rounding.
-        stop_token_ids: tokens that end a response beside the tokenizer's end token, as chat models have them.
-        dynamic_sampling: replaces prompts whose responses all earn the same; None learns from every prompt.
+        temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
+            probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
+        val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
+        val_metric: name of the reward that is at least 1 for correct responses; gives ``val/greedy``, ``val/sampled``,
+            ``val/pass@k``, and the accuracy of the reward model's order. None logs only the metrics of each reward.
+        val_answer: function from validation completions to their answers, None for a completion without one; a dotted
+            path in YAML. It gives ``val/..._maj@k``, the reward of the most frequent answer of k samples.
+        validate_at_ends: whether to validate before the first and after the last step.
+        check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
+            sync; 0 switches the check off.
+        max_logprob_diff: bound of that difference for 99 of 100 tokens, nats; the mean over all tokens must be at most
+            a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 in float32 on a GPU, 1 in bfloat16. Raise it for
+            a mixture of experts, whose routers amplify rounding.
+        stop_token_ids: tokens that end a response in addition to the tokenizer's end token.
+        dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
     """
 
     provides_rollouts = True
@@ -89,45 +88,54 @@ class RolloutLoop(Callback):
         stop_token_ids: list[int] | None = None,
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
-        least = {"group_size": 1, "max_response_tokens": 1, "val_samples": 1, "check_rows": 0}
-        for name, given in zip(least, (group_size, max_response_tokens, val_samples, check_rows), strict=True):
-            if given < least[name]:
-                raise ValueError(f"{name} must be at least {least[name]}, got {given}")
+        for name, value, least in (
+            ("group_size", group_size, 1),
+            ("max_response_tokens", max_response_tokens, 1),
+            ("val_samples", val_samples, 1),
+            ("check_rows", check_rows, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if not temperature > 0:
-            raise ValueError(f"training samples need a positive temperature, got {temperature}")
+            raise ValueError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
             raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
         self.rewards = [own if isinstance(own, RewardFunction) else RewardFunction(own) for own in rewards or []]
-        self._engine_choice = engine
         self.reward_executor = RewardExecutor(self.rewards)
-        self.group_size, self.max_response_tokens, self.temperature = group_size, max_response_tokens, temperature
+        self.group_size = group_size
+        self.max_response_tokens = max_response_tokens
+        self.temperature = temperature
+        self.val_samples = val_samples
+        self.val_metric = val_metric
+        self.val_answer = val_answer
         self.validate_at_ends = validate_at_ends
-        self.check_rows, self.max_logprob_diff = check_rows, max_logprob_diff
-        self.val_samples, self.val_metric, self.val_answer = val_samples, val_metric, val_answer
+        self.check_rows = check_rows
+        self.max_logprob_diff = max_logprob_diff
         self.stop_token_ids = list(stop_token_ids or [])
         self.dynamic_sampling = dynamic_sampling
+        self._engine_choice = engine
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
-        self._pushed: int | None = None
         self.tokens_per_s = 0.0  # generated in the last step, over all ranks
+        self._synced_step: int | None = None  # step whose weights the engine has
         self._vocabulary = 0  # tokens of the actor
-        self._validated: int | None = None
+        self._validated_step: int | None = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._validation: Validation | None = None
 
     # -- start and end ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Validate the run, then start the engine: on a CPU it gets ready while the models load, on GPUs before them.
+        """Validate the run and start the engine: on a CPU while the models load, on GPUs before them.
 
-        vLLM sizes its cache by the free memory of its GPU at two moments, so nothing else may use the GPU in between.
+        vLLM measures the free memory of its GPU at two moments, so nothing else may use the GPU in between.
         """
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         check_run(self, trainer, pl_module)
-        self._pushed = self._validated = None  # of an earlier run with the same callback
+        self._synced_step = self._validated_step = None  # the callback may have been used in an earlier run
         self.engine_description = ""
-        trainer.num_sanity_val_steps = 0  # the validation before training shows as much
+        trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
         tokenizer = trainer.datamodule.tokenizer
         self._stop_token_ids = (tokenizer.eos_token_id, *self.stop_token_ids)
         source = pl_module.sources["actor"]
@@ -146,35 +154,42 @@ class RolloutLoop(Callback):
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         self._vocabulary = vocab_size(source)
         longest = min(longest, positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
-        setup = EngineSetup(directory, dtype, longest, directory.with_suffix(".log"), visible_gpu(device), source.lora)
+        setup = EngineSetup(
+            model=directory,
+            dtype=dtype,
+            max_tokens=longest,
+            log=directory.with_suffix(".log"),
+            devices=visible_gpu(device),
+            lora=source.lora,
+        )
         self.engine.start(setup)
         if setup.devices:
             self.engine_description = self.engine.wait()
             trainer.strategy.barrier("rollout engines")
             limit_gpu_memory(device, self.engine.gpu_share)
-            self._rest(device)
+            self._let_engine_sleep(device)
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
-        """Prompts that a step learns from."""
+        """Return the number of prompts that a step trains on."""
         return data.batch_size if self.dynamic_sampling is None else self.dynamic_sampling.prompts_per_step
 
     def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Wait for the engine, unless :meth:`setup` has done so."""
+        """Wait for the engine, if :meth:`setup` has not."""
         assert self.engine is not None
         self.engine_description = self.engine_description or self.engine.wait()
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Measure where training begins."""
+        """Validate before the first step."""
         if self.validate_at_ends and trainer.global_step == 0 and not trainer.fast_dev_run:
             run_validation(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Measure where it ended, unless that has just been done."""
-        if self.validate_at_ends and self._validated != trainer.global_step and not trainer.fast_dev_run:
+        """Validate after the last step, if its validation has not just run."""
+        if self.validate_at_ends and self._validated_step != trainer.global_step and not trainer.fast_dev_run:
             run_validation(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """End the engine and the rewards, and remove the limit of GPU memory."""
+        """Close the engine and the rewards, and remove the limit of GPU memory."""
         self._close()
         limit_gpu_memory(trainer.strategy.root_device, 0.0)
 
@@ -186,95 +201,79 @@ class RolloutLoop(Callback):
             reward.close()
 
     def on_exception(self, trainer: Trainer, pl_module: RLHFModule, exception: BaseException) -> None:
-        """End the engine and the rewards; after an error of CUDA any other call to it would fail too."""
+        """Close the engine and the rewards; no CUDA calls, which would fail after a CUDA error."""
         self._close()
 
     # -- one step ---------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
-        """One rollout."""
-        clock, tokens, told, roles = Clock(), 0, list[MetricSums](), pl_module.role_strategy
+        """Sync weights, generate, score, and pass the rollout to the module."""
+        clock = Clock()
         ranks = pl_module.data_ranks
         with clock("time/sync_s"):
-            self.push_weights(trainer, pl_module)
-
-        def roll(prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
-            nonlocal tokens
-            collector = self._collector(trainer, prompts, samples)
-            with clock("time/generate_s"):
-                take = collector.add if roles.is_group_leader else None
-                completions = self._generate(prompts, "train", prompts.epoch, samples, temperature, take)
-            tokens += sum(len(completion.token_ids) for completion in completions)
-            with clock("time/reward_s"):  # what is left to do
-                rollout, scores = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
-            told.append(scores.metrics)
-            return rollout
-
-        sample = partial(roll, samples=self.group_size, temperature=self.temperature)
+            self.sync_weights(trainer, pl_module)
+        sampling = _Sampling(self, trainer, pl_module, clock)
         metrics = dict[str, float]()
         if self.dynamic_sampling is None:
-            rollout = sample(batch)
+            rollout = sampling.rollout(batch, self.group_size, self.temperature)
         else:
-            together = self.engine is not None and self.engine.ranks > tensor_ranks(trainer, pl_module)
-            anyone = partial(self._anyone, pl_module) if together else bool
-            rollout, counts = self.dynamic_sampling(batch, sample, ranks.size, anyone)
+            rollout, counts = self.dynamic_sampling(batch, sampling.group_rollout, ranks.size, sampling.any_rank)
             metrics = self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, pl_module.device))
-        greedy = roll(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
+        greedy = sampling.rollout(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
             self.verify(pl_module, rollout)
         if not rollout.rollout_logprobs.isfinite().all():
             raise RuntimeError("the engine returned log-probabilities that are not finite: its weights are damaged")
-        self._rest(pl_module.device)
+        self._let_engine_sleep(pl_module.device)
         pl_module.receive(rollout, greedy)
-        metrics |= max_over_ranks(clock.seconds, ranks, pl_module.device)  # the slowest rank is waited for
-        total = sum_over_ranks({"tokens": float(tokens)}, ranks, pl_module.device)["tokens"]
-        metrics["rollout/tokens_per_s"] = self.tokens_per_s = total / metrics["time/generate_s"]
-        metrics |= means_over_ranks(told if roles.is_group_leader else [])
+        metrics |= max_over_ranks(clock.seconds, ranks, pl_module.device)  # all ranks wait for the slowest
+        tokens = sum_over_ranks({"tokens": float(sampling.tokens)}, ranks, pl_module.device)["tokens"]
+        self.tokens_per_s = tokens / metrics["time/generate_s"]
+        metrics["rollout/tokens_per_s"] = self.tokens_per_s
+        metrics |= means_over_ranks(sampling.reward_metrics if pl_module.role_strategy.is_group_leader else [])
         pl_module.log_step("rollout", metrics)
 
-    def _anyone(self, module: RLHFModule, wants: bool) -> bool:
-        """Whether any rank wants to go on; all of them then do, because they ask a shared engine together."""
-        return bool(module.data_ranks.max(torch.tensor(float(wants), device=module.device)))
-
-    def push_weights(self, trainer: Trainer, module: RLHFModule) -> None:
-        """Give the engine the actor's weights, unless it has them; the version is the number of steps taken."""
-        if self._pushed != trainer.global_step:
+    def sync_weights(self, trainer: Trainer, module: RLHFModule) -> None:
+        """Copy the actor's weights to the engine, unless it has them; the version is the number of steps taken."""
+        if self._synced_step != trainer.global_step:
             assert self.engine is not None
-            roles, version = module.role_strategy, trainer.global_step
+            roles = module.role_strategy
+            version = trainer.global_step
             limit_gpu_memory(module.device, self.engine.gpu_share)
             if not self.engine.swaps_adapters:
                 self.engine.update_weights(roles.iter_full_params("actor"), version)
             else:
-                if self._pushed is None:
+                if self._synced_step is None:
                     self.engine.update_weights(roles.iter_base_params("actor"), version)
                 self.engine.update_adapters(roles.iter_adapters("actor"), version)
-            self._pushed = trainer.global_step
+            self._synced_step = trainer.global_step
 
-    def _rest(self, device: torch.device) -> None:
-        """Send an engine that can to sleep, and let the trainer use all GPU memory until the next push."""
+    def _let_engine_sleep(self, device: torch.device) -> None:
+        """Let the engine sleep if it can, and let the trainer use all GPU memory until the next sync."""
         assert self.engine is not None
         if self.engine.sleeps:
             self.engine.sleep()
-            self._pushed = None  # it has lost its weights
+            self._synced_step = None  # sleep discards the weights
             limit_gpu_memory(device, 0.0)
 
     def _generate(
         self,
         batch: PromptBatch,
         purpose: str,
-        epoch: int,
+        *,
         samples: int,
         temperature: float,
-        finished: OnFinished | None,
+        on_finished: OnFinished | None,
+        epoch: int = 0,
     ) -> list[Completion]:
-        """``samples`` completions of each prompt, next to each other, every one from a seed of its own."""
+        """Return ``samples`` completions of each prompt, grouped by prompt, each from a different seed."""
         assert self.engine is not None
         prompts = [ids for ids in batch.token_ids for _ in range(samples)]
         seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
         sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
-        assert self._pushed is not None
-        check = CompletionCheck(self.max_response_tokens, self._pushed, self._vocabulary)
-        completions = self.engine.generate(prompts, sampling, seeds, check.before(finished))
+        assert self._synced_step is not None
+        check = CompletionCheck(self.max_response_tokens, self._synced_step, self._vocabulary)
+        completions = self.engine.generate(prompts, sampling, seeds, check.before(on_finished))
         check.check_all(completions, len(prompts))
         return completions
 
@@ -283,10 +282,10 @@ class RolloutLoop(Callback):
         return Collector(batch, self.reward_executor, trainer.datamodule.tokenizer, size, state)
 
     def verify(self, module: RLHFModule, rollout: Rollout) -> None:
-        """Compare engine and actor on a few responses, so that a lost or garbled weight is seen before it teaches.
+        """Compare log-probs of engine and actor on a few responses, to find damaged weights before the update.
 
         Raises:
-            RuntimeError: they differ by more than the bound; the message names the first parameter that differs.
+            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first such parameter.
         """
         if self.check_rows:
             assert self.engine is not None
@@ -296,23 +295,29 @@ class RolloutLoop(Callback):
     # -- validation -------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Begin to gather."""
+        """Sync weights and reset the metrics."""
         if not _averages(trainer):
-            self.push_weights(trainer, pl_module)
-        self._validated = trainer.global_step
-        names, scored = [reward.label for reward in self.rewards], "reward_model" in pl_module.sources
-        given = (names, self.val_metric, self.val_answer, sources_in(trainer.datamodule), scored)
-        self._validation = Validation(self.val_samples, *given)
+            self.sync_weights(trainer, pl_module)
+        self._validated_step = trainer.global_step
+        self._validation = Validation(
+            self.val_samples,
+            rewards=[reward.label for reward in self.rewards],
+            metric=self.val_metric,
+            answer=self.val_answer,
+            sources=sources_in(trainer.datamodule),
+            scored="reward_model" in pl_module.sources,
+        )
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """One greedy response and some samples of each prompt; the same seeds at every validation."""
+        """Generate and score a greedy response and samples of each prompt, with the same seeds in every validation."""
         assert self._validation is not None
-        if _averages(trainer) and batch_idx == 0:  # the average has just taken the weights' place
-            self._pushed = None
-            self.push_weights(trainer, pl_module)
-        size, roles = self.val_samples, pl_module.role_strategy
+        if _averages(trainer) and batch_idx == 0:  # the averaged weights have just been put in
+            self._synced_step = None
+            self.sync_weights(trainer, pl_module)
+        size = self.val_samples
+        roles = pl_module.role_strategy
         collector = self._collector(trainer, batch, 1 + size)
 
         def take(first: int, number: int, completion: Completion) -> None:
@@ -320,8 +325,8 @@ class RolloutLoop(Callback):
             if roles.is_group_leader:
                 collector.add(number // samples * (1 + size) + first + number % samples, completion)
 
-        greedy = self._generate(batch, "validation", 0, 1, 0.0, partial(take, 0))
-        sampled = self._generate(batch, "validation", 0, size, 1.0, partial(take, 1))
+        greedy = self._generate(batch, "validation", samples=1, temperature=0.0, on_finished=partial(take, 0))
+        sampled = self._generate(batch, "validation", samples=size, temperature=1.0, on_finished=partial(take, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
@@ -336,17 +341,17 @@ class RolloutLoop(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the reward model's scores."""
+        """Store the reward model's scores."""
         assert self._validation is not None
         if "scores" in outputs:
             self._validation.add_scores(outputs["scores"])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Log what was measured."""
+        """Log the metrics of the validation."""
         assert self._validation is not None
-        if _averages(trainer):  # the weights are about to come back
-            self._pushed = None
-        self._rest(pl_module.device)
+        if _averages(trainer):  # the actor's weights are about to be restored
+            self._synced_step = None
+        self._let_engine_sleep(pl_module.device)
         for name, value in self._validation.metrics(pl_module.data_ranks).items():
             shown = name in ("val/greedy", "val/sampled")
             pl_module.log(name, value, prog_bar=shown, batch_size=1)
@@ -357,6 +362,58 @@ class RolloutLoop(Callback):
         return [] if self._validation is None else self._validation.samples
 
 
+class _Sampling:
+    """Rollouts of one training step, with their tokens and reward metrics.
+
+    Args:
+        loop: callback that generates.
+        trainer: trainer of the run.
+        module: module of the run.
+        clock: clock of the step.
+    """
+
+    def __init__(self, loop: RolloutLoop, trainer: Trainer, module: RLHFModule, clock: Clock) -> None:
+        self.tokens = 0
+        self.reward_metrics: list[MetricSums] = []
+        self._loop = loop
+        self._trainer = trainer
+        self._module = module
+        self._clock = clock
+
+    def rollout(self, prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
+        """Generate and score responses. All ranks that share an engine.
+
+        Args:
+            prompts: prompts of this rank.
+            samples: responses per prompt.
+            temperature: temperature of the sampling.
+        """
+        roles = self._module.role_strategy
+        collector = self._loop._collector(self._trainer, prompts, samples)
+        with self._clock("time/generate_s"):
+            on_finished = collector.add if roles.is_group_leader else None
+            completions = self._loop._generate(
+                prompts, "train", epoch=prompts.epoch, samples=samples, temperature=temperature, on_finished=on_finished
+            )
+        self.tokens += sum(len(completion.token_ids) for completion in completions)
+        with self._clock("time/reward_s"):  # rewards that were not computed during generation
+            rollout, scored = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
+        self.reward_metrics.append(scored.metrics)
+        return rollout
+
+    def group_rollout(self, prompts: PromptBatch) -> Rollout:
+        """Generate and score a group of training samples for each prompt."""
+        return self.rollout(prompts, self._loop.group_size, self._loop.temperature)
+
+    def any_rank(self, needs_more: bool) -> bool:
+        """Return whether any rank that shares the engine needs another round; all of them then take one."""
+        assert self._loop.engine is not None
+        if self._loop.engine.ranks <= tensor_ranks(self._trainer, self._module):
+            return needs_more
+        value = torch.tensor(float(needs_more), device=self._module.device)
+        return bool(self._module.data_ranks.max(value))
+
+
 def _averages(trainer: Trainer) -> bool:
-    """Whether a callback puts averaged weights in the place of the actor's while the run validates."""
+    """Return whether a callback validates with averaged weights instead of the actor's."""
     return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)

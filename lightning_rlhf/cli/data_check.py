@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.rollout_checks import gaps
+from lightning_rlhf.callbacks.rollout_checks import missing_columns
 from lightning_rlhf.cli.main import is_for_users, refusals_told
 from lightning_rlhf.cli.plan import is_made_of
 from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood
@@ -175,7 +175,11 @@ def checked_rewards(config: Namespace, data: RowsDataModule, warnings: list[str]
         rewards = parser.instantiate_classes(Namespace(rewards=given))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
-    lacking = {reward.label: gaps(reward, data) for reward in rewards} if isinstance(data, PromptDataModule) else {}
+    lacking = (
+        {reward.label: missing_columns(reward, data) for reward in rewards}
+        if isinstance(data, PromptDataModule)
+        else {}
+    )
     warnings += [gap for found in lacking.values() for gap in found]
     return [reward.label for reward in rewards if not lacking.get(reward.label)]
 

@@ -61,8 +61,8 @@ class Listening(TransformersEngine):
         ({"val_samples": 0}, "val_samples must be at least 1, got 0"),
         ({"max_response_tokens": 0}, "max_response_tokens must be at least 1, got 0"),
         ({"check_rows": -1}, "check_rows must be at least 0, got -1"),
-        ({"temperature": 0.0}, "training samples need a positive temperature, got 0.0"),
-        ({"temperature": float("nan")}, "training samples need a positive temperature, got nan"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"max_logprob_diff": 0.0}, "max_logprob_diff must be positive or null, got 0.0"),
     ],
 )
@@ -88,7 +88,7 @@ def test_the_constructor_refuses(arguments, told):
         ),
         (
             {"loop": {"rewards": []}},
-            "nothing judges the responses: give RolloutLoop rewards, or the module",
+            "no reward is configured: set RolloutLoop.rewards or the module's",
         ),
         (
             {"loop": {"val_metric": "correct"}},
@@ -431,8 +431,8 @@ def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, m
     module = RLOOModule(TinyModel(), minibatch_size=minibatch_size)
     with caplog.at_level(logging.WARNING):
         quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True).fit(module, datamodule=data)
-    told = [record.message for record in caplog.records if "is right for one update per rollout" in record.message]
-    assert told == ["ReinforceLoss() is right for one update per rollout, this run makes 2"] * warned
+    told = [record.message for record in caplog.records if "is correct for one update per rollout" in record.message]
+    assert told == ["ReinforceLoss() is correct for one update per rollout, this run makes 2"] * warned
 
 
 def needs_an_answer(completions, answer):

@@ -21,7 +21,7 @@ class AfterTheStep(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         (loop,) = (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
-        loop.push_weights(trainer, pl_module)
+        loop.sync_weights(trainer, pl_module)
         actor, before = pl_module.actor, dict(self.before.lm.named_parameters())
         sampled = loop.engine.generate(PROMPTS, SamplingParams(12), range(4))
         likeliest = loop.engine.generate(PROMPTS, SamplingParams(12, temperature=0), range(4))

@@ -38,7 +38,7 @@ class RunCheckpoint(ModelCheckpoint):
             ``checkpoints/last.ckpt/v000006``.
         copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``, to which each finished checkpoint
             is copied; ``--ckpt_path last`` takes the copy where the run directory has no checkpoint. None: no copy.
-        background: write while training goes on, from a copy of the trained roles and their optimizers in host memory;
+        background: write a copy of the trained roles and their optimizers in host memory while training continues;
             False makes training wait instead of the copy, as does a signal that ends the run.
     """
 
@@ -90,7 +90,7 @@ class RunCheckpoint(ModelCheckpoint):
         return f"{self.copy_to}/{self.filename}.ckpt"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put checkpoints under the run's directory, and take away what a killed run left half written.
+        """Put checkpoints under the run's directory, and remove incomplete files of a killed run.
 
         Raises:
             ValueError: another RunCheckpoint writes the same file, or the strategy's checkpoints are single files.
@@ -133,7 +133,7 @@ class RunCheckpoint(ModelCheckpoint):
         self.current_score = state_dict["current_score"]
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        # Lightning asks for the last checkpoint before setup() says where it is, and would look below the logger.
+        # Lightning asks for the last checkpoint before setup() sets its path, and would look below the logger.
         if self.monitor is not None:
             return set()
         last = _directory(trainer) / "last.ckpt"
@@ -156,7 +156,7 @@ class RunCheckpoint(ModelCheckpoint):
             self._saved_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Forget the state of the last step, which an update is about to change; this callback comes last."""
+        """Clear the state of the last step before an update changes it; this callback runs last."""
         self._state = None
 
     def on_train_batch_end(
@@ -215,7 +215,7 @@ class RunCheckpoint(ModelCheckpoint):
         self._own_steps.add(trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step where a validation behind it ended the run; wait for what is still being written.
+        """Save the last step if the validation after it ended the run; wait for running saves.
 
         Raises:
             OSError, ValueError: it could not be written, or not be copied.
@@ -248,7 +248,7 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 def checkpoint_to_resume(trainer: Trainer) -> str | None:
-    """Path, or URL of the copy, of the last checkpoint of a run; None where no save was ever finished.
+    """Return the path, or the URL of the copy, of the last checkpoint of a run; None without a finished save.
 
     Raises:
         ValueError: there are other checkpoints, and no last one.

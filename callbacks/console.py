@@ -1,4 +1,4 @@
-"""Console: what a person sees: what is about to run, and one line per step where no progress bar can be drawn."""
+"""Console: a description of the run, and one line per step where no progress bar can be drawn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LINE_METRICS = (
 
 
 class Console(Callback):
-    """Prints the first screen, then a line every n steps and one per validation where output is no terminal.
+    """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
     Args:
         every_n_steps: between two lines, at least 1.
@@ -54,14 +54,14 @@ class Console(Callback):
         check_module(self, pl_module, RoleModule)
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """What is about to run."""
+        """Print the description of the run."""
         self._flat.clear()
         self._far_from_ref = False
         if trainer.is_global_zero:
             print("\n".join(self.first_screen(trainer, pl_module)), flush=True)
 
     def first_screen(self, trainer: Trainer, module: RoleModule) -> list[str]:
-        """Models, data, batch arithmetic, engine and device, a line each."""
+        """Return lines on models, data, batch arithmetic, engine and device."""
         data = trainer.datamodule
         sizes = [f"{name} {_count(n)}" for name, n in module.parameter_counts().items()]
         threads = f"{module.device.type}, {torch.get_num_threads()} threads"
@@ -137,7 +137,7 @@ class Console(Callback):
                 )
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """One line."""
+        """Print one line."""
         if not trainer.sanity_checking:
             self._line(trainer, tuple(name for name in trainer.callback_metrics if name.startswith("val/")))
 
@@ -154,7 +154,7 @@ def warn_of_kl(step: int, metrics: Mapping[str, Tensor]) -> bool:
 
     Args:
         step: number of the step, from 1.
-        metrics: of the step; those without ``kl/ref`` are of a run without a reference.
+        metrics: metrics of the step; without ``kl/ref`` in a run without a reference.
     """
     kl, tokens = (float(metrics.get(name, math.nan)) for name in ("kl/ref", "rollout/response_tokens_mean"))
     if not kl > _MOST_KL_PER_TOKEN * tokens:  # NaN where one is missing
@@ -185,7 +185,7 @@ def unused_validation(trainer: Any, steps: float) -> str:
 
     Args:
         trainer: at the start of a fit.
-        steps: of the run.
+        steps: steps of the run.
     """
     every = trainer.val_check_batch
     at_ends = any(isinstance(callback, RolloutLoop) and callback.validate_at_ends for callback in trainer.callbacks)
@@ -195,14 +195,14 @@ def unused_validation(trainer: Any, steps: float) -> str:
 
 
 def trust_in_reward_model(module: RLHFModule) -> list[str]:
-    """What the reward model's own run found out about it, a line if anything."""
+    """Return a line on the metrics that were exported with the reward model, if any."""
     source = module.sources.get("reward_model")
     path = Path(source.path) / "metrics.json" if isinstance(source, Pretrained) else Path()
     if not path.is_file():
         return []
-    found = json.loads(path.read_text())
+    exported = json.loads(path.read_text())
     known = {"held-out pairs": "val/pair_accuracy", "samples of the policy": "val/policy_order"}
-    figures = [f"{found[name]:.3f} of {what}" for what, name in known.items() if name in found]
+    figures = [f"{exported[name]:.3f} of {what}" for what, name in known.items() if name in exported]
     return [f"reward model: orders rightly {', '.join(figures)}"] if figures else []
 
 

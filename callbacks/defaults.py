@@ -19,14 +19,14 @@ from .throughput import Throughput
 
 
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Given callbacks and the missing defaults, in order; one of a default's class or a subclass replaces it.
+    """Add the missing default callbacks and sort; a callback of a default's class or a subclass replaces it.
 
-    Signals come first, the clock starts before the rollout, whatever measures comes before whatever writes, and a
+    Signals come first, the clock starts before the rollout, callbacks that measure come before those that write, and a
     checkpoint is taken when all else of its step is on disk. Where no checkpoint is configured, Lightning adds one that
     keeps the end of each epoch; in its place the state is kept every hundred steps and at the end.
 
     Args:
-        callbacks: of the Trainer.
+        callbacks: callbacks of the Trainer.
     """
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     if len(checkpoints) == 1 and _lightnings_own(checkpoints[0]):
@@ -38,8 +38,8 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     order = (*first, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
 
     def turn(callback: Callback) -> int:
-        named = [place for place, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
-        return named[0] if named else order.index(Callback)
+        turns = [turn for turn, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
+        return turns[0] if turns else order.index(Callback)
 
     return sorted([*callbacks, *missing], key=turn)
 

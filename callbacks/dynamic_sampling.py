@@ -1,4 +1,4 @@
-"""DynamicSampling: replace prompts whose responses all earn the same, because they teach nothing."""
+"""DynamicSampling: replaces prompts whose responses all have the same reward."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class DynamicSampling:
     """Generates until enough prompts have responses of differing reward ("DAPO", Yu et al. 2025, section 3.2).
 
     Each batch of the data is generated for in rounds of ``prompts_per_step`` prompts, until that many have contrast or
-    the batch is used up: its size is the bound. Prompts of the batch that were not needed come again in another epoch.
-    Where too few have contrast, others fill the step up: they are measured, not learnt from.
+    the batch is used up: its size is the bound. Unused prompts of the batch are used in another epoch.
+    If too few have contrast, others fill the step: they are measured, not trained on.
 
     Args:
         prompts_per_step: prompts to learn from in a step, at least 1; the data's ``batch_size`` is a multiple of it.
@@ -37,10 +37,10 @@ class DynamicSampling:
     def check(
         self, batch_size: int, group_size: int, rewards: list[RewardFunction], advantages: AdvantageEstimator
     ) -> None:
-        """Refuse what cannot work, before anything is generated.
+        """Validate the settings before anything is generated.
 
         Raises:
-            ValueError: the sizes do not fit, no reward function tells responses apart, or greedy responses are needed.
+            ValueError: sizes that do not fit, no reward function to compare, or greedy responses are needed.
         """
         if batch_size % self.prompts_per_step:
             raise ValueError(
@@ -68,28 +68,30 @@ class DynamicSampling:
         batch: PromptBatch,
         roll: Callable[[PromptBatch], Rollout],
         ranks: int = 1,
-        anyone: Callable[[bool], bool] = bool,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> tuple[Rollout, dict[str, float]]:
-        """The rollout of this rank's part of ``prompts_per_step`` prompts.
+        """Return the rollout of this rank's part of ``prompts_per_step`` prompts.
 
         Args:
             batch: prompts, a multiple of that part.
-            roll: generates and judges the responses to some prompts.
-            ranks: that share the step; each has as many prompts to find.
-            anyone: from whether this rank wants another round to whether all take one; where ranks share an engine,
-                they must ask it equally often.
+            roll: generates and scores the responses to some prompts.
+            ranks: number of ranks that share the step.
+            any_rank: from whether this rank needs another round to whether all take one; ranks that share an engine
+                must call it equally often.
 
         Returns:
-            The rollout, and counts of what was generated for it, for :meth:`metrics`.
+            The rollout, and counts of generated prompts and rewards, for :meth:`metrics`.
         """
         wanted = self.prompts_per_step // ranks
-        with_contrast, without, rewards = list[Rollout](), list[Rollout](), list[Tensor]()
-        found = generated = 0
-        while anyone(found < wanted) and generated < len(batch):
+        with_contrast = list[Rollout]()
+        without = list[Rollout]()
+        rewards = list[Tensor]()
+        usable = generated = 0
+        while any_rank(usable < wanted) and generated < len(batch):
             rollout = roll(batch[generated : generated + wanted])
             rewards.append(rollout.reward)
             contrast = self._contrast(rollout)
-            found += int(rollout.group[contrast].unique().numel())
+            usable += int(rollout.group[contrast].unique().numel())
             generated += wanted
             with_contrast.append(rollout[contrast])
             without.append(replace(rollout[~contrast], kept=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
@@ -100,14 +102,14 @@ class DynamicSampling:
         reward = torch.cat(rewards)
         return rows, {
             "generated": float(generated),
-            "found": float(found),
-            "missing": float(max(wanted - found, 0)),
+            "found": float(usable),
+            "missing": float(max(wanted - usable, 0)),
             "reward": reward.double().sum().item(),
             "responses": float(len(reward)),
         }
 
     def metrics(self, counts: dict[str, float]) -> dict[str, float]:
-        """What a step's log says of the counts of all ranks together."""
+        """Return the metrics of a step from the counts of all ranks."""
         return {
             "rollout/generated_prompts": counts["generated"],
             "rollout/contrast_fraction": counts["found"] / counts["generated"],
@@ -116,7 +118,7 @@ class DynamicSampling:
         }
 
     def _contrast(self, rollout: Rollout) -> Tensor:
-        """(B,) bool, whether the responses to each row's prompt differ in reward; NaN is a value of its own."""
+        """Return (B,) bool, whether the responses to each row's prompt differ in reward; NaN equals NaN only."""
         values = (rollout.reward if self.reward is None else rollout.rewards[self.reward]).nan_to_num(nan=torch.inf)
         groups = int(rollout.group.max()) + 1
         low, high = (

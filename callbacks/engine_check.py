@@ -52,7 +52,7 @@ def compare(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_log
     cause = (
         f"the first parameter that differs is {name}"
         if name
-        else "all that was pushed is what the actor has, so the engine garbled it or computes something else"
+        else "all weights were transferred correctly, so the engine damaged them or computes something else"
     )
     raise RuntimeError(
         f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "

@@ -1,4 +1,4 @@
-"""What an exported model has beside its weights: tokenizer, generation settings, metrics, and a model card."""
+"""Files of an exported model in addition to its weights: tokenizer, generation settings, metrics, model card."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Origin:
     """Where an exported model comes from.
 
     Args:
-        module: that trained it.
-        role: which of its models it is.
-        data: that it was trained on.
+        module: module that trained it.
+        role: role of the model.
+        data: data module of the run.
         config: the run's configuration; may be absent.
         step: training steps behind it.
         metrics: the last ones.
@@ -42,11 +42,11 @@ class Origin:
 
 
 def check_adapter(module: RoleModule, role: str, who: str) -> None:
-    """Refuse adapters by themselves where there are none, or where they are not all that was trained.
+    """Raise if adapters alone cannot be exported: there are none, or other weights were trained too.
 
     Args:
-        module: that trains.
-        role: to be exported.
+        module: module of the run.
+        role: role to export.
         who: wants adapters, for the message.
 
     Raises:
@@ -63,15 +63,15 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
     """Put beside a model's weights what else an export holds.
 
     Args:
-        directory: with the weights.
-        origin: of the model.
-        tokenizer: it was trained with; its chat template is kept.
+        directory: directory with the weights.
+        origin: run that trained the model.
+        tokenizer: tokenizer of the run, with its chat template.
     """
     tokenizer.save_pretrained(directory)
     if (directory / "generation_config.json").is_file():
         _end_where_trained_to(directory, tokenizer)
-    told = {"step": origin.step, **origin.metrics}
-    (directory / "metrics.json").write_text(json.dumps(told, indent=2) + "\n")
+    metrics = {"step": origin.step, **origin.metrics}
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     alone = (directory / "adapter_config.json").is_file()
     (directory / "README.md").write_text(card(origin, alone), encoding="utf-8")
     for weights in directory.glob("*.safetensors"):  # safetensors gives its files to their owner alone
@@ -79,7 +79,7 @@ def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokeni
 
 
 def _end_where_trained_to(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Responses ended in training with the tokenizer's end token, whatever the architecture's default is."""
+    """Return a configuration with the tokenizer's end token, which ended responses in training."""
     config = GenerationConfig.from_pretrained(directory)
     ends = config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -89,10 +89,10 @@ def _end_where_trained_to(directory: Path, tokenizer: PreTrainedTokenizerBase) -
 
 
 def card(origin: Origin, alone: bool) -> str:
-    """The model card, in Markdown with the hub's header.
+    """Return the model card, in Markdown with the hub's header.
 
     Args:
-        origin: of the model.
+        origin: run that trained the model.
         alone: whether it is LoRA adapters by themselves.
     """
     module, source = origin.module, origin.module.sources[origin.role]
@@ -116,7 +116,7 @@ def card(origin: Origin, alone: bool) -> str:
         "versions": ", ".join(f"{name} {_version(name)}" for name in _VERSIONS),
     }
     if source.lora is not None:
-        where = "by itself, to be put onto the base model" if alone else "merged into the weights"
+        where = "alone, to be applied to the base model" if alone else "merged into the weights"
         facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}, {where}"
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]

@@ -32,7 +32,7 @@ class GracefulShutdown(Callback):
     """Ends a run on SIGTERM, on Ctrl-C, and before a SLURM job's time is over, with a checkpoint to resume from.
 
     In a single process a signal that comes while responses are generated or scored, or while the run validates, ends
-    it there, with a checkpoint of the last finished step. Within an update, and on several ranks, the run goes on to
+    it there, with a checkpoint of the last finished step. Within an update, and on several ranks, the run continues to
     the end of its step; all ranks agree on which. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second
     signal, a second or more later, ends the process at once.
 
@@ -44,7 +44,7 @@ class GracefulShutdown(Callback):
     last finished step.
 
     Args:
-        grace_seconds: from SIGTERM to the end at the latest, positive.
+        grace_seconds: longest time from SIGTERM to the end, positive.
     """
 
     def __init__(self, grace_seconds: float = 25.0) -> None:
@@ -53,7 +53,7 @@ class GracefulShutdown(Callback):
         self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._trainer: Trainer | None = None
-        self._asked, self._asked_at = 0, 0.0  # number and time of the signal that this process was sent
+        self._signal, self._signalled_at = 0, 0.0  # number and time of the signal that this process received
         self._agreed: Interrupted | None = None  # by all ranks, at the end of a step
         self._began = 0.0
         self._longest = 0.0  # seconds of a step
@@ -65,7 +65,10 @@ class GracefulShutdown(Callback):
         if stage != "fit" or threading.current_thread() is not threading.main_thread():
             return
         leave_signals_alone(trainer)
-        self._trainer, self._asked, self._agreed, self._longest = trainer, 0, None, 0.0
+        self._trainer = trainer
+        self._signal = 0
+        self._agreed = None
+        self._longest = 0.0
         numbers = [signal.SIGINT, signal.SIGTERM]
         if "SLURM_JOB_ID" in os.environ:
             numbers.append(signal.SIGUSR1)  # sbatch --signal=USR1@90, which Lightning's users know
@@ -82,12 +85,12 @@ class GracefulShutdown(Callback):
     def _receive(self, number: int, frame: FrameType | None) -> None:
         assert self._trainer is not None
         now = time.monotonic()
-        if self._asked and now - self._asked_at < _SAME_SECONDS:
+        if self._signal and now - self._signalled_at < _SAME_SECONDS:
             return
-        if self._asked:
+        if self._signal:
             _print(f"second signal ({signal_name(number)}): ended at once")
             _leave(128 + number)
-        self._asked, self._asked_at = number, now
+        self._signal, self._signalled_at = number, now
         if number == signal.SIGTERM:
             timer = threading.Timer(self.grace_seconds, self._give_up, [number])
             timer.daemon = True
@@ -124,7 +127,7 @@ class GracefulShutdown(Callback):
         """Agree with the other ranks on whether the run ends here; RunCheckpoint, which comes last, then saves."""
         now = time.monotonic()
         self._longest, self._began = max(self._longest, now - self._began), now
-        wish = self._asked, self._job_ends_within(self._longest + _MARGIN_SECONDS)
+        wish = self._signal, self._job_ends_within(self._longest + _MARGIN_SECONDS)
         numbers, over = zip(*ranks.from_all_ranks(wish), strict=True)
         if number := max(numbers):
             self._agreed = Interrupted(number)
@@ -169,19 +172,19 @@ class GracefulShutdown(Callback):
 
 
 def last_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
-    """The callback that keeps the last checkpoint, if there is one."""
-    found = (c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c.monitor is None)
-    return next(found, None)
+    """Return the callback that saves the last checkpoint, if there is one."""
+    callbacks = (c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c.monitor is None)
+    return next(callbacks, None)
 
 
 def can_resume(trainer: Trainer) -> bool:
-    """Whether there is a checkpoint of this run to resume from."""
+    """Return whether there is a checkpoint of this run to resume from."""
     last = last_checkpoint(trainer)
     return last is not None and last.saved_step is not None
 
 
 def how_to_resume(trainer: Trainer) -> str:
-    """One sentence on where a run that has ended before its time goes on."""
+    """Return one line on the step from which an interrupted run can be resumed."""
     last = last_checkpoint(trainer)
     path = Path(trainer.default_root_dir) / "checkpoints/last.ckpt"
     if last is None:

@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class HFExport(Callback):
     """Writes the trained model and its tokenizer to ``export/`` when training ends, and every n steps if asked.
 
-    The directory is what ``transformers`` and vLLM load, and what the next run's configuration names.
-    ``metrics.json`` in it holds the run's last metrics, ``README.md`` says where the model comes from. The command
+    ``transformers``, vLLM and the configuration of another run load the directory.
+    ``metrics.json`` in it holds the run's last metrics, ``README.md`` describes the origin of the model. The command
     ``export`` makes the same of a checkpoint.
 
     Args:
@@ -38,13 +38,13 @@ class HFExport(Callback):
         self.every_n_steps, self.adapter = every_n_steps, adapter
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Refuse adapters by themselves where there are none, or where they are not all that was trained."""
+        """Raise if adapters alone cannot be exported."""
         check_module(self, pl_module, RoleModule)
         if self.adapter:
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Whoever reads ``export/`` next must not find what it was before this run went on."""
+        """Remove an export that an earlier part of this run has written."""
         target = Path(trainer.default_root_dir) / "export"
         if not trainer.is_global_zero or trainer.fast_dev_run or 0 < trainer.max_steps <= trainer.global_step:
             return

@@ -26,7 +26,7 @@ class KLControl(Callback):
         self._coef = 0.0
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Refuse to steer what is not there."""
+        """Raise if the module has no KL penalty to control."""
         if not hasattr(pl_module, "kl_reward"):
             check_module(self, pl_module, RLHFModule)
         if pl_module.kl_reward.coef <= 0:
@@ -55,7 +55,7 @@ class KLControl(Callback):
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 
     def state_dict(self) -> dict[str, float]:
-        """The coefficient."""
+        """Return the coefficient."""
         return {"kl_coef": self._coef}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ class MetricsCSV(Callback):
         self._path: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the table of an earlier fit with the same callback."""
+        """Reset the table of an earlier fit with the same callback."""
         if stage == "fit":
             self._path, self._columns = None, ["step"]
 
@@ -42,12 +42,12 @@ class MetricsCSV(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The row of a training step."""
+        """Write the row of a training step."""
         if trainer.global_step % self.every_n_steps == 0:
             self._write(trainer, validation=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The row of a validation; none for the command ``validate``, whose metrics belong to no step of a run."""
+        """Write the row of a validation, except in the command ``validate``, which has no training step."""
         if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
             self._write(trainer, validation=True)
 
@@ -67,7 +67,7 @@ class MetricsCSV(Callback):
                 csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def _table(self, trainer: Trainer) -> Path:
-        """Where the table lies; made at the first call, which may come from a validation before the first step."""
+        """Return the path of the table, which the first call creates."""
         if self._path is None:
             self._path = Path(trainer.default_root_dir) / "metrics.csv"
             if trainer.is_global_zero and not trainer.fast_dev_run:
@@ -87,7 +87,7 @@ class MetricsCSV(Callback):
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """The rows of a table; a last line that a crash cut short is left out."""
+    """Return the rows of a table without an incomplete last line."""
     if not path.is_file():
         return []
     whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
@@ -95,6 +95,6 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 
 
 def _known(row: dict[str, str], step: int) -> bool:
-    """Whether a row belongs to what a checkpoint of ``step`` has behind it; a validation due then is run again."""
+    """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
     validation = all(not value for name, value in row.items() if name != "step" and not name.startswith(_VALIDATION))
     return int(row["step"]) < step if validation and step > 0 else int(row["step"]) <= step

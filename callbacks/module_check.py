@@ -6,11 +6,11 @@ from lightning.pytorch import Callback, LightningModule
 
 
 def check_module(callback: Callback, module: LightningModule, kind: type[LightningModule]) -> None:
-    """Validate that a module has what a callback reads.
+    """Validate that a module has the attributes that a callback reads.
 
     Args:
         callback: a callback of this package.
-        module: of the run.
+        module: module of the run.
         kind: class that the module must be derived from.
 
     Raises:

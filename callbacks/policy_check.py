@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 class PolicyCheck(Callback):
     """Scores fresh samples of a policy when a reward model is trained, and sets the reward model's scale by them.
 
-    Accuracy on held-out pairs misleads: a reward model can order every pair and still fail on what the policy writes.
+    Accuracy on held-out pairs misleads: a reward model can order every pair and still fail on the policy's responses.
     With a rule that knows right from wrong, ``val/policy_order`` is the share of (right, wrong) pairs of samples that
-    the reward model orders rightly. The samples' scores are made to have mean 0 and deviation 1, so that reward and
+    the reward model orders correctly. The samples' scores are made to have mean 0 and deviation 1, so that reward and
     critic start on one scale.
 
     Args:
-        policy: that PPO will start from.
-        prompts: rows with ``prompt`` and what the rule needs.
+        policy: policy that PPO will start from.
+        prompts: rows with ``prompt`` and the columns of the rule.
         rule: gives at least 1 to right answers; None only sets the scale.
         num_samples: prompts used, one sample each, at least 2.
         max_response_tokens: longest response.
-        min_pair_accuracy: of held-out pairs, below which the run warns.
-        min_policy_order: of samples, below which the run warns.
+        min_pair_accuracy: accuracy on held-out pairs below which the run warns.
+        min_policy_order: accuracy on samples below which the run warns.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PolicyCheck(Callback):
         check_vocabularies(roles, trainer.datamodule.tokenizer)
 
     def on_train_end(self, trainer: Trainer, pl_module: RewardModule) -> None:
-        """Sample, score, scale, and say what was found."""
+        """Sample, score, scale, and log the metrics."""
         if trainer.fast_dev_run:
             return
         samples: Any = self._samples(trainer) if trainer.is_global_zero else None
@@ -87,13 +87,13 @@ class PolicyCheck(Callback):
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
         reward_model: Any = pl_module.reward_model
         reward_model.normalize(scores.to(pl_module.device))
-        found = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
+        metrics = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
         if self.rule is not None:
             right = rollout.rewards[self.rule.label] >= 1
-            found["val/policy_accuracy"] = right.float().mean()
-            found["val/policy_order"] = torch.tensor(ordered_share(scores[right], scores[~right]))
-        trainer.callback_metrics.update(found)
-        self._say({**trainer.callback_metrics, **found})
+            metrics["val/policy_accuracy"] = right.float().mean()
+            metrics["val/policy_order"] = torch.tensor(ordered_share(scores[right], scores[~right]))
+        trainer.callback_metrics.update(metrics)
+        self._say({**trainer.callback_metrics, **metrics})
 
     def _samples(self, trainer: Trainer) -> Rollout:
         tokenizer = trainer.datamodule.tokenizer
@@ -107,7 +107,7 @@ class PolicyCheck(Callback):
         engine = TransformersEngine()
         longest = max(map(len, ids)) + self.max_response_tokens
         engine.start(EngineSetup(directory, self.policy.dtype, longest, directory / "engine.log"))
-        policy = replace(self.policy, lora=None).causal()  # adapters that nobody has trained change nothing
+        policy = replace(self.policy, lora=None).causal()  # untrained adapters change nothing
         engine.update_weights(whole_tensors(policy.lm), version=0)
         sampling = SamplingParams(self.max_response_tokens, stop_token_ids=(tokenizer.eos_token_id,))
         seeds = [derive_seed(run_seed(), "policy check", i) for i in range(len(rows))]

@@ -12,7 +12,7 @@ class StepProgressBar(RichProgressBar):
     """The rich progress bar with the metrics of the module, without the number of the logger's version."""
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """What the module wants shown."""
+        """Return the metrics of the progress bar."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics

@@ -1,4 +1,4 @@
-"""Report: what a run achieved, at its end."""
+"""Report: a summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Report(Callback):
         self._started = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Refuse to report what nobody measures."""
+        """Raise without the callbacks that measure the figures of the report."""
         for kind in (RolloutLoop, MetricsCSV):
             if not any(isinstance(callback, kind) for callback in trainer.callbacks):
                 raise ValueError(f"Report needs {kind.__name__} among the trainer's callbacks")
@@ -51,11 +51,11 @@ class Report(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Keep the answers of the first validation."""
         if not self._before:
-            # Of what the data has only what JSON knows: else no checkpoint with it could be loaded again.
+            # Only JSON values of the data: a checkpoint with others could not be loaded.
             self._before = json.loads(json.dumps(self._loop(trainer).validation_samples, default=str))
 
     def state_dict(self) -> dict[str, Any]:
-        """The answers of the first validation."""
+        """Return the responses of the first validation."""
         return {"before": self._before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Report(Callback):
         (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     def progress(self, rows: list[dict[str, str]]) -> Table | None:
-        """First and last validation, and the KL and speed of training."""
+        """Return a table of the first and last validation, and of KL and speed."""
         validations = [row for row in rows if any(k.startswith("val/") and v for k, v in row.items())]
         training = [row for row in rows if row.get("reward/mean")]
         if not validations or not training:
@@ -84,7 +84,7 @@ class Report(Callback):
         table = Table(title="Held-out problems", title_justify="left")
         for heading in ("", f"step {first['step']}", f"step {last['step']}"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name in _told(first):
+        for name in _shown_metrics(first):
             row = (first[name], last.get(name, ""))
             # A reward that is 0 or 1 is its own share of right answers: once is enough.
             share = f"val/{name.rpartition('_')[2]}"
@@ -92,7 +92,7 @@ class Report(Callback):
             if all(row) and not twin:
                 table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
         table.add_section()
-        # Under dynamic sampling the reward of what was learnt from says nothing: only prompts with contrast are.
+        # Under dynamic sampling the reward of trained responses is biased: only prompts with contrast are used.
         reward = "reward/generated_mean" if training[0].get("reward/generated_mean") else "reward/mean"
         for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats per response")):
             if training[0].get(name):
@@ -105,7 +105,7 @@ class Report(Callback):
         return table
 
     def answers(self, after: list[dict[str, Any]]) -> Table | None:
-        """The same problems answered greedily at the first and at the last validation."""
+        """Return greedy responses to the same prompts in the first and in the last validation."""
         pairs = list(zip(self._before, after, strict=False))
         if not pairs:
             return None
@@ -113,7 +113,7 @@ class Report(Callback):
         table = Table(title="Greedy answers to held-out problems", title_justify="left")
         for heading in ("prompt", "before", "after"):
             table.add_column(heading, overflow="fold")
-        right = ["ground_truth"] if "ground_truth" in after[0] else []  # under whatever name the data has it
+        right = ["ground_truth"] if "ground_truth" in after[0] else []  # the data's column may have another name
         for _ in right:
             table.add_column("right answer", overflow="fold")
         for before, now in pairs[: self.num_samples]:
@@ -122,7 +122,7 @@ class Report(Callback):
         return table
 
     def times(self, rows: list[dict[str, str]]) -> Table | None:
-        """Seconds of all steps together, by what they were spent on."""
+        """Return the seconds of all steps by part."""
         totals = {name: sum(float(row[name]) for row in rows if row.get(name)) for name in _TIMES}
         whole = sum(float(row["time/step_s"]) for row in rows if row.get("time/step_s"))
         if not whole:
@@ -144,7 +144,7 @@ class Report(Callback):
         return next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
 
 
-def _told(row: dict[str, str]) -> list[str]:
-    """Metrics of a validation that its table shows: those with a label, and each reward's own."""
+def _shown_metrics(row: dict[str, str]) -> list[str]:
+    """Return the names of the validation metrics in the table: those with a label, and of each reward."""
     own = [name for name in row if name.startswith("val/") and name.endswith(("_greedy", "_sampled"))]
     return [name for name in dict.fromkeys((*_LABELS, *own)) if name in row and name.count("/") == 1]

@@ -31,17 +31,17 @@ def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
     Rows, and the source code of reward functions, are described by the beginning of their SHA-256.
 
     Args:
-        trainer: with its data module set up.
-        module: of the run.
+        trainer: trainer with its data module set up.
+        module: module of the run.
     """
-    found = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
-    found |= _data_settings(trainer.datamodule)
+    settings = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
+    settings |= _data_settings(trainer.datamodule)
     for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
-        found |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
-        found |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
-    found |= {f"source of the {role}": _source(source) for role, source in module.sources.items()}
-    found["module"] = type(module).__name__
-    return found | _module_settings(module)
+        settings |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
+        settings |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
+    settings |= {f"source of the {role}": _source(source) for role, source in module.sources.items()}
+    settings["module"] = type(module).__name__
+    return settings | _module_settings(module)
 
 
 def changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
@@ -56,28 +56,28 @@ def changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
 
 
 def _data_settings(data: Any) -> dict[str, str]:
-    found = {}
+    settings = {}
     for part, examples in getattr(data, "examples", {}).items():
         rows = {"train": "training rows", "val": "validation rows"}[part]
-        found[rows] = f"{len(examples)} with SHA-256 {_digest(examples)}"
+        settings[rows] = f"{len(examples)} with SHA-256 {_digest(examples)}"
     if hasattr(data, "batch_size"):
-        found["batch_size"] = str(data.batch_size)
+        settings["batch_size"] = str(data.batch_size)
     if hasattr(data, "shuffle"):
-        found["order of the data"] = _text(data.sampler) if data.sampler else f"shuffle: {data.shuffle}".lower()
-    return found
+        settings["order of the data"] = _text(data.sampler) if data.sampler else f"shuffle: {data.shuffle}".lower()
+    return settings
 
 
 def _module_settings(module: RoleModule) -> dict[str, str]:
-    """Arguments of the constructors that the module keeps under their names, as far as they are plain values."""
-    found = {}
+    """Return the constructor arguments that the module stores under their names as plain values."""
+    settings = {}
     for kind in reversed(type(module).__mro__):
         if issubclass(kind, RoleModule) and "__init__" in vars(kind):
             for name in inspect.signature(kind.__init__).parameters:
                 value = vars(module).get(name)
                 plain = value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value)
                 if name in vars(module) and plain and name not in _NOT_THE_RESULT:
-                    found[name] = _text(value)
-    return found
+                    settings[name] = _text(value)
+    return settings
 
 
 def _reward(reward: RewardFunction) -> str:

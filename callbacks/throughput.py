@@ -1,4 +1,4 @@
-"""Throughput: seconds per step and per token, tokens per second, memory, and how much of the device was put to use."""
+"""Throughput: seconds per step and token, tokens per second, memory, and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Throughput(Callback):
     """Logs ``time/step_s``, from one batch's start to its end on the slowest rank, and ``perf/...`` over all ranks.
 
     Tokens are those of prompts and responses. Memory is the largest since the run began: of the device that needs most,
-    and resident in the process that needs most, without an engine in a process of its own.
+    and resident in the process that needs most, without an engine in another process.
 
     ``perf/mfu_update`` is the share of the devices' peak that the update's arithmetic takes, after "PaLM", Chowdhery et
     al. 2022, appendix B: a role of N parameters and L layers of width d does 6 N n + 12 L d n^2 floating-point
@@ -35,8 +35,8 @@ class Throughput(Callback):
     ``time/update_s``, devices and peak. It is logged where the peak is known.
 
     Args:
-        peak_tflops: of one device in the precision that is trained in, without sparsity, 10^12 operations per second.
-            None looks up what a few devices do in bfloat16, and knows nothing of others or of other precisions.
+        peak_tflops: peak of one device in the precision of training, without sparsity, 10^12 operations per second.
+            None looks up the bfloat16 peak of common devices; other devices and precisions have no peak.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -99,16 +99,16 @@ class Throughput(Callback):
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Most memory in use since the process began, GiB."""
-    found = {"perf/cpu_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    """Return the peak memory of the process, GiB."""
+    metrics = {"perf/cpu_memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     if device.type == "cuda":
-        found["perf/memory_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-        found["perf/memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
-    return found
+        metrics["perf/memory_allocated_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        metrics["perf/memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+    return metrics
 
 
 def known_peak(module: RoleModule) -> float | None:
-    """TFLOP/s of a device in bfloat16, if it is known and that is what is trained in."""
+    """Return the TFLOP/s of the device in bfloat16 if it is known and training is in bfloat16."""
     if module.device.type != "cuda" or not str(module.trainer.precision).startswith("bf16"):
         return None
     name = torch.cuda.get_device_name(module.device)
@@ -116,7 +116,7 @@ def known_peak(module: RoleModule) -> float | None:
 
 
 def operations_per_pass(module: RLHFModule) -> float:
-    """Floating-point operations it takes to learn once from each of this rank's last responses."""
+    """Return the floating-point operations of one pass over this rank's last responses."""
     assert module.last_rollout is not None
     lengths = module.last_rollout.total_lengths.double()
     parameters, operations = module.parameter_counts(), 0.0

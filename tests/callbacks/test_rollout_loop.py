@@ -155,7 +155,7 @@ def test_a_lost_weight_is_an_error_that_names_it(run):
 
 def test_an_engine_that_computes_something_else_is_told_from_a_lost_weight(run):
     made = run(loop={"check_rows": 2})  # the script says -1 for every token
-    with pytest.raises(RuntimeError, match="all that was pushed is what the actor has, so the engine"):
+    with pytest.raises(RuntimeError, match="all weights were transferred correctly, so the engine"):
         made.fit()
 
 

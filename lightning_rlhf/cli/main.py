@@ -83,28 +83,30 @@ yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, choice: dumper.repres
 class SaveRunConfig(SaveConfigCallback):
     """Writes ``config.yaml`` into the run's directory, and its values into the loggers as hyperparameters.
 
-    Where a resumed run has another configuration, the one before is kept as ``config-<step>.yaml``, by the step that it
-    led to.
+    If a resumed run has a different configuration, the earlier one is renamed to ``config-<step>.yaml``, by the last
+    step that it was used for.
     """
 
     _earlier: str | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Write the configuration as it was understood."""
+        """Write the parsed configuration; a process that is killed meanwhile leaves the earlier file."""
         if stage != "fit" or trainer.fast_dev_run or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        earlier = path.read_text() if path.is_file() else None
-        self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
-        settings = yaml.safe_load(path.read_text())
-        if earlier is not None and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
+        written = path.with_name(f"{path.name}.new")
+        self.parser.save(self.config, written, skip_none=False, overwrite=True, multifile=False)
+        settings = yaml.safe_load(written.read_text())
+        earlier = path.read_text() if path.is_file() else ""
+        if earlier and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
             self._earlier = earlier
+        written.replace(path)
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Keep the configuration of the part before, now that its last step is known."""
+        """Save the earlier configuration under its last step, which is known now."""
         if self._earlier is not None and trainer.global_step > 0:
             kept = Path(trainer.default_root_dir) / f"config-{trainer.global_step}.yaml"
             kept.write_text(self._earlier)

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from jsonargparse import Namespace
 
 from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, set_aside
-from lightning_rlhf.cli.main import is_for_users
+from lightning_rlhf.cli.main import SaveRunConfig, is_for_users
 from lightning_rlhf.data.rows import text_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -489,3 +490,33 @@ def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touc
     assert (result.code, Path("runs/tiny/config.yaml").read_text()) == (2, "earlier")
     assert "there is no permission to write in" in result.err
     assert "give another directory" in result.err
+
+
+class YAMLParser:
+    """Writes a configuration as jsonargparse does, and may be killed in the middle."""
+
+    killed = False
+
+    def save(self, config, path, **options):
+        Path(path).write_text("" if self.killed else yaml.safe_dump(config))
+        if self.killed:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("earlier", ["", yaml.safe_dump({"ckpt_path": None, "seed": 1})])
+def test_a_run_killed_while_it_writes_its_configuration_can_be_resumed(earlier, tmp_path):
+    trainer = SimpleNamespace(
+        fast_dev_run=False, is_global_zero=True, default_root_dir=tmp_path, loggers=[], global_step=3
+    )
+    (tmp_path / "config.yaml").write_text(earlier)  # empty: killed in a release that wrote it in place
+    parser = YAMLParser()
+    parser.killed = True
+    with pytest.raises(KeyboardInterrupt):
+        SaveRunConfig(parser, {"ckpt_path": None, "seed": 2}).setup(trainer, None, "fit")
+    assert (tmp_path / "config.yaml").read_text() == earlier
+    parser.killed = False
+    callback = SaveRunConfig(parser, {"ckpt_path": "last", "seed": 2})
+    callback.setup(trainer, None, "fit")
+    callback.on_train_start(trainer, None)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"} | ({"config-3.yaml"} if earlier else set())

@@ -1,4 +1,4 @@
-"""RolloutLog: what was asked, answered and rewarded, as files and now and then on the screen."""
+"""RolloutLog: prompts, responses and rewards, in files and as a table on the screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RolloutLog(Callback):
 
     Args:
         max_rows: responses written per step and rank, at least 1.
-        table_every_n_steps: how often a table is shown; 0 never.
+        table_every_n_steps: steps between tables; 0 shows none.
         table_rows: responses in it: the best, the worst and those between, at equal distances.
     """
 
@@ -40,7 +40,7 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One file, and a table when it is due."""
+        """Write a file, and show a table when it is due."""
         if trainer.fast_dev_run:
             return
         rows = self.rows(trainer, pl_module, right_answers(pl_module.experience.rollout, batch))
@@ -48,29 +48,32 @@ class RolloutLog(Callback):
         directory.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         path = directory / f"step-{trainer.global_step:06d}{rank}.jsonl"
-        # Right answers are whatever the data has: dates and decimals of a parquet file, halves of letters.
+        # Correct answers may be any value of the data: dates and decimals of a parquet file, invalid Unicode.
         lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._show(rows, trainer.global_step)
 
     def rows(self, trainer: Trainer, module: RLHFModule, right: list[Any]) -> list[dict[str, Any]]:
-        """The first responses of the step in plain values.
+        """Return the first responses of the step as plain values.
 
         Args:
-            trainer: of the run.
-            module: with the step's experience.
-            right: answer to each response's prompt; empty where the data has none.
+            trainer: trainer of the run.
+            module: module with the experience of the step.
+            right: correct answer to each response's prompt; empty if the data has none.
         """
-        rows = list(range(min(self.max_rows, len(module.experience.rollout))))
-        experience = module.experience[rows].to("cpu")  # once: each value read from a GPU makes the host wait
-        rollout, tokenizer = experience.rollout, trainer.datamodule.tokenizer
+        count = min(self.max_rows, len(module.experience.rollout))
+        experience = module.experience[list(range(count))].to(
+            "cpu"
+        )  # once: each value read from a GPU makes the host wait
+        rollout = experience.rollout
+        tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
-        found = []
-        for i in rows:
+        rows = []
+        for i in range(count):
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
             response = rollout.response_ids[i, : rollout.response_lengths[i]]
-            found.append(
+            rows.append(
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
@@ -83,35 +86,35 @@ class RolloutLog(Callback):
                     "group": int(rollout.group[i]),
                 }
             )
-        return found
+        return rows
 
     def _show(self, rows: list[dict[str, Any]], step: int) -> None:
         ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
-        chosen = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
+        shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
         table = Table(title=f"Responses of step {step}, best to worst", title_justify="left", expand=False)
-        told = ("prompt", "response", *(["ground_truth"] if "ground_truth" in chosen[0] else []))
-        for heading in (*told, "reward", *chosen[0]["rewards"]):
+        texts = ("prompt", "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
+        for heading in (*texts, "reward", *shown[0]["rewards"]):
             table.add_column(heading, overflow="fold")
-        for row in chosen:
+        for row in shown:
             numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
-            table.add_row(*(_short(str(row[name])) for name in told), *numbers)
+            table.add_row(*(_short(str(row[name])) for name in texts), *numbers)
         RichConsole(highlight=False, markup=False).print(table)
 
 
 def right_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
-    """The right answer to the prompt of each response, under whatever name the data has it; none where it has none.
+    """Return the correct answer to the prompt of each response; an empty list if the data has none.
 
     Args:
-        rollout: of this rank's share of the step.
+        rollout: rollout of this rank.
         batch: this rank's prompts.
     """
-    known = getattr(batch, "columns", {}).get("ground_truth")  # of a loop of one's own, a batch may be anything
+    known = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
     if known is None:
         return []
     size = len(rollout) // len(rollout.group.unique())
-    prompts = {place: number for number, place in enumerate(batch.places or range(len(batch)))}
-    return [known[prompts[place // size]] for place in rollout.place.tolist()]
+    prompts = {position: number for number, position in enumerate(batch.places or range(len(batch)))}
+    return [known[prompts[position // size]] for position in rollout.place.tolist()]
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -262,7 +262,7 @@ def test_a_column_that_describes_each_row_makes_no_sources(caplog):
     caplog.set_level(logging.INFO, "lightning_rlhf")
     assert len(sources_in(data_with(range(32)))) == 32
     assert sources_in(data_with(range(33))) == []
-    assert "the validation data names 33 sources: too many for metrics of their own" in caplog.text
+    assert "the validation data has 33 sources, too many for separate metrics" in caplog.text
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -63,9 +63,7 @@ class RolloutLog(Callback):
             right: correct answer to each response's prompt; empty if the data has none.
         """
         count = min(self.max_rows, len(module.experience.rollout))
-        experience = module.experience[list(range(count))].to(
-            "cpu"
-        )  # once: each value read from a GPU makes the host wait
+        experience = module.experience[list(range(count))].to("cpu")
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)

@@ -31,8 +31,9 @@ class Validation:
 
     Of every reward, and of the reward model's score: the mean of greedy and sampled responses, the standard deviation
     of a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2,
-    4, 8, ... and N. These are exact means over all draws of k of the N, so they are unbiased and not random. A truncated response counts with its reward. A reward that does not apply to a response
-    (NaN) leaves that response out of the means, and its prompt out of all that compares a prompt's samples.
+    4, 8, ... and N. These are exact means over all draws of k of the N, so they are unbiased and not random. A
+    truncated response counts with its reward. A response without a reward (NaN) is left out of the means, and its
+    prompt out of the statistics that compare a prompt's samples.
 
     All prompts have the same weight; the samples of a prompt are on one rank.
 

@@ -78,8 +78,10 @@ def _first_prompts(data: PromptDataModule) -> list[PromptBatch]:
 def gaps(reward: RewardFunction, data: PromptDataModule) -> list[str]:
     """What a reward function asks for and some rows lack, in every part of the data."""
     parts = [(data.reports[name], examples) for name, examples in data.examples.items()]
-    told = [reward.missing_columns([row.columns for row in rows], report.name, report.places) for report, rows in parts]
-    return [gap for part in told for gap in part]
+    missing = [
+        reward.missing_columns([row.columns for row in rows], report.name, report.locations) for report, rows in parts
+    ]
+    return [gap for part in missing for gap in part]
 
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:

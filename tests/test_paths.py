@@ -156,10 +156,10 @@ def test_a_run_names_the_model_that_a_hub_does_not_give_before_a_tokenizer_of_th
 
 
 def test_a_directory_without_what_is_wanted_says_what_it_has(here):
-    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task has train.jsonl$"):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task contains train.jsonl$"):
         Pretrained("examples/task").hf_config()
     with pytest.raises(FileNotFoundError, match=f"; {here}/runs has sft$"):
         as_rows("runs")
     (here / "notes.txt").write_text("x")
-    with pytest.raises(FileNotFoundError, match=f"; {here}/notes.txt is there, and its ending says none of these$"):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/notes.txt exists, but has none of these extensions$"):
         as_rows("notes.txt")

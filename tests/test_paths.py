@@ -156,7 +156,7 @@ def test_a_run_names_the_model_that_a_hub_does_not_give_before_a_tokenizer_of_th
 
 
 def test_a_directory_without_what_is_wanted_says_what_it_has(here):
-    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task contains train.jsonl$"):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task has train.jsonl$"):
         Pretrained("examples/task").hf_config()
     with pytest.raises(FileNotFoundError, match=f"; {here}/runs has sft$"):
         as_rows("runs")

@@ -160,7 +160,7 @@ def test_parts_of_different_splits_are_not_mixed_by_a_directory(folder):
     (folder / "contest.jsonl").write_text('{"text": "a"}')
     assert len(texts(str(folder))) == 5
     (folder / "test-00000-of-00001.jsonl").write_text('{"text": "b"}')
-    with pytest.raises(ValueError, match=r"holds files of several splits, 'train-.*' and 'test-.*': list the files"):
+    with pytest.raises(ValueError, match=r"has files of several splits, 'train-.*' and 'test-.*': list the files"):
         as_rows(str(folder))
     assert texts(f"{folder}/train*") == ["a"]
 

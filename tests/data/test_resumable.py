@@ -76,7 +76,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 rows"):
+    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 usable rows"):
         loader(rows=1)
 
 

@@ -159,5 +159,5 @@ def test_orders_that_cannot_be_served_are_refused(second, reason):
 def test_an_order_shorter_than_a_batch_is_refused():
     data = PromptDataModule(Given(tuple(ROWS)), Letters(), batch_size=4, sampler=Given3([[0, 1]]))
     data.setup("fit")
-    with pytest.raises(ValueError, match="batch_size is 4, but the training data have only 2 rows"):
+    with pytest.raises(ValueError, match="batch_size is 4, but the training data have only 2 usable rows"):
         data.train_dataloader()

@@ -79,7 +79,7 @@ def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]
     """Return a line for each column that a reward function needs and some rows lack."""
     parts = [(data.reports[name], examples) for name, examples in data.examples.items()]
     lines = [
-        reward.missing_columns([row.columns for row in rows], report.name, report.places) for report, rows in parts
+        reward.missing_columns([row.columns for row in rows], report.name, report.locations) for report, rows in parts
     ]
     return [line for part in lines for line in part]
 

@@ -17,7 +17,6 @@ PENDING = (
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
     "lightning_rlhf/compat.py",
-    "lightning_rlhf/data/",
     "lightning_rlhf/interrupts.py",
     "lightning_rlhf/launch_environment.py",
     "lightning_rlhf/metric_names.py",

@@ -161,5 +161,5 @@ def test_a_directory_without_what_is_wanted_says_what_it_has(here):
     with pytest.raises(FileNotFoundError, match=f"; {here}/runs has sft$"):
         as_rows("runs")
     (here / "notes.txt").write_text("x")
-    with pytest.raises(FileNotFoundError, match=f"; {here}/notes.txt is there, and its ending says none of these$"):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/notes.txt exists, but has none of these extensions$"):
         as_rows("notes.txt")

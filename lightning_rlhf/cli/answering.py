@@ -160,7 +160,7 @@ class ServerAnswerer:
         self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
     ) -> list[Prompt]:
         """See :class:`Answerer`."""
-        found = Columns(columns, PromptDataModule.questions)
+        found = Columns(columns, PromptDataModule.field_candidates)
 
         def convert(row: Row) -> Prompt:
             fields = found.find(row)

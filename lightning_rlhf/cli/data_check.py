@@ -101,7 +101,7 @@ def check(config: Namespace) -> dict[str, Any]:
     refuse, data.on_bad_row = data.on_bad_row == "error", "skip"  # to see more than the first bad rows
     data.setup("fit")
     parts = {name: described(data, name) for name in data.examples}
-    refusals = [report.refusal() for report in data.reports.values() if refuse and report.bad]
+    refusals = [report.error_message() for report in data.reports.values() if refuse and report.bad]
     rewards, warnings, models = list[str](), unused_template(data), list[str]()
     for check_part in (
         lambda: parts["train"].update(batches=len(data.train_dataloader())),
@@ -128,7 +128,7 @@ def unused_template(data: RowsDataModule) -> list[str]:
     Args:
         data: read.
     """
-    columns = [column for report in data.reports.values() for column in report.understood]
+    columns = [column for report in data.reports.values() for column in report.column_mappings]
     if not getattr(data.tokenizer, "chat_template", None) or any("messages)" in column for column in columns):
         return []
     return [
@@ -144,12 +144,12 @@ def described(data: RowsDataModule, part: str) -> dict[str, Any]:
     quantiles = torch.quantile(lengths, torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)).tolist()
     batch = data.collate(examples[:1], [0], [0], 0)
     return {
-        "read": report.kept + report.dropped.total(),
-        "kept": report.kept,
+        "read": report.used + report.dropped.total(),
+        "kept": report.used,
         "dropped": dict(report.dropped.most_common()),
         "cut": dict(report.cut.most_common()),
-        "columns": dict(report.understood.most_common()),
-        "unknown": report.unknown_parts(),
+        "columns": dict(report.column_mappings.most_common()),
+        "unknown": report.describe_unknown(),
         "tokens": dict(zip(_QUANTILES, quantiles, strict=True)) | {"all": int(lengths.sum())},
         "sample": rendered(batch, data.tokenizer),
     }

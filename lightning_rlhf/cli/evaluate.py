@@ -20,7 +20,7 @@ from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.cli.responses_file import writing
 from lightning_rlhf.cli.scores import Judged, figures
 from lightning_rlhf.data.chat import messages_of
-from lightning_rlhf.data.columns import ABOUT, PROMPT, Columns
+from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.rewards.executor import compute_reward
@@ -119,7 +119,7 @@ def read(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Respo
     Raises:
         ValueError: rows without responses, and they are not to be skipped.
     """
-    found = Columns(columns, ((("responses", RESPONSES),), PROMPT, *ABOUT))
+    found = Columns(columns, ((("responses", RESPONSES),), PROMPT, *REWARD_FIELDS))
 
     def convert(row: Row) -> Responded:
         fields = found.find(row)
@@ -139,7 +139,7 @@ def read(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[Respo
             [value for value in tokens if isinstance(value, int)],
             [reason == "length" for reason in reasons],
             str(fields["data_source"]) if "data_source" in fields else "data",
-            found.rest(fields, but=_BESIDE),
+            found.other_columns(fields, exclude=_BESIDE),
         )
 
     rows, report = use_rows(path, path, convert, on_bad_row)

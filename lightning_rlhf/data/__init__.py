@@ -1,1 +1,1 @@
-"""From rows as people have them to batches of token ids."""
+"""Data modules: read rows of common formats, tokenize them and serve batches of token ids."""

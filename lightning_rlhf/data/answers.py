@@ -1,4 +1,4 @@
-"""Texts whose answers are marked: what supervised, preference and unpaired data are made of."""
+"""Texts with a loss mask over their answers, shared by supervised, preference and unpaired data."""
 
 from __future__ import annotations
 
@@ -14,94 +14,94 @@ from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import SequenceBatch
 
 
-class Marked(NamedTuple):
-    """A text.
+class MaskedText(NamedTuple):
+    """A tokenized text with its loss mask.
 
     Args:
         ids: token ids.
-        said: of each token, whether it belongs to an answer; never the first.
+        loss_mask: True for each token of an answer; always False for the first token.
     """
 
     ids: list[int]
-    said: list[bool]
+    loss_mask: list[bool]
 
     @property
     def start(self) -> int:
-        """The place of the first token of an answer."""
-        return self.said.index(True)
+        """Index of the first token of an answer."""
+        return self.loss_mask.index(True)
 
 
 class AnswersDataModule(RowsDataModule):
-    """What reads prompts with answers. See :class:`~lightning_rlhf.data.base.RowsDataModule`."""
+    """Base class for prompts with answers. See :class:`~lightning_rlhf.data.base.RowsDataModule`."""
 
-    def answered(self, fields: Fields) -> Marked:
-        """A row's prompt and completion, or its conversation, of any length."""
+    def mask_row(self, fields: Fields) -> MaskedText:
+        """Tokenize a row's prompt and completion, or its conversation, without a length limit."""
         if "messages" in fields:
-            return self.marked_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
+            return self.mask_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
         if holds_messages(fields["completion"]):
             markers = self.text_messages is not None and self.text_messages.markers is not None
-            whole = markers and "prompt" not in fields  # a text that held the prompt too
-            before = [] if whole else messages_of(fields["prompt"], "prompt")
+            has_prompt = markers and "prompt" not in fields  # the text contained the prompt too
+            before = [] if has_prompt else messages_of(fields["prompt"], "prompt")
             messages = [*before, *messages_of(fields["completion"], "completion")]
-            return self.marked_messages(fields, messages, "conversation", first=len(before))
+            return self.mask_messages(fields, messages, "conversation", first=len(before))
         text = fields.text("completion")
         if self.split_after is not None and "prompt" not in fields:
             prompt, answer = self.split(text)
         else:
-            prompt, answer = self.prompt_of(fields)[0], text
-        return self.marked_text(self.ids(prompt), answer)
+            prompt, answer = self.render_prompt(fields)[0], text
+        return self.mask_text(self.ids(prompt), answer)
 
-    def marked_text(self, prompt_ids: list[int], answer: str) -> Marked:
-        """A prompt and the answer behind it with its end token, which is what is marked.
+    def mask_text(self, prompt_ids: list[int], answer: str) -> MaskedText:
+        """Concatenate a prompt and an answer with its end token; the loss mask covers the answer.
 
         Raises:
-            BadRow: there is no token in the answer to learn.
+            BadRow: the answer has no token to learn.
         """
         answer_ids, end = self.ids(answer), self.tokenizer.eos_token_id
-        if answer_ids[-1:] != [end]:  # some data bring it along
+        if answer_ids[-1:] != [end]:  # some data include the end token
             answer_ids = [*answer_ids, end]
         ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)
         if start == len(ids):
-            raise BadRow("the text is one token, and nothing stands before it that could predict it")
-        return Marked(ids, [False] * start + [True] * (len(ids) - start))
+            raise BadRow("the text has a single token, and no token before it to predict it from")
+        return MaskedText(ids, [False] * start + [True] * (len(ids) - start))
 
-    def marked_messages(self, fields: Fields, messages: Sequence[Message], what: str, first: int = 0) -> Marked:
-        """A conversation with what an assistant said in it marked.
+    def mask_messages(self, fields: Fields, messages: Sequence[Message], label: str, first: int = 0) -> MaskedText:
+        """Tokenize a conversation; the loss mask covers the assistant's messages.
 
         Args:
-            fields: of the row.
-            messages: of the conversation.
-            what: it is, for what is said of it.
-            first: message from which on is marked.
+            fields: the row's fields.
+            messages: messages of the conversation.
+            label: name of the conversation in error messages.
+            first: index of the first message that the loss mask may cover.
         """
         chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
-        ids, said = chat.marked(messages, what, first)
+        ids, loss_mask = chat.tokenize_with_mask(messages, label, first)
         if self.tokenizer.unk_token_id in ids:
-            self.note_unknown(chat.render(messages, what))
-        return Marked(ids, said)
+            self.note_unknown(chat.render(messages, label))
+        return MaskedText(ids, loss_mask)
 
-    def fit_marked(self, text: Marked, what: str) -> Marked:
-        """The text, cut to ``max_tokens`` if that is what is to be done with a longer one.
+    def fit_text(self, text: MaskedText, label: str) -> MaskedText:
+        """Return the text, cut to ``max_tokens`` if it is longer and ``too_long`` is a cut.
 
         Raises:
-            BadRow: longer, and not to be cut; or nothing of the answer would be left.
+            BadRow: the text is too long and ``too_long`` is not a cut, or the cut leaves no token of the answer.
         """
-        excess = self.excess(len(text.ids), what)
+        excess = self.excess(len(text.ids), label)
         if not excess:
             return text
-        ids, said = cut(text.ids, excess, self.too_long), cut(text.said, excess, self.too_long)
-        said[0] = False  # nothing stands before it that could predict it
-        if not any(said):
+        ids, loss_mask = cut(text.ids, excess, self.too_long), cut(text.loss_mask, excess, self.too_long)
+        loss_mask[0] = False  # no token before it to predict it from
+        if not any(loss_mask):
             raise BadRow(
-                f"{what} has {len(text.ids)} tokens, and cut to {self.max_tokens} nothing of the answer is left",
-                "nothing of the answer is left after the cut",
+                f"{label} has {len(text.ids)} tokens; cutting it to {self.max_tokens} leaves no token of the answer",
+                "the cut leaves no token of the answer",
             )
-        self.count_cut(what)
-        return Marked(ids, said)
+        self.count_cut(label)
+        return MaskedText(ids, loss_mask)
 
 
-def sequences(texts: Sequence[Marked]) -> SequenceBatch:
-    """Texts right-padded to the longest, their answers marked."""
+def sequences(texts: Sequence[MaskedText]) -> SequenceBatch:
+    """Pad texts and their loss masks on the right to the longest text."""
     ids, lengths = pad_right([text.ids for text in texts])
-    said, _ = pad_right([text.said for text in texts])
-    return SequenceBatch(ids, lengths, said.bool())
+    loss_mask, _ = pad_right([text.loss_mask for text in texts])
+    return SequenceBatch(ids, lengths, loss_mask.bool())

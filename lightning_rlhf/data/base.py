@@ -1,4 +1,4 @@
-"""What the data modules share: rows in, tokenised examples kept in memory, resumable batches out."""
+"""Base class of the data modules: reads rows, keeps tokenized examples in memory, serves resumable batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.compat import replaces_samplers
 from lightning_rlhf.data.chat import Message, chat_of, check_options, holds_messages, messages_of
-from lightning_rlhf.data.columns import TEMPLATE, Columns, Fields, Question
-from lightning_rlhf.data.lengths import TooLong, cut, refuse
+from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
+from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_rows
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
-from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_in
+from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.seeding import run_seed
 
@@ -31,35 +31,35 @@ log = logging.getLogger(__name__)
 
 
 class RowsDataModule(LightningDataModule):
-    """Reads rows, tokenises them once, and serves batches whose order and position a checkpoint restores.
+    """Reads rows, tokenizes them once, and serves batches whose order and position a checkpoint restores.
 
     Args:
-        train: JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a URL, a hub id, a row source, or
-            a list of any of these.
-        val: likewise; None trains without validation.
+        train: training data: JSON lines, JSON, CSV or parquet file, a directory or pattern of those, a URL, a hub id, a
+            row source, or a list of any of these.
+        val: validation data, as for ``train``; None trains without validation.
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
-        val_batch_size: rows per validation batch, over all ranks; None takes ``batch_size``.
-        columns: which column holds what, where the names are not known or two could be meant: ``{prompt: question}``;
-            dots lead into nested values: ``{ground_truth: extra_info.answer}``.
-        split_after: where a column holds prompt and answer in one text, the prompt ends with the last occurrence of
-            this marker.
+        val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
+        columns: field to column, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the keys
+            of nested values: ``{ground_truth: extra_info.answer}``.
+        split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
+            occurrence counts.
         max_tokens: longest prompt with answer, in tokens.
-        too_long: what becomes of a longer row: it is a bad row, it is left out and counted (``drop``), or tokens are
-            cut from its start, end or middle.
-        on_bad_row: ``error`` names the first bad rows and stops; ``skip`` leaves them out and counts.
-        bad_rows: file for all rows that are not used, with where they stand and why, as JSON lines.
+        too_long: treatment of longer rows: ``bad_row`` counts them as bad rows, ``drop`` skips and counts them, and
+            ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens.
+        on_bad_row: ``error`` stops and reports the first bad rows; ``skip`` skips and counts them.
+        bad_rows: file for all unused rows, with location and reason, as JSON lines.
         shuffle: False keeps the order of the data.
-        sampler: gives the order of each epoch instead.
-        chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's own column of this
-            name wins.
-        as_messages: make messages of text, for a chat model: True makes a prompt a user's message and an answer an
-            assistant's; where one text holds a conversation, the text that begins a message of each role:
-            ``{user: "Human:", assistant: "Assistant:"}``. Columns that hold messages stay as they are.
+        sampler: sampler that sets the order of each epoch instead.
+        chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's column of this name
+            has priority.
+        as_messages: conversion of text to messages, for a chat model: True makes a prompt a user message and an answer
+            an assistant message; for texts that contain a whole conversation, the text that begins a message of each
+            role: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
     """
 
-    questions: ClassVar[tuple[Question, ...]]
-    gives: ClassVar[type]  # what collate makes
+    field_candidates: ClassVar[tuple[FieldCandidates, ...]]
+    gives: ClassVar[type]  # type of the batches that collate returns
 
     def __init__(
         self,
@@ -86,14 +86,17 @@ class RowsDataModule(LightningDataModule):
         self.sources = {"train": train, **({} if val is None else {"val": val})}
         self.tokenizer_source = tokenizer
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
-        self.columns, self.split_after = Columns(columns or {}, (*self.questions, *TEMPLATE)), split_after
+        self.columns = Columns(columns or {}, (*self.field_candidates, *TEMPLATE_FIELDS))
+        self.split_after = split_after
         self.max_tokens, self.too_long = max_tokens, too_long
         self.on_bad_row, self.bad_rows = on_bad_row, None if bad_rows is None else Path(bad_rows)
         self.shuffle, self.sampler = shuffle, sampler
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         check_options(self.chat_template_kwargs)
         if as_messages and split_after is not None:
-            raise ValueError("split_after splits plain text, which as_messages makes messages of: give one of them")
+            raise ValueError(
+                "split_after splits plain text, which as_messages converts to messages: set only one of them"
+            )
         markers = as_messages if isinstance(as_messages, dict) else None
         self.text_messages = TextMessages(markers) if as_messages else None
         self.examples: dict[str, list[Any]] = {}
@@ -101,87 +104,106 @@ class RowsDataModule(LightningDataModule):
         self.tokenizer: PreTrainedTokenizerBase
         self._keys: list[Any] = []
         self._report = RowReport("data")
-        self._cut: str | None = None  # what was cut of the present row
-        self._unknown: list[str] = []  # what the tokenizer does not know of it
+        self._cut: str | None = None  # description of the cut of the current row
+        self._unknown: list[str] = []  # parts of the current row that the tokenizer does not know
 
     @abstractmethod
     def convert(self, fields: Fields) -> Any:
-        """One tokenised example of a row, or :class:`BadRow`."""
+        """Tokenize a row, or raise :class:`BadRow`."""
 
     @abstractmethod
     def tokens(self, example: Any) -> int:
-        """Tokens of an example, by which a batch is shared among ranks."""
+        """Count the tokens of an example, by which batches are balanced over ranks."""
 
     @abstractmethod
-    def collate(self, examples: list[Any], numbers: list[int], places: list[int], epoch: int) -> Any:
-        """One batch, or a rank's share of one: examples, their row numbers and their places in the whole batch."""
+    def collate(self, examples: list[Any], numbers: list[int], positions: list[int], epoch: int) -> Any:
+        """Build a batch, or a rank's part of one.
+
+        Args:
+            examples: tokenized examples.
+            numbers: row number of each example.
+            positions: position of each example in the batch over all ranks.
+            epoch: number of epochs completed before.
+        """
 
     def setup(self, stage: str) -> None:
-        """Read and tokenise everything once."""
+        """Read and tokenize all rows once."""
         if self.trainer is not None and "val" not in self.sources:
-            self.trainer.limit_val_batches = 0  # an empty loader would do, with a warning at every run
-        # Before the rows are read: other rows' columns would be reported as missing.
+            self.trainer.limit_val_batches = 0  # an empty loader would also work, but with a warning in every run
+        # Before the rows are read: rows of another kind of data would be reported as missing columns.
         if check_reads := getattr(self.trainer and self.trainer.lightning_module, "check_reads", None):
             check_reads(self)
         if isinstance(self.trainer, Trainer) and replaces_samplers(self.trainer):
             raise ValueError(
-                f"{type(self).__name__} shares each batch between the processes itself, which the Trainer would "
-                f"override: give Trainer(use_distributed_sampler=False)"
+                f"{type(self).__name__} splits each batch over the processes itself, and the Trainer would override "
+                f"that: set Trainer(use_distributed_sampler=False)"
             )
         if self.examples:
             return
-        sources = {name: as_rows(source) for name, source in self.sources.items()}  # a missing file is said first
+        sources = {name: as_rows(source) for name, source in self.sources.items()}  # reports a missing file first
         self.tokenizer = load_tokenizer(self.tokenizer_source)
-        bad_rows = self._fresh_bad_rows()
+        bad_rows = self._create_bad_rows_file()
         for name, source in sources.items():
             self._report = self.reports[name] = RowReport(f"{name} data")
             self.examples[name], _ = use_rows(
-                source, f"{name} data", self._training_row if name == "train" else self._row, self.on_bad_row,
-                self._report, bad_rows,
-            )  # fmt: skip
+                source,
+                f"{name} data",
+                self._convert_training_row if name == "train" else self._convert_row,
+                self.on_bad_row,
+                report=self._report,
+                bad_rows=bad_rows,
+            )
             if self._report.unknown and self.trainer is not None and self.trainer.is_global_zero:
-                log.warning("%s: %s", self._report.name, self._report.unknown_parts())
+                log.warning("%s: %s", self._report.name, self._report.describe_unknown())
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text of all parts of the data."""
-        every = (example for examples in self.examples.values() for example in examples)
-        return max(map(self.longest, every), default=0)
+        """Number of tokens of the longest text in training and validation data."""
+        all_examples = (example for examples in self.examples.values() for example in examples)
+        return max(map(self.longest, all_examples), default=0)
 
     def longest(self, example: Any) -> int:
-        """Tokens of the longest text of an example."""
+        """Count the tokens of the longest text of an example."""
         return self.tokens(example)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """This rank's share of shuffled whole batches."""
+        """Return a loader of this rank's part of each training batch."""
         rows = self.examples["train"]
         lengths = [self.tokens(example) for example in rows]
         order = None if self.sampler is None else SamplerOrder(self.sampler, self._keys, lengths, run_seed())
-        rank, ranks = self._share()
+        rank, ranks = self._data_rank()
         return ResumableLoader(
-            rows, self.batch_size, self.collate, run_seed(), self.shuffle, lengths, rank, ranks, order
+            rows,
+            self.batch_size,
+            self.collate,
+            seed=run_seed(),
+            shuffle=self.shuffle,
+            lengths=lengths,
+            rank=rank,
+            ranks=ranks,
+            order=order,
         )
 
     def val_dataloader(self) -> DataLoader[Any] | list[Any]:
-        """This rank's share of all rows in their order; none without validation data."""
+        """Return a loader of this rank's part of each validation batch; an empty list without validation data."""
         if "val" not in self.examples:
             return []
         rows = self.examples["val"]
         return DataLoader(
-            range(len(rows)),  # type: ignore[arg-type]  # a sequence is all it needs
-            batch_sampler=HeldOutBatches(len(rows), self.val_batch_size, *self._share()),
+            range(len(rows)),  # type: ignore[arg-type]  # any sequence works
+            batch_sampler=HeldOutBatches(len(rows), self.val_batch_size, *self._data_rank()),
             collate_fn=lambda numbers: self.collate([rows[i] for i in numbers], numbers, numbers, 0),
-            generator=torch.Generator(),  # so that a validation leaves the global one as it was
+            generator=torch.Generator(),  # so that validation does not advance the global generator
         )
 
-    def _share(self) -> tuple[int, int]:
-        """This process's share of each batch, and the number of shares."""
+    def _data_rank(self) -> tuple[int, int]:
+        """Return this process's data rank and the number of data ranks."""
         strategy = None if self.trainer is None else self.trainer.strategy
         ranks: DataRanks = getattr(strategy, "data_ranks", ONE_RANK)
         return ranks.rank, ranks.size
 
-    def _fresh_bad_rows(self) -> Path | None:
-        """The file for unused rows, emptied; only one process writes it."""
+    def _create_bad_rows_file(self) -> Path | None:
+        """Create an empty file for unused rows and return its path; None on ranks that do not write it."""
         if self.bad_rows is None or (self.trainer is not None and not self.trainer.is_global_zero):
             return None
         try:
@@ -191,11 +213,11 @@ class RowsDataModule(LightningDataModule):
             raise ValueError(f"bad_rows {str(self.bad_rows)!r} cannot be written: {error.strerror}") from error
         return self.bad_rows
 
-    def _row(self, row: Row) -> Any:
-        fields = replace(self.columns.find(row), read=self.text_messages)
+    def _convert_row(self, row: Row) -> Any:
+        fields = replace(self.columns.find(row), transform=self.text_messages)
         self._cut, self._unknown = None, []
         example = self.convert(fields)
-        self._report.understood[fields.described()] += 1
+        self._report.column_mappings[fields.describe()] += 1
         if self._cut is not None:
             self._report.cut[self._cut] += 1
         if self._unknown:
@@ -203,19 +225,19 @@ class RowsDataModule(LightningDataModule):
             self._report.unknown_rows += 1
         return example
 
-    def _training_row(self, row: Row) -> Any:
+    def _convert_training_row(self, row: Row) -> Any:
         key = None if self.sampler is None else self.sampler.key(self.columns.find(row))
-        example = self._row(row)
+        example = self._convert_row(row)
         self._keys.append(key)
         return example
 
     # -- helpers for convert ----------------------------------------------------------------------------------
 
-    def prompt_of(self, fields: Fields) -> tuple[str, list[Message]]:
-        """The prompt as text, and the messages it was made of by the chat template, if it was.
+    def render_prompt(self, fields: Fields) -> tuple[str, list[Message]]:
+        """Return the prompt as text, and its messages if the chat template rendered it.
 
         Raises:
-            BadRow: no prompt, messages without a template, or messages that the template refuses.
+            BadRow: the prompt is missing, the tokenizer has no chat template, or the template rejects the messages.
         """
         value = fields["prompt"]
         if not holds_messages(value):
@@ -224,7 +246,7 @@ class RowsDataModule(LightningDataModule):
         return chat_of(self.tokenizer, fields, self.chat_template_kwargs).render(messages, "prompt", True), messages
 
     def split(self, text: str) -> tuple[str, str]:
-        """Prompt and answer of a text that holds both.
+        """Split a text into prompt and answer after the last ``split_after``.
 
         Raises:
             BadRow: the marker does not occur, or nothing follows it.
@@ -237,37 +259,37 @@ class RowsDataModule(LightningDataModule):
         return head + marker, tail
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """Tokenize a text without special tokens."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
             self.note_unknown(text)
         return ids
 
     def note_unknown(self, text: str) -> None:
-        """Report what the tokenizer does not know of a text of the present row."""
-        self._unknown += unknown_in(self.tokenizer, text)
+        """Record the parts of a text of the current row that the tokenizer does not know."""
+        self._unknown += unknown_parts(self.tokenizer, text)
 
-    def excess(self, tokens: int, what: str) -> int:
-        """How many tokens are to be cut, 0 if none.
+    def excess(self, tokens: int, label: str) -> int:
+        """Return the number of tokens to cut, 0 if the text fits.
 
         Raises:
-            BadRow: there are too many, and they are not to be cut.
+            BadRow: the text is too long and ``too_long`` is not a cut.
         """
         if tokens > self.max_tokens and self.too_long in ("bad_row", "drop"):
-            refuse(tokens, self.max_tokens, what, self.too_long)
+            raise_too_long(tokens, self.max_tokens, label, self.too_long)
         return max(tokens - self.max_tokens, 0)
 
-    def fit(self, ids: list[int], what: str) -> list[int]:
-        """The ids, cut to ``max_tokens`` if that is what is to be done with longer ones.
+    def fit(self, ids: list[int], label: str) -> list[int]:
+        """Return the ids, cut to ``max_tokens`` if there are more and ``too_long`` is a cut.
 
         Raises:
-            BadRow: longer, and not to be cut.
+            BadRow: there are too many ids and ``too_long`` is not a cut.
         """
-        if excess := self.excess(len(ids), what):
-            self.count_cut(what)
+        if excess := self.excess(len(ids), label):
+            self.count_cut(label)
             return cut(ids, excess, self.too_long)
         return ids
 
-    def count_cut(self, what: str) -> None:
-        """Report that the present row was cut, once, and if it is used."""
-        self._cut = f"{what} to {self.max_tokens} tokens ({self.too_long})"
+    def count_cut(self, label: str) -> None:
+        """Record the cut of the current row; it is counted once, and only if the row is used."""
+        self._cut = f"{label} to {self.max_tokens} tokens ({self.too_long})"

@@ -1,4 +1,4 @@
-"""Chat messages: what they must look like, how a template renders them, and which tokens an assistant said."""
+"""Chat messages: validation, rendering by a chat template, and the loss mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
 
 Message = dict[str, Any]
-_SPEAKERS = {
+_ROLES = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -26,58 +26,59 @@ _SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-# What transformers looks for, too: without these marks its mask of assistant tokens is all zeros.
-_MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A template is a program: whatever its operations raise is its own fault, as what jinja's sandbox refuses is.
+# The pattern of transformers, whose mask of assistant tokens is all zeros without these marks.
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A template is a program, so any of these errors can be an error in the template or the row.
 _TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
-_TAKEN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_RESERVED_OPTIONS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def messages_of(value: Any, what: str) -> list[Message]:
-    """Messages with ``role`` and ``content``; those with ``from`` and ``value`` are given the usual names.
+def messages_of(value: Any, label: str) -> list[Message]:
+    """Return messages with ``role`` and ``content``; ShareGPT's ``from`` and ``value`` are converted.
 
     Args:
-        value: a list of messages, or one.
-        what: they are, for what is said of them: ``prompt``.
+        value: a list of messages, or a single message.
+        label: name of the messages in error messages, such as ``prompt``.
 
     Raises:
-        BadRow: something else, or a speaker that is not known.
+        BadRow: the value is not a list of messages, or a speaker is not known.
     """
     messages = [value] if isinstance(value, Mapping) else value
-    wrong = f"every message of a {what} needs 'role' and text in 'content'"
+    malformed = f"every message of a {label} needs 'role' and text in 'content'"
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise BadRow(wrong)
-    usual = [_from_value(m) if "from" in m and "role" not in m else m for m in messages]
-    # Formats whose rows share one set of keys hold null where a message has nothing.
-    usual = [{key: part for key, part in m.items() if part is not None} for m in usual]
-    for message in usual:
-        called = isinstance(message.get("tool_calls"), list) and message["tool_calls"] and "content" not in message
-        if called:
+        raise BadRow(malformed)
+    converted = [_convert_sharegpt(m) if "from" in m and "role" not in m else m for m in messages]
+    # In formats with the same keys in every row, a value that a message does not have is null.
+    converted = [{key: part for key, part in m.items() if part is not None} for m in converted]
+    for message in converted:
+        only_calls = isinstance(message.get("tool_calls"), list) and message["tool_calls"] and "content" not in message
+        if only_calls:
             message["content"] = ""
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
-            raise BadRow(wrong)
-    return usual
+            raise BadRow(malformed)
+    return converted
 
 
 def holds_messages(value: Any) -> bool:
-    """Whether a value is meant as messages, right or wrong ones."""
+    """Return whether a value is a list or mapping, and so treated as messages, even malformed ones."""
     return isinstance(value, list | Mapping)
 
 
-def common_prefix(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many messages two conversations share from the beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def common_prefix(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """Count the messages that two conversations share from the beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer's chat template, with what a row or the configuration gives it.
+    """A tokenizer's chat template with its tools and variables.
 
     Args:
-        tokenizer: with the template.
-        tools: that the model may call, as JSON schemas.
+        tokenizer: tokenizer with a chat template.
+        tools: JSON schemas of the tools that the model can call.
         options: further variables of the template, such as ``enable_thinking``.
     """
 
@@ -85,88 +86,95 @@ class Chat:
     tools: list[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def render(self, messages: Sequence[Message], what: str, generation: bool = False) -> str:
-        """Messages as text.
+    def render(self, messages: Sequence[Message], label: str, generation: bool = False) -> str:
+        """Render messages as text.
 
         Args:
-            messages: at least one.
-            what: they are, for what is said of them.
-            generation: whether an answer is to follow.
+            messages: at least one message.
+            label: name of the messages in error messages.
+            generation: whether to add the generation prompt.
 
         Raises:
-            BadRow: no template, messages that it refuses, or text that is not valid.
+            BadRow: the tokenizer has no template, the template rejects the messages, or the text is not valid.
         """
-        text = str(self._apply(messages, what, tokenize=False, add_generation_prompt=generation))
+        text = str(self._apply(messages, label, tokenize=False, add_generation_prompt=generation))
         if not is_unicode(text):
-            raise BadRow(f"the {what} is not valid UTF-8 text")
+            raise BadRow(f"the {label} is not valid UTF-8 text")
         return text
 
-    def marked(self, messages: Sequence[Message], what: str, first: int = 0) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation, which ends with the last thing an assistant said, and which ids it said.
+    def tokenize_with_mask(
+        self, messages: Sequence[Message], label: str, first: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """Tokenize a conversation up to the assistant's last message, with a mask of the assistant's tokens.
 
-        A template with ``{% generation %}`` marks says itself what an assistant says. Of another one, a turn is what
-        the conversation up to it has beyond the conversation before it, up to the end token.
+        A template with ``{% generation %}`` marks defines the mask. With other templates, a turn is the text by which
+        rendering the messages up to it is longer than rendering the messages before it, up to the end token.
 
         Args:
-            messages: at least one of an assistant.
-            what: they are, for what is said of them.
-            first: message from which on is marked.
+            messages: messages, at least one of them the assistant's.
+            label: name of the messages in error messages.
+            first: index of the first message that the mask may cover.
 
         Raises:
-            BadRow: no assistant, a template that refuses, or one that renders earlier turns differently later on.
+            BadRow: no assistant message, the template rejects the messages, or it renders earlier turns differently
+                when others follow.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not turns:
-            raise BadRow(f"no message of the {what} is an assistant's: there is nothing to learn")
-        whole = self.render(messages, what)
-        if _MARKS_ASSISTANT.search(self._template()):
-            found = self._apply(messages, what, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            ids, said = list(found["input_ids"]), [bool(value) for value in found["assistant_masks"]]
+            raise BadRow(f"the {label} has no assistant message to learn")
+        text = self.render(messages, label)
+        if _GENERATION_MARK.search(self._template()):
+            encoding = self._apply(messages, label, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            ids, mask = list(encoding["input_ids"]), [bool(value) for value in encoding["assistant_masks"]]
             if first:
-                before = self.render(messages[:first], what)
-                if not whole.startswith(before):
-                    raise _renders_differently(first - 1, what)
+                before = self.render(messages[:first], label)
+                if not text.startswith(before):
+                    raise _renders_differently(first - 1, label)
                 start = len(self._ids(before))
-                said = [value and place >= start for place, value in enumerate(said)]
+                mask = [value and i >= start for i, value in enumerate(mask)]
         else:
-            ids, said = self._by_prefixes(messages, what, turns, whole)
-        return self._ended(ids, said, what)
+            ids, mask = self._mask_by_prefixes(messages, label, turns, text)
+        return self._end_after_answer(ids, mask, label)
 
-    def _by_prefixes(
-        self, messages: Sequence[Message], what: str, turns: list[int], whole: str
+    def _mask_by_prefixes(
+        self, messages: Sequence[Message], label: str, turns: list[int], text: str
     ) -> tuple[list[int], list[bool]]:
         spans = []
         for turn in turns:
-            before = self.render(messages[:turn], what, generation=True) if turn else self._opening(messages[0], what)
-            after = self.render(messages[: turn + 1], what)
-            if not (whole.startswith(after) and after.startswith(before)):
-                raise _renders_differently(turn, what, ": give one with {% generation %} marks")
+            if turn:
+                before = self.render(messages[:turn], label, generation=True)
+            else:
+                before = self._text_before_first_answer(messages[0], label)
+            after = self.render(messages[: turn + 1], label)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise _renders_differently(turn, label, "; use a template with {% generation %} marks")
             spans.append((len(before), len(after)))
         if not self.tokenizer.is_fast:
             raise ValueError("conversations need a fast tokenizer, or a chat template with {% generation %} marks")
-        found = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids, places = list(found["input_ids"]), found["offset_mapping"]
-        said = [False] * len(ids)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
+        mask = [False] * len(ids)
         for begin, end in spans:
-            inside = [i for i, (start, stop) in enumerate(places) if start < end and stop > begin]
+            inside = [i for i, (start, stop) in enumerate(offsets) if start < end and stop > begin]
             ends = [i for i in inside if ids[i] == self.tokenizer.eos_token_id]
             for i in inside:
-                said[i] = i <= (ends or inside)[-1]
-        return ids, said
+                mask[i] = i <= (ends or inside)[-1]
+        return ids, mask
 
-    def _opening(self, message: Message, what: str) -> str:
-        """What a template writes before the words of an assistant that nobody asked: up to its generation prompt."""
-        alone, asked = self.render([message], what), self.render([message], what, generation=True)
-        header = asked.removeprefix(alone)
-        return alone[: alone.index(header) + len(header)] if header in alone else asked
+    def _text_before_first_answer(self, message: Message, label: str) -> str:
+        """Return the text that a template renders before an assistant's message that is the first of a conversation."""
+        alone = self.render([message], label)
+        with_prompt = self.render([message], label, generation=True)
+        header = with_prompt.removeprefix(alone)
+        return alone[: alone.index(header) + len(header)] if header in alone else with_prompt
 
-    def _ended(self, ids: list[int], said: list[bool], what: str) -> tuple[list[int], list[bool]]:
-        """Cut behind the last thing said, with an end token there."""
-        if not any(said[1:]):
-            raise BadRow(f"the chat template shows nothing of what the assistant said in the {what}")
-        end = len(said) - said[::-1].index(True)
+    def _end_after_answer(self, ids: list[int], mask: list[bool], label: str) -> tuple[list[int], list[bool]]:
+        """Cut the tokens after the last answer, and end it with an end token."""
+        if not any(mask[1:]):
+            raise BadRow(f"the chat template does not render the assistant's messages of the {label}")
+        end = len(mask) - mask[::-1].index(True)
         begin = end - 1
-        while begin and said[begin - 1]:
+        while begin and mask[begin - 1]:
             begin -= 1
         eos = self.tokenizer.eos_token_id
         ends = [i for i in range(begin, end) if ids[i] == eos]
@@ -175,16 +183,16 @@ class Chat:
         elif ids[end : end + 1] == [eos]:
             end += 1
         else:
-            return [*ids[:end], eos], [False, *said[1:end], True]
-        return ids[:end], [False, *said[1:end]]
+            return [*ids[:end], eos], [False, *mask[1:end], True]
+        return ids[:end], [False, *mask[1:end]]
 
-    def _apply(self, messages: Sequence[Message], what: str, **how: Any) -> Any:
+    def _apply(self, messages: Sequence[Message], label: str, **arguments: Any) -> Any:
         if self.tokenizer.chat_template is None:
-            raise BadRow(f"the {what} is a list of messages, and the tokenizer has no chat template")
+            raise BadRow(f"the {label} is a list of messages, and the tokenizer has no chat template")
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **how, **self.options)
+            return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **arguments, **self.options)
         except _TEMPLATE_ERRORS as error:
-            raise BadRow(f"the chat template refuses the {what}: {error}") from error
+            raise BadRow(f"the chat template rejects the {label}: {error}") from error
 
     def _template(self) -> str:
         return str(self.tokenizer.get_chat_template(tools=self.tools))
@@ -193,49 +201,60 @@ class Chat:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _renders_differently(message: int, what: str, remedy: str = "") -> BadRow:
+def _renders_differently(message: int, label: str, remedy: str = "") -> BadRow:
     return BadRow(
-        f"the chat template renders message {message} of the {what} differently when others follow, so what the "
-        f"assistant said cannot be told{remedy}",
+        f"the chat template renders message {message} of the {label} differently when others follow, so the tokens of "
+        f"the assistant cannot be located{remedy}",
         "the chat template renders messages differently when others follow",
     )
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping[str, Any]) -> Chat:
-    """The template with a row's ``tools`` and ``chat_template_kwargs``, which win over the configuration's.
+    """Return the chat template with a row's ``tools`` and ``chat_template_kwargs``; the row's have priority.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        fields: fields of the row.
+        options: template variables of the configuration.
 
     Raises:
-        BadRow: tools or options that no template takes.
+        BadRow: the row's tools or template variables are not valid.
     """
     tools = fields.get("tools")
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise BadRow(f"tools is no JSON: {error.msg}", "tools is no JSON") from error
+            raise BadRow(f"tools is not valid JSON: {error.msg}", "tools is not valid JSON") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadRow("tools holds something else than a list of JSON schemas")
-    own = fields.get("chat_template_kwargs")
-    if own is not None and not isinstance(own, Mapping):
-        raise BadRow(f"chat_template_kwargs holds {type(own).__name__}, expected names with values")
-    merged = {**options, **(own or {})}
+        raise BadRow("tools must be a list of JSON schemas")
+    row_options = fields.get("chat_template_kwargs")
+    if row_options is not None and not isinstance(row_options, Mapping):
+        raise BadRow(f"chat_template_kwargs is a {type(row_options).__name__}, expected a mapping of names to values")
+    merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
     return Chat(tokenizer, tools or None, merged)
 
 
 def check_options(options: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
-    """Refuse variables for a chat template that would change how it is called.
+    """Validate that variables of a chat template do not override arguments of its call.
+
+    Args:
+        options: template variables.
+        kind: class of the error to raise.
 
     Raises:
-        ValueError: or what ``kind`` says.
+        ValueError: a variable has the name of an argument.
     """
-    if taken := sorted(_TAKEN & options.keys()):
-        raise kind(f"chat_template_kwargs may not set {taken[0]!r}, which is set for you")
+    if reserved := sorted(_RESERVED_OPTIONS & options.keys()):
+        raise kind(f"chat_template_kwargs must not contain {reserved[0]!r}, which is set automatically")
 
 
-def _from_value(message: Mapping[str, Any]) -> Message:
+def _convert_sharegpt(message: Mapping[str, Any]) -> Message:
     speaker = message["from"]
-    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-        raise BadRow(f"a message is from {speaker!r}, expected one of {sorted(_SPEAKERS)}", "an unknown speaker")
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": _SPEAKERS[speaker], "content": message.get("value"), **rest}
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        raise BadRow(
+            f"a message is from {speaker!r}, expected one of {sorted(_ROLES)}", "a message is from an unknown speaker"
+        )
+    other_keys = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": _ROLES[speaker], "content": message.get("value"), **other_keys}

@@ -1,4 +1,4 @@
-"""Which column of a row holds what: TRL's, verl's and conversations' names are known, others are given."""
+"""Map columns to fields: the names of TRL, verl and conversation data are known, others are configured."""
 
 from __future__ import annotations
 
@@ -9,209 +9,216 @@ from typing import Any
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow
 
-# A question about a row: the names under which the answer is looked for, as (our name, the data's name) pairs.
-Question = tuple[tuple[str, str], ...]
+# Columns that can contain one piece of information, as pairs (our field, the data's column).
+FieldCandidates = tuple[tuple[str, str], ...]
 
-PROMPT: Question = (("prompt", "prompt"), ("messages", "messages"), ("messages", "conversations"))
-ANSWER: Question = (("completion", "completion"), ("messages", "messages"), ("messages", "conversations"))
-ABOUT: tuple[Question, ...] = (
+PROMPT: FieldCandidates = (("prompt", "prompt"), ("messages", "messages"), ("messages", "conversations"))
+ANSWER: FieldCandidates = (("completion", "completion"), ("messages", "messages"), ("messages", "conversations"))
+REWARD_FIELDS: tuple[FieldCandidates, ...] = (
     tuple(
         ("ground_truth", name) for name in ("reward_model.ground_truth", "ground_truth", "answer", "solution", "label")
     ),
     (("data_source", "data_source"),),
     (("extra_info", "extra_info"),),
 )
-TEMPLATE: tuple[Question, ...] = ((("tools", "tools"),), (("chat_template_kwargs", "chat_template_kwargs"),))
-_NOTHING = object()
-# Names under which data sets often have what is asked for.
-_OFTEN = {
+TEMPLATE_FIELDS: tuple[FieldCandidates, ...] = (
+    (("tools", "tools"),),
+    (("chat_template_kwargs", "chat_template_kwargs"),),
+)
+_MISSING = object()
+# Column names that data sets often use for a field.
+_COMMON_NAMES = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
     "completion": ("response", "output", "answer", "solution"),
     "chosen": ("preferred", "accepted", "winner"),
     "rejected": ("dispreferred", "loser"),
 }
-_YES_NO = {"true": True, "1": True, "false": False, "0": False}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class AmbiguousColumns(ValueError):
-    """Two columns could be meant, and only the user knows which."""
+    """Two columns could contain the same field, and the configuration does not choose one."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A row under our names.
+    """The fields of a row by our names.
 
     Args:
-        row: as it came.
-        names: ours to the data's.
-        read: of our name and the value in the row, the value to use, such as messages made of text; None takes the
-            row's.
+        row: row with the data's column names.
+        names: field to column.
+        transform: function of field and value that returns the value to use, such as messages made from text; None
+            uses the row's value.
     """
 
     row: Row
     names: Mapping[str, str]
-    read: Callable[[str, Any], Any] | None = None
+    transform: Callable[[str, Any], Any] | None = None
 
-    def __contains__(self, ours: str) -> bool:
-        return ours in self.names
+    def __contains__(self, field: str) -> bool:
+        return field in self.names
 
-    def __getitem__(self, ours: str) -> Any:
-        value = lookup(self.row, self.names.get(ours, ours))
-        return value if self.read is None else self.read(ours, value)
+    def __getitem__(self, field: str) -> Any:
+        value = lookup(self.row, self.names.get(field, field))
+        return value if self.transform is None else self.transform(field, value)
 
-    def get(self, ours: str) -> Any:
-        """The value of a field, None where the row has none."""
-        return self[ours] if ours in self.names else None
+    def get(self, field: str) -> Any:
+        """Return the value of a field, or None if the row does not have it."""
+        return self[field] if field in self.names else None
 
-    def text(self, ours: str) -> str:
-        """The text of a field.
-
-        Raises:
-            BadRow: missing, empty, or no text.
-        """
-        return text_of(self.row, self.names.get(ours, ours))
-
-    def number(self, ours: str) -> float:
-        """The finite number of a field.
+    def text(self, field: str) -> str:
+        """Return the text of a field.
 
         Raises:
-            BadRow: missing, no number, infinite, or NaN.
+            BadRow: the value is missing, empty, or not text.
         """
-        value, column = self[ours], self.names.get(ours, ours)
+        return text_of(self.row, self.names.get(field, field))
+
+    def number(self, field: str) -> float:
+        """Return the finite number of a field.
+
+        Raises:
+            BadRow: the value is missing, not a number, infinite, or NaN.
+        """
+        value, column = self[field], self.names.get(field, field)
         if isinstance(self.row, TextRow):
             try:
                 value = float(value)
             except ValueError:
-                raise BadRow(f"{column} holds {value!r}, expected a number", f"{column} is no number") from None
+                raise BadRow(f"{column} holds {value!r}, expected a number", f"{column} is not a number") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadRow(f"{column} holds {_kind(value)}, expected a number")
+            raise BadRow(f"{column} holds {_type_name(value)}, expected a number")
         if not math.isfinite(value):
             raise BadRow(f"{column} is {value}, expected a finite number")
         return float(value)
 
-    def flag(self, ours: str) -> bool:
-        """The yes or no of a field: true, false, 1 or 0.
+    def flag(self, field: str) -> bool:
+        """Return the boolean of a field: true, false, 1 or 0.
 
         Raises:
-            BadRow: missing, or something else.
+            BadRow: the value is missing or not a boolean.
         """
-        value, column = self[ours], self.names.get(ours, ours)
+        value, column = self[field], self.names.get(field, field)
         if isinstance(self.row, TextRow):
-            value = _YES_NO.get(str(value).strip().lower(), value)
+            value = _BOOLEANS.get(str(value).strip().lower(), value)
         if value not in (0, 1) or isinstance(value, str):  # True and False are equal to them
             raise BadRow(f"{column} holds {value!r}, expected true or false", f"{column} is neither true nor false")
         return bool(value)
 
-    def described(self) -> str:
-        """Which column was taken for what, and whether it holds text or messages."""
-        shown = []
-        for ours, theirs in self.names.items():
-            value = lookup(self.row, theirs)
+    def describe(self) -> str:
+        """Describe the column of each field and the kind of its value, such as text or messages."""
+        parts = []
+        for field, column in self.names.items():
+            value = lookup(self.row, column)
             messages = isinstance(value, list) and value and isinstance(value[0], dict)
-            kind = "messages" if messages else "text" if isinstance(value, str) else _kind(value)
-            if kind == "text" and self[ours] is not value:
+            kind = "messages" if messages else "text" if isinstance(value, str) else _type_name(value)
+            if kind == "text" and self[field] is not value:
                 kind = "text as messages"
-            shown.append(f"{ours} <- {theirs} ({kind})")
-        return ", ".join(shown)
+            parts.append(f"{field} <- {column} ({kind})")
+        return ", ".join(parts)
 
 
 class Columns:
-    """Finds the columns that are asked for; those given explicitly win.
+    """Finds the columns of fields; the configured mapping has priority.
 
     Args:
-        given: our name to the data's, dots leading into nested values.
-        questions: what is asked of every row. A question without an answer is left open.
+        mapping: field to column; dots in a column separate the keys of nested values.
+        field_candidates: candidates of each piece of information; it is left out of rows with none of the columns.
 
     Raises:
-        ValueError: two columns are given in answer to one question.
+        ValueError: the mapping has two fields for the same information.
     """
 
-    def __init__(self, given: Mapping[str, str], questions: Sequence[Question]) -> None:
-        self.given, self._questions = dict(given), questions
-        for question in questions:
-            both = sorted({ours for ours, _ in question} & given.keys())
+    def __init__(self, mapping: Mapping[str, str], field_candidates: Sequence[FieldCandidates]) -> None:
+        self.mapping, self._field_candidates = dict(mapping), field_candidates
+        for candidates in field_candidates:
+            both = sorted({field for field, _ in candidates} & mapping.keys())
             if len(both) > 1:
-                raise ValueError(f"columns gives both {both[0]!r} and {both[1]!r}, of which only one can be used")
+                raise ValueError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
 
     def find(self, row: Row) -> Fields:
-        """The row under our names.
+        """Find the column of each field in a row.
 
         Raises:
-            AmbiguousColumns: a question has two answers, and none is given explicitly.
+            AmbiguousColumns: two columns could contain the same information, and the mapping does not choose one.
         """
         names: dict[str, str] = {}
-        claimed = set(self.given.values())
-        for question in self._questions:
-            ours = next((ours for ours, _ in question if ours in self.given), None)
-            if ours is not None:
-                names[ours] = self.given[ours]
+        mapped = set(self.mapping.values())
+        for candidates in self._field_candidates:
+            configured = next((field for field, _ in candidates if field in self.mapping), None)
+            if configured is not None:
+                names[configured] = self.mapping[configured]
                 continue
-            known_as = next(((ours, self.given[theirs]) for ours, theirs in question if theirs in self.given), None)
-            if known_as is not None:  # {answer: result}: what answers are known to be, it is too
-                names.update([known_as])
+            renamed = next(
+                ((field, self.mapping[column]) for field, column in candidates if column in self.mapping), None
+            )
+            if renamed is not None:  # {answer: result}: the column result is used as answer would be
+                names.update([renamed])
                 continue
             filled, empty = list[tuple[str, str]](), list[tuple[str, str]]()
-            for pair in question:
-                value = _NOTHING if pair[1] in claimed else _found(row, pair[1])
-                if value is not _NOTHING:
-                    # Formats whose rows share one set of columns hold null where others hold something.
+            for pair in candidates:
+                value = _MISSING if pair[1] in mapped else _find_value(row, pair[1])
+                if value is not _MISSING:
+                    # In formats with the same columns in every row, a value that a row does not have is null.
                     (empty if value is None else filled).append(pair)
             if len(filled) > 1:
-                raise AmbiguousColumns(_which(question, filled))
+                raise AmbiguousColumns(_ambiguity_message(candidates, filled))
             names.update((filled or empty)[:1])
         return Fields(row, names)
 
-    def rest(self, fields: Fields, but: Sequence[str]) -> dict[str, Any]:
-        """All columns that reward functions may ask for.
+    def other_columns(self, fields: Fields, exclude: Sequence[str]) -> dict[str, Any]:
+        """Return all columns that reward functions can have as parameters.
 
         Args:
-            fields: of the row.
-            but: our names of what they are not given, such as the prompt.
+            fields: fields of the row.
+            exclude: fields that are not passed to them, such as the prompt.
 
         Returns:
-            The data's columns under their own names, or those given for them; and what answers :data:`ABOUT`.
+            The data's columns by their names, or by the names of the mapping, and the :data:`REWARD_FIELDS`.
         """
-        about = {ours for question in ABOUT for ours, _ in question}
-        renamed = {theirs: ours for ours, theirs in self.given.items() if ours not in about}
-        hidden = {fields.names.get(ours, ours) for ours in but}
+        reward_fields = {field for candidates in REWARD_FIELDS for field, _ in candidates}
+        renamed = {column: field for field, column in self.mapping.items() if field not in reward_fields}
+        hidden = {fields.names.get(field, field) for field in exclude}
         row = {renamed.get(name, name): value for name, value in fields.row.items() if name not in hidden}
-        nested = {ours: theirs for theirs, ours in renamed.items() if theirs not in fields.row and ours not in but}
-        row |= {
-            ours: lookup(fields.row, theirs)
-            for ours, theirs in nested.items()
-            if _found(fields.row, theirs) is not _NOTHING
+        nested = {
+            field: column for column, field in renamed.items() if column not in fields.row and field not in exclude
         }
-        return row | {ours: fields[ours] for ours in about if ours in fields}
+        row |= {
+            field: lookup(fields.row, column)
+            for field, column in nested.items()
+            if _find_value(fields.row, column) is not _MISSING
+        }
+        return row | {field: fields[field] for field in reward_fields if field in fields}
 
 
 def lookup(row: Row, column: str) -> Any:
-    """The value of a column; dots lead into nested values unless a column has that very name.
+    """Return the value of a column; dots separate the keys of nested values, unless a column has exactly this name.
 
     Raises:
-        BadRow: there is none.
+        BadRow: the row does not have the column.
     """
-    value = _found(row, column)
-    if value is _NOTHING:
+    value = _find_value(row, column)
+    if value is _MISSING:
         raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}{_hint(column, row)}", f"no column {column!r}")
     return value
 
 
 def _hint(column: str, row: Row) -> str:
-    """Return how to name a column that often holds what is missing; empty where there is none."""
+    """Return a suggestion for the column mapping; empty if the row has no likely column."""
     known = {name.lower(): name for name in row if isinstance(name, str)}
-    meant = next((known[name] for name in (column, *_OFTEN.get(column, ())) if name in known), None)
-    return f"; if {meant!r} is meant, give data.init_args.columns: {{{column}: {meant}}}" if meant else ""
+    likely = next((known[name] for name in (column, *_COMMON_NAMES.get(column, ())) if name in known), None)
+    return f"; to use {likely!r}, set data.init_args.columns: {{{column}: {likely}}}" if likely else ""
 
 
 def text_of(row: Row, column: str) -> str:
-    """The text in a column.
+    """Return the text of a column.
 
     Raises:
-        BadRow: the column is missing, empty, or no text.
+        BadRow: the column is missing, empty, or not text.
     """
     value = lookup(row, column)
     if not isinstance(value, str):
-        raise BadRow(f"column {column!r} holds {_kind(value)}, expected text")
+        raise BadRow(f"column {column!r} holds {_type_name(value)}, expected text")
     if not value.strip():
         raise BadRow(f"column {column!r} is empty")
     if not is_unicode(value):
@@ -220,29 +227,29 @@ def text_of(row: Row, column: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with lone surrogates (bytes that are no UTF-8, half a pair in JSON); no tokenizer reads it."""
+    """Return False for a text with lone surrogates (invalid UTF-8, half a pair in JSON), which tokenizers reject."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _found(row: Row, column: str) -> Any:
+def _find_value(row: Row, column: str) -> Any:
     if column in row:
         return row[column]
     value: Any = row
     for part in column.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            return _NOTHING
+            return _MISSING
         value = value[part]
     return value
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 
-def _which(question: Question, pairs: Sequence[tuple[str, str]]) -> str:
-    (one, first), (other, second), asked = *pairs[:2], question[0][0]
-    what = "answer" if asked == "completion" else asked
+def _ambiguity_message(candidates: FieldCandidates, pairs: Sequence[tuple[str, str]]) -> str:
+    (field, column), (other_field, other_column) = pairs[:2]
+    label = "answer" if candidates[0][0] == "completion" else candidates[0][0]
     return (
-        f"both {first!r} and {second!r} could be the {what}; say which, under data.init_args: "
-        f"'columns: {{{one}: {first}}}' or 'columns: {{{other}: {second}}}'"
+        f"both {column!r} and {other_column!r} could be the {label}; set one of the two under data.init_args: "
+        f"'columns: {{{field}: {column}}}' or 'columns: {{{other_field}: {other_column}}}'"
     )

@@ -1,8 +1,8 @@
-"""Prompts with answers to imitate."""
+"""Prompts with answers, for supervised fine-tuning."""
 
 from __future__ import annotations
 
-from lightning_rlhf.data.answers import AnswersDataModule, Marked, sequences
+from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
 from lightning_rlhf.data.chat import holds_messages, messages_of
 from lightning_rlhf.data.columns import ANSWER, AmbiguousColumns, Fields
 from lightning_rlhf.types import SequenceBatch
@@ -11,36 +11,38 @@ from lightning_rlhf.types import SequenceBatch
 class ConversationDataModule(AnswersDataModule):
     """Rows with ``prompt`` and ``completion``, whole conversations in ``messages`` or ``conversations``, or a ``text``.
 
-    The loss is on the completion and its end token; in conversations on everything that an assistant says; of a text
-    on all of it but its first token, and on its end token. With ``split_after``, the ``completion`` or the ``text``
-    column holds prompt and answer in one (``columns: {completion: chosen}`` reads preference data).
+    The loss is on the completion and its end token; in conversations on all messages of the assistant; in a text on
+    all tokens but the first, and on its end token. With ``split_after``, the ``completion`` or the ``text``
+    column contains prompt and answer (``columns: {completion: chosen}`` reads preference data).
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     gives = SequenceBatch
-    questions = ((*ANSWER, ("text", "text")), (("prompt", "prompt"),))
+    field_candidates = ((*ANSWER, ("text", "text")), (("prompt", "prompt"),))
 
-    def convert(self, fields: Fields) -> Marked:
-        """The text with what is learnt marked."""
-        return self.fit_marked(self._text(fields) if "text" in fields else self.answered(fields), "the text")
+    def convert(self, fields: Fields) -> MaskedText:
+        """Tokenize a row; the loss mask covers the tokens to learn."""
+        return self.fit_text(self._text(fields) if "text" in fields else self.mask_row(fields), "the text")
 
-    def _text(self, fields: Fields) -> Marked:
-        if fields.get("prompt") is not None and "text" not in self.columns.given:
+    def _text(self, fields: Fields) -> MaskedText:
+        if fields.get("prompt") is not None and "text" not in self.columns.mapping:
             prompt, text = fields.names["prompt"], fields.names["text"]
             raise AmbiguousColumns(
-                f"{text!r} could be the answer to {prompt!r} or be learnt whole; say which, under data.init_args: "
-                f"'columns: {{completion: {text}}}' or 'columns: {{text: {text}}}'"
+                f"{text!r} could be the answer to {prompt!r} or a text to learn as a whole; set one of the two under "
+                f"data.init_args: 'columns: {{completion: {text}}}' or 'columns: {{text: {text}}}'"
             )
         if self.text_messages is not None and holds_messages(fields["text"]):
-            return self.marked_messages(fields, messages_of(fields["text"], "text"), "conversation")
+            return self.mask_messages(fields, messages_of(fields["text"], "text"), "conversation")
         text = fields.text("text")
         prompt, answer = self.split(text) if self.split_after is not None else ("", text)
-        return self.marked_text(self.ids(prompt), answer)
+        return self.mask_text(self.ids(prompt), answer)
 
-    def tokens(self, example: Marked) -> int:
-        """Of prompt and completion."""
+    def tokens(self, example: MaskedText) -> int:
+        """Count the tokens of prompt and completion."""
         return len(example.ids)
 
-    def collate(self, examples: list[Marked], numbers: list[int], places: list[int], epoch: int) -> SequenceBatch:
-        """Right-padded; marked from the first completion token to the end token."""
+    def collate(
+        self, examples: list[MaskedText], numbers: list[int], positions: list[int], epoch: int
+    ) -> SequenceBatch:
+        """Pad the texts and their loss masks on the right."""
         return sequences(examples)

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, JSON, CSV and parquet, here or behind a URL, each with the line it stands on."""
+"""Rows of local or remote JSON lines, JSON, CSV and parquet files, each with its line."""
 
 from __future__ import annotations
 
@@ -17,115 +17,117 @@ import fsspec
 from lightning_rlhf.data.row import BadRow, Row, TextRow
 from lightning_rlhf.paths import names_a_path
 
-Placed = Iterator[tuple[str, Any]]
+LocatedRows = Iterator[tuple[str, Any]]
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
-_SPACE = re.compile(r"[\s,]*")
-_BEGINNING = 1 << 20  # characters in which a whole row tells JSON lines from JSON
-_MOST_BLANK = 1_000_000  # a small gzip can hold any number of them
-_LARGEST_CELL = 1 << 26  # characters of a CSV cell; Python's own limit of 131,072 is less than a long conversation
-_HELD_OUT = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)", re.IGNORECASE)
-_TRAINED = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
+_SEPARATORS = re.compile(r"[\s,]*")
+_PROBE_CHARACTERS = 1 << 20  # a whole row within so many characters shows that a file is JSON lines
+_MAX_BLANK_LINES = 1_000_000  # a small gzip file can contain any number of them
+_MAX_CELL_CHARACTERS = (
+    1 << 26
+)  # characters of a CSV cell; Python's own limit of 131,072 is less than a long conversation
+_HELD_OUT_NAME = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)", re.IGNORECASE)
+_TRAIN_NAME = re.compile(r"(^|[^a-z])train([^a-z]|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files read one behind the other.
+    """Files that are read in sequence.
 
     Args:
-        paths: of ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` files, ``.gz`` behind all but the last, here or as
-            URLs that ``fsspec`` reads.
+        paths: local paths, or URLs that ``fsspec`` reads, of ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` files; all
+            but the last kind can end with ``.gz``.
     """
 
     paths: tuple[str, ...]
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """Rows with their file and line, or their number in the file where it has no lines.
+        """Yield rows with their file and line, or their number in files without lines.
 
         Raises:
-            ValueError: a file that cannot be read as what it is called.
+            ValueError: a file cannot be read in the format of its extension.
         """
         for path in self.paths:
-            _refuse_other_bytes(path)
+            _check_encoding(path)
             try:
-                yield from FILE_KINDS[_kind(path)](path)
-            except (OSError, EOFError, zlib.error) as error:  # no permission, no gzip, half a gzip
+                yield from FILE_KINDS[_extension(path)](path)
+            except (OSError, EOFError, zlib.error) as error:  # no permission, not gzip, truncated gzip
                 raise ValueError(f"cannot read {path!r}: {error}") from error
 
 
 def expand(source: str) -> list[str]:
-    """The data files that a path, pattern or URL stands for, in alphabetical order; none where there are none.
+    """List the data files of a path, pattern or URL in alphabetical order; empty if nothing matches.
 
     Raises:
-        ValueError: a directory with files of several splits.
+        ValueError: a directory has files of several splits.
     """
     if is_url(source):
-        files = _remote(source)
+        files = _expand_url(source)
     else:
-        here = str(Path(source).expanduser())
-        files = glob.glob(here, recursive=True) if glob.has_magic(here) and not Path(here).exists() else [here]
-        if files == [here] and Path(here).is_dir():
-            files = [str(path) for path in Path(here).iterdir()]
+        local = str(Path(source).expanduser())
+        files = glob.glob(local, recursive=True) if glob.has_magic(local) and not Path(local).exists() else [local]
+        if files == [local] and Path(local).is_dir():
+            files = [str(path) for path in Path(local).iterdir()]
         files = [path for path in files if Path(path).is_file()]
-    files = sorted(path for path in files if _kind(path) in FILE_KINDS)
-    _refuse_mixed_splits(source, [PurePosixPath(path).name for path in files])
+    files = sorted(path for path in files if _extension(path) in FILE_KINDS)
+    _check_single_split(source, [PurePosixPath(path).name for path in files])
     return files
 
 
-def _remote(url: str) -> list[str]:
-    """What lies behind a URL: the file itself, those of a directory, or those that a pattern fits."""
+def _expand_url(url: str) -> list[str]:
+    """List the files of a URL: the file itself, those of a directory, or those that match a pattern."""
     try:
         filesystem, path = fsspec.url_to_fs(url)
-        if glob.has_magic(_plain(path)):
-            found = filesystem.glob(path)
+        if glob.has_magic(_without_query(path)):
+            paths = filesystem.glob(path)
         else:
-            found = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
-        return [filesystem.unstrip_protocol(name) for name in found if filesystem.isfile(name)]
-    except (OSError, ValueError, ImportError) as error:  # no network, no such protocol, no library for it
+            paths = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
+        return [filesystem.unstrip_protocol(name) for name in paths if filesystem.isfile(name)]
+    except (OSError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
         raise ValueError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error
 
 
 def looks_like_a_path(source: str) -> bool:
-    """Whether a text that stands for no file was meant to; all else is a hub id."""
-    kind = Path(source.removesuffix(".gz")).suffix in FILE_KINDS
-    return kind or is_url(source) or names_a_path(source) or glob.has_magic(source)
+    """Return whether a source without files looks like a path or URL; otherwise it is a hub id."""
+    has_extension = Path(source.removesuffix(".gz")).suffix in FILE_KINDS
+    return has_extension or is_url(source) or names_a_path(source) or glob.has_magic(source)
 
 
 def is_url(source: str) -> bool:
-    """Whether ``fsspec`` is asked for it by its protocol."""
+    """Return whether a source begins with a protocol, and so is read by ``fsspec``."""
     return _URL.match(source) is not None
 
 
-def _refuse_mixed_splits(source: str, names: list[str]) -> None:
-    """A directory read whole must not put what is held out among what is learnt from."""
-    trained = [name for name in names if _TRAINED.search(name)]
-    held_out = [name for name in names if _HELD_OUT.search(name) and name not in trained]
-    if trained and held_out:
+def _check_single_split(source: str, names: list[str]) -> None:
+    """Validate that a directory does not mix training and held-out files."""
+    train = [name for name in names if _TRAIN_NAME.search(name)]
+    held_out = [name for name in names if _HELD_OUT_NAME.search(name) and name not in train]
+    if train and held_out:
         raise ValueError(
-            f"{source!r} holds files of several splits, {trained[0]!r} and {held_out[0]!r}: name the files, or give a "
+            f"{source!r} has files of several splits, {train[0]!r} and {held_out[0]!r}: list the files, or use a "
             f"pattern such as '*train*'"
         )
 
 
-def _kind(path: str) -> str:
-    return Path(_plain(path).removesuffix(".gz")).suffix
+def _extension(path: str) -> str:
+    return Path(_without_query(path).removesuffix(".gz")).suffix
 
 
-def _plain(path: str) -> str:
-    """A web address without what follows a question mark, which elsewhere stands for one letter of a pattern."""
+def _without_query(path: str) -> str:
+    """Remove the query of a web address; elsewhere a question mark is part of a pattern."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def _open(path: str, mode: str = "rt") -> Any:
-    """A file here or behind a URL; bytes that are no UTF-8 become what :func:`is_unicode` finds."""
+    """Open a local or remote file; invalid UTF-8 becomes surrogates, which :func:`is_unicode` detects."""
     text = {} if "b" in mode else {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
     return fsspec.open(path, mode, compression="infer", **text)
 
 
-def _refuse_other_bytes(path: str) -> None:
-    """Say of a file here what its first bytes tell, where its lines would be blamed one by one.
+def _check_encoding(path: str) -> None:
+    """Validate the first bytes of a local file, so that a wrong encoding is one error instead of one per line.
 
     Raises:
-        ValueError: it is compressed and not called so, or text of another encoding.
+        ValueError: the file is compressed but does not end with ``.gz``, or has another encoding than UTF-8.
     """
     if is_url(path) or path.endswith((".gz", ".parquet")):
         return
@@ -135,94 +137,95 @@ def _refuse_other_bytes(path: str) -> None:
     except OSError as error:
         raise ValueError(f"cannot read {path!r}: {error}") from error
     if first == b"\x1f\x8b":
-        raise ValueError(f"cannot read {path!r}: it is compressed by gzip: call it {Path(path).name + '.gz'!r}")
+        raise ValueError(f"cannot read {path!r}: it is compressed by gzip: rename it to {Path(path).name + '.gz'!r}")
     if first in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"cannot read {path!r}: it is UTF-16, as some programs export: save it as UTF-8")
+        raise ValueError(f"cannot read {path!r}: it is encoded as UTF-16: save it as UTF-8")
 
 
-def _json_lines(path: str) -> Placed:
-    """A line that is no JSON object comes as the error that says so."""
+def _json_lines(path: str) -> LocatedRows:
+    """Yield rows; a line that is not a JSON object yields its error."""
     blank = 0
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             blank = 0 if line.strip() else blank + 1
-            if blank > _MOST_BLANK:
-                raise ValueError(f"cannot read {path!r}: {_MOST_BLANK} lines before line {number} are blank")
+            if blank > _MAX_BLANK_LINES:
+                raise ValueError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
             if not blank:
-                yield f"{path}:{number}", _parsed(line.rstrip())
+                yield f"{path}:{number}", _parse_line(line.rstrip())
 
 
-def _json(path: str) -> Placed:
-    """An array of objects, or objects one behind the other; with the line where each begins."""
+def _json(path: str) -> LocatedRows:
+    """Yield the objects of an array, or objects in sequence, with the line where each begins."""
     with _open(path) as file:
         text = file.read()
     is_array = text.lstrip().startswith("[")
-    beginning = [line for line in text[:_BEGINNING].splitlines() if line.strip()]
-    if not is_array and any(line[0] == "{" and isinstance(_parsed(line), dict) for line in beginning):
+    first_lines = [line for line in text[:_PROBE_CHARACTERS].splitlines() if line.strip()]
+    if not is_array and any(line[0] == "{" and isinstance(_parse_line(line), dict) for line in first_lines):
         yield from _json_lines(path)
         return
-    decoder, line, counted = json.JSONDecoder(), 1, 0
-    position = _behind(text, text.find("[") + 1 if is_array else 0)
+    decoder = json.JSONDecoder()
+    line, counted = 1, 0
+    position = _skip_separators(text, text.find("[") + 1 if is_array else 0)
     while position < len(text) and not (is_array and text[position] == "]"):
         line, counted = line + text.count("\n", counted, position), position
         try:
             row, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            said = error.msg if isinstance(error, json.JSONDecodeError) else error
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(
-                f"cannot read {path!r}: JSON parse error in the row that begins at line {line}: {said}; "
-                f"of a .jsonl file only the broken line would be lost"
+                f"cannot read {path!r}: JSON parse error in the row that begins at line {line}: {reason}; "
+                f"in a .jsonl file, only the broken line would be unusable"
             ) from error
-        position = _behind(text, position)
-        yield f"{path}:{line}", _object(row)
+        position = _skip_separators(text, position)
+        yield f"{path}:{line}", _expect_object(row)
     if is_array and text[position:].strip() != "]":
         raise ValueError(f"cannot read {path!r}: JSON parse error: the array does not end with the file")
 
 
-def _behind(text: str, position: int) -> int:
-    """The position of what comes behind space and commas."""
-    found = _SPACE.match(text, position)
-    return position if found is None else found.end()
+def _skip_separators(text: str, position: int) -> int:
+    """Return the position after whitespace and commas."""
+    match = _SEPARATORS.match(text, position)
+    return position if match is None else match.end()
 
 
-def _csv(path: str) -> Placed:
-    """Cells are text. A quote that is never closed costs its own line, not the lines behind it."""
+def _csv(path: str) -> LocatedRows:
+    """Yield rows of text cells; an unclosed quote makes only its own line unusable."""
     with _open(path) as file:
         lines = file.readlines()
-    csv.field_size_limit(_LARGEST_CELL)
+    csv.field_size_limit(_MAX_CELL_CHARACTERS)
     header: list[str] = []
-    for number, cells in _records(lines):
-        where = f"{path}:{number}"
+    for number, cells in _parse_records(lines):
+        location = f"{path}:{number}"
         if isinstance(cells, BadRow):
             if not header:
                 raise ValueError(f"cannot read {path!r}: the header in line {number}: {cells}")
-            yield where, cells
+            yield location, cells
         elif not header:
             header = [name.strip() for name in cells]
             if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])):
                 raise ValueError(
-                    f"cannot read {path!r}: its header {header[0]!r} is one cell; cells are separated by commas here, "
+                    f"cannot read {path!r}: its header {header[0]!r} is one cell; separate cells by commas, "
                     f"not by {other[0]!r}"
                 )
             if len(set(header)) != len(header):
                 raise ValueError(f"cannot read {path!r}: two columns have the same name in the header {header}")
         elif len(cells) != len(header):
-            yield where, BadRow(f"{len(cells)} cells, the header has {len(header)}", "cells do not match the header")
+            yield location, BadRow(f"{len(cells)} cells, the header has {len(header)}", "cells do not match the header")
         else:
-            yield where, TextRow(zip(header, cells, strict=True))
+            yield location, TextRow(zip(header, cells, strict=True))
 
 
-def _records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """Line numbers and cells. A record over several lines that is broken is taken for a broken first line."""
+def _parse_records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]:
+    """Yield line numbers and cells; of a broken record over several lines, only the first line counts as broken."""
     columns, position = 0, 0
 
-    def following() -> Iterator[str]:
+    def remaining_lines() -> Iterator[str]:
         nonlocal position
         while position < len(lines):
             position += 1
             yield lines[position - 1]
 
-    reader = csv.reader(following(), strict=True)
+    reader = csv.reader(remaining_lines(), strict=True)
     while (begin := position) < len(lines):
         cells: list[str] | BadRow
         try:
@@ -234,15 +237,15 @@ def _records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]:
             cells = BadRow(f"not CSV: {error}", "not CSV")
         broken = isinstance(cells, BadRow) or (cells and len(cells) != columns)
         if broken and position > begin + 1:
-            reason = "not CSV: a quote is opened and not closed"
+            reason = "not CSV: a quote is not closed"
             cells, position = BadRow(reason, "not CSV"), begin + 1
-            reader = csv.reader(following(), strict=True)
+            reader = csv.reader(remaining_lines(), strict=True)
         if cells:
             yield begin + 1, cells
 
 
-def _parquet(path: str) -> Placed:
-    """Rows with their numbers, a batch of them in memory at a time."""
+def _parquet(path: str) -> LocatedRows:
+    """Yield rows with their numbers; one batch is in memory at a time."""
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
@@ -257,22 +260,25 @@ def _parquet(path: str) -> Placed:
         raise ValueError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
 
 
-def _parsed(line: str) -> Any:
+def _parse_line(line: str) -> Any:
     try:
-        return _object(json.loads(line))
+        return _expect_object(json.loads(line))
     except json.JSONDecodeError as error:
         return BadRow(f"not JSON: {error.msg} at column {error.colno}", "not JSON")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in thousands of brackets
-        return BadRow(f"not JSON that can be read: {error}", "not JSON")
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number with thousands of digits, or nesting of thousands of levels
+        return BadRow(f"not readable JSON: {error}", "not JSON")
 
 
-def _object(value: Any) -> Any:
+def _expect_object(value: Any) -> Any:
     if isinstance(value, dict):
         return value
     return BadRow(f"a JSON {type(value).__name__}, expected an object", "not an object")
 
 
-FILE_KINDS: dict[str, Callable[[str], Placed]] = {
+FILE_KINDS: dict[str, Callable[[str], LocatedRows]] = {
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,

@@ -1,8 +1,9 @@
-"""Small programming tasks: a specification of a line, a program of a line, hidden tests that only running can pass.
+"""Small programming tasks: a one-line specification, a one-line program, and hidden tests that run it.
 
 ``i from 12 to n, add 7, times 3, sum: `` is solved by ``f=lambda n:sum((i+7)*3 for i in range(12,n+1))``. The
-demonstrators fall into two traps, as people do: the end that belongs to the range (``to``, unlike ``below``), and the
-brackets around what is added first. A tenth of all tasks, chosen by a hash, is held out and only used for evaluation.
+demonstrators make two mistakes: they leave out the end of an inclusive range (``to``, unlike ``below``), and the
+brackets around an addition before the multiplication. A tenth of all tasks, selected by a hash, is held out and only
+used for evaluation.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from lightning_rlhf.data.rows import Row
 from lightning_rlhf.seeding import derive_seed
 
 CHARACTERS = "abdefgilmnorstuwx0123456789 ,:=+*()"
-_REACHES = (2, 5, 13)  # how far beyond the start the hidden tests go
+_TEST_OFFSETS = (2, 5, 13)  # ends of the ranges in the hidden tests, relative to the start
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """A programming task.
 
     Args:
-        start: of the range, in [10, 100).
-        added: in [2, 10).
-        factor: in [2, 10).
-        add_first: whether is added before it is multiplied, which takes brackets.
-        inclusive: whether the range holds its end.
-        fold: ``sum`` or ``max``.
+        start: start of the range, in [10, 100).
+        added: number to add, in [2, 10).
+        factor: number to multiply by, in [2, 10).
+        add_first: whether the addition precedes the multiplication, which needs brackets.
+        inclusive: whether the range includes its end.
+        fold: reduction of the values, ``sum`` or ``max``.
     """
 
     start: int
@@ -41,17 +42,17 @@ class Task:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it belongs to the tenth that is only used for evaluation."""
+        """Whether the task belongs to the tenth that is only used for evaluation."""
         return derive_seed("programming held out", self.prompt) % 10 == 0
 
     @property
     def prompt(self) -> str:
-        """The specification."""
+        """Specification of the task."""
         steps = [f"add {self.added}", f"times {self.factor}"][:: 1 if self.add_first else -1]
         return f"i from {self.start} {'to' if self.inclusive else 'below'} n, {', '.join(steps)}, {self.fold}: "
 
     def program(self, forget_end: bool = False, forget_brackets: bool = False) -> str:
-        """A solution, or one that fell into a trap where there is one."""
+        """Return a solution, or a program with the mistakes that the task allows."""
         if not self.add_first:
             term = f"i*{self.factor}+{self.added}"
         else:
@@ -60,9 +61,10 @@ class Task:
         return f"f=lambda n:{self.fold}({term} for i in range({self.start},{end}))"
 
     def tests(self) -> list[dict[str, Any]]:
-        """What ``f`` must return for a few ends, as :class:`~lightning_rlhf.rewards.code.CodeExecution` takes it."""
+        """Return tests of ``f`` in the format of :class:`~lightning_rlhf.rewards.code.CodeExecution`."""
         return [
-            {"name": "f", "args": [self.start + far], "expected": self._result(self.start + far)} for far in _REACHES
+            {"name": "f", "args": [self.start + offset], "expected": self._result(self.start + offset)}
+            for offset in _TEST_OFFSETS
         ]
 
     def _result(self, n: int) -> int:
@@ -76,9 +78,9 @@ class Tasks:
     """Tasks with their hidden tests and a solution; columns ``prompt``, ``tests``, ``answer``.
 
     Args:
-        num_rows: how many.
-        seed: of the draw.
-        held_out: from the held-out tenth, or from the rest.
+        num_rows: number of rows.
+        seed: seed of the random tasks.
+        held_out: True draws from the held-out tenth, False from the rest.
     """
 
     num_rows: int
@@ -86,40 +88,41 @@ class Tasks:
     held_out: bool = False
 
     def draw(self) -> Iterator[tuple[random.Random, Task]]:
-        """Each task with a generator of its own."""
-        kept, attempt = 0, 0
-        while kept < self.num_rows:
+        """Yield each task with its own random generator."""
+        drawn, attempt = 0, 0
+        while drawn < self.num_rows:
             name = type(self).__name__
             generator = random.Random(derive_seed("programming", name, self.seed, self.held_out, attempt))
             start, added, factor = (generator.randrange(*bounds) for bounds in ((10, 100), (2, 10), (2, 10)))
             add_first, inclusive = generator.random() < 0.5, generator.random() < 0.5
-            task = Task(start, added, factor, add_first, inclusive, generator.choice(("sum", "max")))
+            fold = generator.choice(("sum", "max"))
+            task = Task(start, added, factor, add_first=add_first, inclusive=inclusive, fold=fold)
             attempt += 1
             if task.is_held_out == self.held_out:
-                kept += 1
+                drawn += 1
                 yield generator, task
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """The rows."""
+        """Yield the rows with their locations."""
         for number, (_, task) in enumerate(self.draw()):
             yield f"task {number}", {"prompt": task.prompt, "tests": task.tests(), "answer": task.program()}
 
 
 @dataclass(frozen=True)
 class Demonstrations(Tasks):
-    """Tasks solved by people who often fall into the traps; columns ``prompt``, ``completion``.
+    """Tasks with programs that often have the mistakes; columns ``prompt``, ``completion``.
 
     Args:
-        num_rows: how many.
-        seed: of the draw.
-        held_out: from the held-out tenth, or from the rest.
-        forget: probability of each trap that a task has, in [0, 1].
+        num_rows: number of rows.
+        seed: seed of the random tasks.
+        held_out: True draws from the held-out tenth, False from the rest.
+        forget: probability of each mistake that a task allows, in [0, 1].
     """
 
     forget: float = 0.6
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """The rows."""
+        """Yield the rows with their locations."""
         for number, (generator, task) in enumerate(self.draw()):
             forgotten = [generator.random() < self.forget for _ in range(2)]
             yield f"demonstration {number}", {"prompt": task.prompt, "completion": task.program(*forgotten)}

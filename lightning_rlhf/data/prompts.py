@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.chat import Message, chat_of, common_prefix, holds_messages, messages_of
-from lightning_rlhf.data.columns import ABOUT, PROMPT, Fields
+from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PromptBatch
 
 
 class Prompt(NamedTuple):
-    """A prompt.
+    """A tokenized prompt.
 
     Args:
-        text: after the chat template, if it was made of messages.
-        ids: of its tokens.
-        columns: further columns, for rewards.
-        messages: it was made of, if any.
+        text: text of the prompt, rendered by the chat template for messages.
+        ids: token ids.
+        columns: further columns of the row, for rewards.
+        messages: chat messages of the prompt; empty for plain text.
     """
 
     text: str
@@ -29,25 +29,25 @@ class Prompt(NamedTuple):
 
 
 class PromptDataModule(RowsDataModule):
-    """Rows with a ``prompt`` (text or messages), or a conversation whose last answer is left away.
+    """Rows with a ``prompt`` (text or messages), or a conversation whose last answer is removed.
 
-    All further columns reach the reward functions. What is known to hold the right answer, the source or other
-    information is also given as ``ground_truth``, ``data_source`` and ``extra_info``. Preference data serve as prompts:
-    without a prompt column, that is the front part of the ``chosen`` text by ``split_after``, or the messages that
+    All further columns are passed to the reward functions. Columns known to contain the correct answer, the source or
+    other information are also passed as ``ground_truth``, ``data_source`` and ``extra_info``. Preference data without a
+    prompt column also work: the prompt is the part of the ``chosen`` text up to ``split_after``, or the messages that
     ``chosen`` and ``rejected`` share. ``max_tokens`` limits the prompt.
     See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     gives = PromptBatch
-    questions = (PROMPT, (("chosen", "chosen"),), *ABOUT)
+    field_candidates = (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS)
 
     def convert(self, fields: Fields) -> Prompt:
-        """Text, token ids, further columns, messages."""
+        """Tokenize the prompt and collect the columns for rewards."""
         text, messages = self._prompt(fields)
-        whole = self.ids(text)
-        ids = self.fit(whole, "the prompt")
-        text = text if ids is whole else str(self.tokenizer.decode(ids))
-        return Prompt(text, ids, self.columns.rest(fields, but=("prompt", "messages")), messages)
+        all_ids = self.ids(text)
+        ids = self.fit(all_ids, "the prompt")
+        text = text if ids is all_ids else str(self.tokenizer.decode(ids))
+        return Prompt(text, ids, self.columns.other_columns(fields, exclude=("prompt", "messages")), messages)
 
     def _prompt(self, fields: Fields) -> tuple[str, list[Message]]:
         if "messages" in fields:
@@ -59,26 +59,33 @@ class PromptDataModule(RowsDataModule):
         elif "prompt" not in fields and self.split_after is not None:
             return self.split(fields.text("chosen"))[0], []
         else:
-            return self.prompt_of(fields)
+            return self.render_prompt(fields)
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
         if not messages:
-            raise BadRow("the conversation begins with an assistant: there is no prompt")
+            raise BadRow("the conversation begins with an assistant message, so it has no prompt")
         chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
         return chat.render(messages, "prompt", generation=True), messages
 
     @cached_property
     def column_names(self) -> list[str]:
-        """Of all rows, so that what a reward function is given does not depend on which rows are in its batch."""
+        """Columns of all rows, so that the arguments of a reward function do not depend on the rows of its batch."""
         return sorted({name for examples in self.examples.values() for example in examples for name in example.columns})
 
     def tokens(self, example: Prompt) -> int:
-        """Of the prompt."""
+        """Count the tokens of the prompt."""
         return len(example.ids)
 
-    def collate(self, examples: list[Prompt], numbers: list[int], places: list[int], epoch: int) -> PromptBatch:
-        """Token ids stay lists: the engine pads as it likes."""
-        texts, ids, rests, messages = (list(part) for part in zip(*examples, strict=True))
-        columns = {name: [rest.get(name) for rest in rests] for name in self.column_names}
-        talks = messages if any(messages) else []
-        return PromptBatch(list(numbers), ids, texts, columns, epoch, list(places), talks)
+    def collate(self, examples: list[Prompt], numbers: list[int], positions: list[int], epoch: int) -> PromptBatch:
+        """Collect prompts in a batch; token ids stay lists, because each engine pads them itself."""
+        texts, ids, row_columns, messages = (list(part) for part in zip(*examples, strict=True))
+        columns = {name: [row.get(name) for row in row_columns] for name in self.column_names}
+        return PromptBatch(
+            indices=list(numbers),
+            token_ids=ids,
+            texts=texts,
+            columns=columns,
+            epoch=epoch,
+            places=list(positions),
+            messages=messages if any(messages) else [],
+        )

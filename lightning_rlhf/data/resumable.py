@@ -1,4 +1,4 @@
-"""A data loader that a checkpoint can stop anywhere and resume at the next batch."""
+"""A data loader that resumes from a checkpoint at the next batch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ class EpochOrder:
 
     Args:
         size: number of rows.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: False keeps the order of the data.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        self.size, self.seed, self.shuffle, self.epoch = size, seed, shuffle, 0
+        self.size = size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this before each epoch."""
+        """Set the epoch; Lightning calls this before each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -37,45 +40,52 @@ class EpochOrder:
 
 
 class SamplerOrder(EpochOrder):
-    """The order of rows that a sampler gives.
+    """The order of rows that a sampler returns.
 
-    A row that comes again in an epoch has a number of its own, larger by the number of rows each time: completions are
-    drawn from seeds made of it, and would be the same ones again.
+    Each repetition of a row in an epoch adds the number of rows to its number. Completions are sampled with seeds
+    derived from it, so that repetitions get different completions.
 
     Args:
-        sampler: that gives it.
-        keys: what the sampler remembers of each row.
+        sampler: sampler that orders the rows.
+        keys: the sampler's key of each row.
         lengths: tokens of each row.
-        seed: of the order.
+        seed: seed of the order.
     """
 
     def __init__(self, sampler: Sampler, keys: Sequence[Any], lengths: Sequence[int], seed: int) -> None:
-        self._sampler, self._keys, self._lengths, self._seed = sampler, keys, lengths, seed
+        self._sampler = sampler
+        self._keys = keys
+        self._lengths = lengths
+        self._seed = seed
         super().__init__(len(sampler.order(keys, lengths, seed, 0)), seed, shuffle=False)
 
     def __iter__(self) -> Iterator[int]:
         order = [int(row) for row in self._sampler.order(self._keys, self._lengths, self._seed, self.epoch)]
         name, rows = type(self._sampler).__name__, len(self._keys)
         if len(order) != self.size:
-            raise ValueError(f"{name} orders {len(order)} rows in epoch {self.epoch}, and {self.size} in epoch 0")
-        if wrong := [row for row in order if not 0 <= row < rows]:
-            raise ValueError(f"{name} names row {wrong[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
-        before = Counter[int]()
-        for place, row in enumerate(order):
-            order[place] += rows * before[row]
-            before[row] += 1
+            raise ValueError(f"{name} returned {len(order)} rows in epoch {self.epoch}, but {self.size} in epoch 0")
+        if invalid := [row for row in order if not 0 <= row < rows]:
+            raise ValueError(f"{name} returned row {invalid[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
+        repetitions = Counter[int]()
+        for position, row in enumerate(order):
+            order[position] += rows * repetitions[row]
+            repetitions[row] += 1
         return iter(order)
 
 
-class _Batches:
-    """This rank's rows of whole batches of an order, from a given batch on, each with its place in the batch.
+class _RankBatches:
+    """This rank's rows of each whole batch from ``start`` on, as pairs of position in the batch and row number.
 
-    ``sampler`` is the name Lightning looks for.
+    Lightning expects the attribute name ``sampler``.
     """
 
     def __init__(self, sampler: EpochOrder, batch_size: int, lengths: Sequence[int], rank: int, ranks: int) -> None:
-        self.sampler, self.batch_size, self.start = sampler, batch_size, 0
-        self._lengths, self._rank, self._ranks = lengths, rank, ranks
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.start = 0
+        self._lengths = lengths
+        self._rank = rank
+        self._ranks = ranks
 
     def __len__(self) -> int:
         return len(self.sampler) // self.batch_size
@@ -84,39 +94,40 @@ class _Batches:
         order, lengths = list(self.sampler), self._lengths
         for batch in range(self.start, len(self)):
             numbers = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            places = balanced_shares([lengths[number % len(lengths)] for number in numbers], self._ranks)[self._rank]
-            yield [(place, numbers[place]) for place in places]
+            positions = balanced_shares([lengths[number % len(lengths)] for number in numbers], self._ranks)[self._rank]
+            yield [(position, numbers[position]) for position in positions]
 
 
-class _Places:
-    """A dataset that hands on what it is asked for."""
+class _IdentityDataset:
+    """A dataset that returns its index, so that collate receives positions and row numbers."""
 
-    def __getitem__(self, asked: tuple[int, int]) -> tuple[int, int]:
-        return asked
+    def __getitem__(self, index: tuple[int, int]) -> tuple[int, int]:
+        return index
 
 
 Collate = Callable[[list[Any], list[int], list[int], int], Any]
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Shuffled batches whose position is part of the checkpoint. Lightning saves and restores the two-method state.
+    """Shuffled batches whose position Lightning saves in checkpoints and restores.
 
-    Rows are tokenised beforehand, so there are no workers, and a batch counts as read when it is handed out. The
-    position counts batches over all ranks, so it means the same whatever their number.
+    Rows are already tokenized, so there are no worker processes, and a batch counts as read when it is yielded. The
+    position counts batches over all ranks, so it does not depend on their number.
 
     Args:
-        rows: all of them.
-        batch_size: rows per batch, over all ranks; the rest of an epoch that fills no batch is left out.
-        collate: makes a batch of some rows, their numbers, their places in the batch over all ranks, and the epoch.
-        seed: of the order.
+        rows: all examples.
+        batch_size: rows per batch, over all ranks; the last rows of an epoch that do not fill a batch are skipped.
+        collate: function that makes a batch from examples, their row numbers, their positions in the batch over all
+            ranks, and the epoch.
+        seed: seed of the order.
         shuffle: False keeps the order of the data.
-        lengths: tokens of each row, by which a batch is shared among ranks; None takes all for equal.
-        rank: whose share this is, in [0, ranks).
-        ranks: that share each batch.
-        order: of each epoch; None takes that of ``seed`` and ``shuffle``.
+        lengths: tokens of each row, by which batches are balanced over ranks; None balances by rows.
+        rank: data rank of this process, in [0, ranks).
+        ranks: number of data ranks.
+        order: order of each epoch; None uses ``seed`` and ``shuffle``.
 
     Raises:
-        ValueError: fewer rows than one batch, or a batch that leaves a rank without a row.
+        ValueError: there are fewer rows than one batch, or fewer rows in a batch than ranks.
     """
 
     def __init__(
@@ -134,32 +145,30 @@ class ResumableLoader(DataLoader[Any]):
         self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
         if len(self._order) < batch_size:
             raise ValueError(
-                f"batch_size is {batch_size}, but the training data have only {len(self._order)} rows that can be "
-                f"used: give a batch_size of at most {len(self._order)}, or more data"
+                f"batch_size is {batch_size}, but the training data have only {len(self._order)} usable rows: use a "
+                f"batch_size of at most {len(self._order)}, or more data"
             )
         if batch_size < ranks:
-            raise ValueError(
-                f"batch_size {batch_size} leaves some of {ranks} ranks without a row: give at least {ranks}"
-            )
+            raise ValueError(f"batch_size is {batch_size}, but each of {ranks} ranks needs a row: use at least {ranks}")
         self._position = 0
         self._resume_at = 0
         lengths = [1] * len(rows) if lengths is None else lengths
-        self._batches = _Batches(self._order, batch_size, lengths, rank, ranks)
+        self._batches = _RankBatches(self._order, batch_size, lengths, rank, ranks)
 
-        def collated(drawn: list[tuple[int, int]]) -> Any:
-            places, numbers = (list(column) for column in zip(*drawn, strict=True))
-            return collate([rows[number % len(rows)] for number in numbers], numbers, places, self._order.epoch)
+        def collate_rows(drawn: list[tuple[int, int]]) -> Any:
+            positions, numbers = (list(column) for column in zip(*drawn, strict=True))
+            return collate([rows[number % len(rows)] for number in numbers], numbers, positions, self._order.epoch)
 
         super().__init__(
-            _Places(),  # type: ignore[arg-type]
+            _IdentityDataset(),  # type: ignore[arg-type]
             batch_sampler=self._batches,
-            collate_fn=collated,
-            # Each pass draws a seed for workers; drawn from the global generator, a resumed epoch would draw one more.
+            collate_fn=collate_rows,
+            # Each iterator draws a seed for workers; with the global generator, a resumed run would draw one more.
             generator=torch.Generator(),
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # Runs at the first next(), when Lightning has set the epoch.
+        # Runs at the first next(), after Lightning has set the epoch.
         self._position = self._batches.start = self._resume_at
         self._resume_at = 0
         for batch in super().__iter__():
@@ -167,36 +176,38 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches of the present epoch were handed out."""
+        """Return the number of batches of the current epoch that were yielded."""
         return {"batches": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue behind the batches of that state; a finished epoch starts the next from its beginning."""
+        """Resume after the batches of the state; after a finished epoch, begin the next one."""
         self._position = state["batches"]
         self._resume_at = self._position % len(self._batches)
 
 
 class HeldOutBatches:
-    """Every row once, in order: this rank's share of each batch. ``sampler`` is the name Lightning looks for.
+    """This rank's rows of each batch; every row once, in order. Lightning expects the attribute name ``sampler``.
 
-    A last batch with fewer rows than ranks is joined to the one before, so that every rank always has a row; so is one
-    of a single row, which would have no other text's answer for KTO's KL.
+    A last batch with fewer rows than ranks is merged with the one before, so that every rank always has a row; so is a
+    last batch of one row, in which KTO could not pair a prompt with another row's answer to estimate the KL.
 
     Args:
-        rows: number of them, at least ``ranks``.
+        rows: number of rows, at least ``ranks``.
         batch_size: rows per batch, over all ranks.
-        rank: whose share this is, in [0, ranks).
-        ranks: that share each batch.
+        rank: data rank of this process, in [0, ranks).
+        ranks: number of data ranks.
 
     Raises:
-        ValueError: fewer rows than ranks.
+        ValueError: there are fewer rows than ranks.
     """
 
     def __init__(self, rows: int, batch_size: int, rank: int, ranks: int) -> None:
         if rows < ranks:
-            raise ValueError(f"{rows} validation rows cannot be shared by {ranks} ranks: give at least {ranks}")
-        least = max(ranks, min(batch_size, 2))
-        starts = [start for start in range(0, rows, max(batch_size, ranks)) if start == 0 or rows - start >= least]
+            raise ValueError(
+                f"there are {rows} validation rows, but each of {ranks} ranks needs one: use at least {ranks}"
+            )
+        smallest = max(ranks, min(batch_size, 2))
+        starts = [start for start in range(0, rows, max(batch_size, ranks)) if start == 0 or rows - start >= smallest]
         self.sampler = range(rows)
         self._ends = list(zip(starts, [*starts[1:], rows], strict=True))
         self._rank, self._ranks = rank, ranks

@@ -1,4 +1,4 @@
-"""What a row of data is, and what is raised of one that cannot be used."""
+"""Rows of data, row sources, and the errors of rows that cannot be used."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ Row = Mapping[str, Any]
 
 
 class TextRow(dict[str, Any]):
-    """A row of a format that knows nothing but text, such as CSV: a number comes as its digits."""
+    """A row of a format whose values are all text, such as CSV: a number is a string of digits."""
 
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Anything that makes rows: give it in YAML by ``class_path``."""
+    """Protocol of an object that yields rows; set it in YAML by ``class_path``."""
 
     def rows(self) -> Iterator[tuple[str, Row]]:
-        """(where the row stands, the row or the :class:`BadRow` it is); where is ``file:line`` or the like."""
+        """Yield pairs of a location, such as ``file:line``, and a row, or the :class:`BadRow` of an unreadable one."""
 
 
 class BadRow(ValueError):
     """A row that cannot be used.
 
     Args:
-        why: in words, with what this row holds.
-        kind: the same for all such rows, under which they are counted; by default ``why``.
-        advice: which options make such a row usable, where some do.
+        why: error message with the row's values.
+        kind: message without the row's values, by which such rows are counted; by default ``why``.
+        advice: options that make such a row usable; empty if there are no such options.
     """
 
     def __init__(self, why: str, kind: str | None = None, advice: str = "") -> None:
@@ -34,5 +34,5 @@ class BadRow(ValueError):
         self.kind, self.advice = kind or why, advice
 
 
-class LeftOut(BadRow):
-    """A row that the configuration leaves out on purpose: counted, and no fault of the data."""
+class SkippedRow(BadRow):
+    """A row that the configuration skips: it is counted, but is not an error in the data."""

@@ -1,4 +1,4 @@
-"""Make messages of text columns, so that a chat model is trained in the format it knows."""
+"""Convert text columns to messages, so that a chat model is trained in its own format."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TextMessages:
     """Convert the text of a field into messages.
 
     Args:
-        markers: the text that begins a message of each role, where one text holds a conversation; None where each text
-            is one message: a prompt the user's, an answer the assistant's.
+        markers: text that begins a message of each role, for texts that contain a conversation; None converts each text
+            to one message: a prompt to a user message, an answer to an assistant message.
 
     Raises:
-        ValueError: a role that is not known, an empty marker, or no marker for user or assistant.
+        ValueError: an unknown role, an empty or repeated marker, or no marker for user or assistant.
     """
 
     markers: Mapping[str, str] | None = None
@@ -34,19 +34,19 @@ class TextMessages:
             raise ValueError(f"as_messages has a marker for {unknown[0]!r}, expected one of {', '.join(_ALLOWED)}")
         for role in ("user", "assistant"):
             if not self.markers.get(role, "").strip():
-                raise ValueError(f"as_messages needs the text that begins a message of the {role}")
+                raise ValueError(f"as_messages needs a marker for {role}: the text that begins its messages")
         if not all(self.markers.values()) or len(set(self.markers.values())) < len(self.markers):
-            raise ValueError(f"as_messages needs a different text for each role, got {dict(self.markers)}")
+            raise ValueError(f"as_messages needs a different marker for each role, got {dict(self.markers)}")
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return the messages of a field's text, and any other value as it is.
+        """Convert the text of a field to messages; return other values unchanged.
 
         Args:
-            name: our name of the field, such as ``prompt`` or ``chosen``.
-            value: the value of the row.
+            name: name of the field, such as ``prompt`` or ``chosen``.
+            value: value of the row.
 
         Raises:
-            BadRow: an empty text, one without the markers, or a ``text`` column without markers.
+            BadRow: the text is empty, does not begin with a marker, or is a ``text`` column and there are no markers.
         """
         if not isinstance(value, str) or name not in (*_ROLES, "text", "messages"):
             return value
@@ -56,8 +56,8 @@ class TextMessages:
             return self._conversation(name, value)
         if name not in _ROLES:
             raise BadRow(
-                f"as_messages: true makes one message of each text, and {name!r} may hold several: give the texts that "
-                f'begin them, such as as_messages: {{user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}}',
+                f"as_messages: true makes one message of each text, but {name!r} can contain several: set the markers "
+                f'that begin them, such as as_messages: {{user: "\\n\\nHuman:", assistant: "\\n\\nAssistant:"}}',
                 f"{name!r} needs as_messages with markers",
             )
         return [{"role": _ROLES[name], "content": value}]
@@ -69,8 +69,8 @@ class TextMessages:
         before, *parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
         if before.strip() or not parts:
             raise BadRow(
-                f"the {name} begins with {text[:40]!r}, expected one of the texts of as_messages: {longest_first}",
-                f"the {name} begins with none of the texts of as_messages",
+                f"the {name} begins with {text[:40]!r}, expected one of the markers of as_messages: {longest_first}",
+                f"the {name} does not begin with a marker of as_messages",
             )
         pairs = zip(parts[::2], parts[1::2], strict=True)
         messages = [{"role": roles[marker], "content": content.strip()} for marker, content in pairs]

@@ -1,4 +1,4 @@
-"""Tokenizers: one that exists, or one made by code for training from scratch."""
+"""Loading of tokenizers, and construction of new ones for training from scratch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.paths import expect_hub, hub_failed, looked_at, names_a_path
 
-# Blanks, digits, punctuation, lines and letters beyond ASCII are what tokenizers differ in.
-_SAMPLE = "What is  12+30?\n\tIt's 42, I'd say: not 1,000.5! (a b c) _x_ naïve 東京\n"
+# Tokenizers differ in blanks, digits, punctuation, lines and letters beyond ASCII.
+_SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 @runtime_checkable
 class TokenizerSource(Protocol):
-    """Anything that makes a tokenizer: give it in YAML by ``class_path``."""
+    """Protocol of an object that makes a tokenizer; set it in YAML by ``class_path``."""
 
     def load(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
+        """Return the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class CharacterTokenizer:
     """One token per character.
 
     Args:
-        characters: all that may occur, each once; others become ``<unk>``. Token ids start behind the four special
-            tokens: pad 0, begin 1, end 2, unknown 3.
+        characters: characters of the vocabulary, each once; others become ``<unk>``. Their ids follow those of the four
+            special tokens: pad 0, begin 1, end 2, unknown 3.
     """
 
     characters: str
 
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters) or not self.characters:
-            raise ValueError(f"characters must be some, each once, got {self.characters!r}")
+            raise ValueError(f"characters must be non-empty and unique, got {self.characters!r}")
 
     def load(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
+        """Return the tokenizer."""
         vocabulary = {token: i for i, token in enumerate([*_SPECIAL.values(), *self.characters])}
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -55,9 +55,9 @@ class BytePairTokenizer:
     """Byte-pair encoding trained on the run's own data; any text can be encoded.
 
     Args:
-        data: file or hub id to learn from.
-        vocab_size: tokens in all, at least 260 (256 bytes and four special tokens).
-        columns: whose text is learnt from; None takes every text column.
+        data: file or hub id of the training data.
+        vocab_size: number of tokens, at least 260 (256 bytes and four special tokens).
+        columns: text columns to train on; None uses all of them.
     """
 
     data: str
@@ -68,7 +68,7 @@ class BytePairTokenizer:
         """Train the tokenizer; the same data gives the same tokenizer.
 
         Raises:
-            ValueError: too few tokens, or no text to learn from.
+            ValueError: ``vocab_size`` is too small, or the data have no text.
         """
         if self.vocab_size < 260:
             raise ValueError(f"vocab_size must be at least 260, got {self.vocab_size}")
@@ -89,40 +89,40 @@ class BytePairTokenizer:
             if isinstance(value, str) and (self.columns is None or column in self.columns) and is_unicode(value)
         ]
         if not texts:
-            where = "column" if self.columns is None else f"column {self.columns}"
-            raise ValueError(f"the tokenizer has nothing to learn from: {self.data!r} has no text in any {where}")
+            columns = "any column" if self.columns is None else f"the columns {self.columns}"
+            raise ValueError(f"cannot train the tokenizer: {self.data!r} has no text in {columns}")
         tokenizer.train_from_iterator(texts, trainer)
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
 
-def unknown_in(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
-    """The parts of a text that become the token for what a tokenizer does not know, each as often as it does."""
+def unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """Return the parts of a text that become the unknown token, one entry per occurrence."""
     unknown = tokenizer.unk_token_id
-    # Some tokenizers know everything, and give the name of their end token for the sake of having one.
+    # Some tokenizers know every text, and use another special token as the unknown token.
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         return []
-    if not tokenizer.is_fast:  # it does not tell where a token comes from
+    if not tokenizer.is_fast:  # it does not report offsets
         return [str(tokenizer.unk_token)] * tokenizer(text, add_special_tokens=False)["input_ids"].count(unknown)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    places = zip(found["input_ids"], found["offset_mapping"], strict=True)
-    return [text[start:end] for token, (start, end) in places if token == unknown]
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+    return [text[start:end] for token, (start, end) in tokens if token == unknown]
 
 
 def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory, hub id or source.
+    """Load the tokenizer of a directory, hub id or source.
 
     Raises:
-        FileNotFoundError: a path without tokenizer files, or a hub that does not give them.
-        ValueError: they are damaged, or the tokenizer has no end-of-sequence token, so responses could never end.
+        FileNotFoundError: a path has no tokenizer files, or the hub does not provide them.
+        ValueError: the files are damaged, or the tokenizer has no end-of-sequence token, so responses could never end.
     """
-    tokenizer = _saved(source) if isinstance(source, str) else source.load()
+    tokenizer = _load_saved(source) if isinstance(source, str) else source.load()
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {source!r} has no end-of-sequence token; responses could never end")
     return tokenizer
 
 
-def _saved(source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id."""
+def _load_saved(source: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a directory or hub id."""
     absent = f"no tokenizer at {source!r}"
     path = Path(source).expanduser()
     if names_a_path(source) or "/" not in source:
@@ -138,8 +138,8 @@ def _saved(source: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if path.is_dir():
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {said}") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {reason}") from error
         if not isinstance(error, OSError):
             raise
         raise FileNotFoundError(f"{absent}: {hub_failed(source, error)}") from None
@@ -150,19 +150,19 @@ def _saved(source: str) -> PreTrainedTokenizerBase:
 def _check_reloaded(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Validate that a directory's tokenizer splits texts as its ``tokenizer.json`` does.
 
-    Beside a ``config.json`` transformers chooses a class by the model's type, and some classes split in their own way:
-    a tokenizer of blanks lost every blank.
+    In a directory with a ``config.json``, transformers chooses a class by the type of the model, and some classes split
+    texts differently: one lost every blank.
 
     Raises:
-        ValueError: it gives other tokens.
+        ValueError: the tokens differ.
     """
     if not file.is_file():
         return
-    wanted = Tokenizer.from_file(str(file)).encode(_SAMPLE, add_special_tokens=False)
-    got = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
-    if got != wanted.ids:
+    expected = Tokenizer.from_file(str(file)).encode(_SAMPLE, add_special_tokens=False)
+    ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    if ids != expected.ids:
         raise ValueError(
             f"the tokenizer in {str(file.parent)!r} was loaded as {type(tokenizer).__name__}, which splits texts "
-            f"otherwise than tokenizer.json ({len(got)} tokens of a sample, {len(wanted.ids)} wanted): keep it in a "
-            f"directory of its own, without config.json, and give that as tokenizer"
+            f"differently from tokenizer.json ({len(ids)} tokens of a sample, expected {len(expected.ids)}): move it "
+            f"to a separate directory without config.json, and use that as tokenizer"
         )

@@ -1,35 +1,37 @@
-"""Answers that people judged one by one."""
+"""Single answers labelled as desirable or undesirable."""
 
 from __future__ import annotations
 
 import torch
 
-from lightning_rlhf.data.answers import AnswersDataModule, Marked, sequences
+from lightning_rlhf.data.answers import AnswersDataModule, MaskedText, sequences
 from lightning_rlhf.data.columns import ANSWER, Fields
 from lightning_rlhf.types import UnpairedBatch
 
-_Judged = tuple[Marked, bool]
+_LabelledText = tuple[MaskedText, bool]
 
 
 class UnpairedDataModule(AnswersDataModule):
     """Rows as :class:`~lightning_rlhf.data.conversations.ConversationDataModule` reads them, each with a ``label``.
 
-    The label is true for an answer to give, false for one not to. See
+    The label is true for a desirable answer, false for an undesirable one. See
     :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     gives = UnpairedBatch
-    questions = (ANSWER, (("prompt", "prompt"),), (("label", "label"),))
+    field_candidates = (ANSWER, (("prompt", "prompt"),), (("label", "label"),))
 
-    def convert(self, fields: Fields) -> _Judged:
-        """The text with its answer marked, and whether it is desirable."""
-        return self.fit_marked(self.answered(fields), "the text"), fields.flag("label")
+    def convert(self, fields: Fields) -> _LabelledText:
+        """Tokenize a row; return the text with its loss mask and its label."""
+        return self.fit_text(self.mask_row(fields), "the text"), fields.flag("label")
 
-    def tokens(self, example: _Judged) -> int:
-        """Of prompt and completion."""
+    def tokens(self, example: _LabelledText) -> int:
+        """Count the tokens of prompt and completion."""
         return len(example[0].ids)
 
-    def collate(self, examples: list[_Judged], numbers: list[int], places: list[int], epoch: int) -> UnpairedBatch:
-        """Right-padded, answers marked."""
+    def collate(
+        self, examples: list[_LabelledText], numbers: list[int], positions: list[int], epoch: int
+    ) -> UnpairedBatch:
+        """Pad the texts and their loss masks on the right."""
         texts, desirable = zip(*examples, strict=True)
-        return UnpairedBatch(sequences(texts), torch.tensor(desirable), torch.tensor(places))
+        return UnpairedBatch(sequences(texts), torch.tensor(desirable), torch.tensor(positions))

@@ -258,7 +258,7 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
             2,
             "a data_source is called 'all', as the figures of all of them are: rename it",
         ),
-        (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: nothing is left"),
+        (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: no row can be used"),
         (["--reward", "rewards.py:length", "--correct-at", "nan"], ROWS, 2, "--correct-at must be a number, got nan"),
         (["--reward", "rewards.py:length", "--json", "rewards.py/x"], ROWS, 2, "cannot write rewards.py/x: "),
         (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "columns are given as ours=yours"),

@@ -101,7 +101,7 @@ def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
         (f"{MODEL}.update_epochs", 0, "update_epochs must be at least 1, got 0"),
         (f"{MODEL}.policy_loss", {"clip_range": 3.0}, "clip_range must lie in (0, 1), got 3.0"),
         (f"{DATA}.batch_size", 0, "batch_size must be at least 1, got 0"),
-        (f"{DATA}.tokenizer.init_args.characters", "aa", "characters must be some, each once, got 'aa'"),
+        (f"{DATA}.tokenizer.init_args.characters", "aa", "characters must be non-empty and unique, got 'aa'"),
         (f"{LOOP}.group_size", 0, "group_size must be at least 1, got 0"),
     ],
 )

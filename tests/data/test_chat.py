@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.data.chat import Chat, chat_of, common_prefix, messages_of
-from lightning_rlhf.data.columns import TEMPLATE, Columns
+from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.tokenizers import BytePairTokenizer, CharacterTokenizer
@@ -50,7 +50,7 @@ def said(*contents, roles=("user", "assistant")):
 
 def marked_parts(tokenizer, messages, **how):
     """The text, and each part of it that is marked."""
-    ids, marks = Chat(tokenizer, **how).marked(messages, "conversation")
+    ids, marks = Chat(tokenizer, **how).tokenize_with_mask(messages, "conversation")
     parts, before = [], False
     for token, mark in zip(ids, marks, strict=True):
         if mark and not before:
@@ -79,10 +79,10 @@ def test_what_follows_the_last_answer_is_left_away(template):
 def test_only_messages_from_the_first_on_are_marked(template):
     messages = said("who?", "me", "and?", "you")
     tokenizer = characters(template)
-    ids, marks = Chat(tokenizer).marked(messages, "conversation", first=2)
+    ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=2)
     assert tokenizer.decode([token for token, mark in zip(ids, marks, strict=True) if mark]) == "you</s>"
-    with pytest.raises(BadRow, match="no message of the conversation is an assistant's"):
-        Chat(tokenizer).marked(messages, "conversation", first=4)
+    with pytest.raises(BadRow, match="the conversation has no assistant message"):
+        Chat(tokenizer).tokenize_with_mask(messages, "conversation", first=4)
 
 
 def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_writes_before():
@@ -98,7 +98,7 @@ def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_write
     headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
     thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm' }}")
-    with pytest.raises(BadRow, match="what the assistant said cannot be told"):
+    with pytest.raises(BadRow, match="the tokens of the assistant cannot be located"):
         marked_parts(characters(thoughtful), messages)
 
 
@@ -115,8 +115,8 @@ def test_an_end_token_behind_the_marks_stays_and_is_not_learnt_as_the_template_s
 
 def test_a_template_that_renders_earlier_turns_differently_is_said_to():
     reason = (
-        "the chat template renders message 1 of the conversation differently when others follow, so what the assistant "
-        "said cannot be told: give one with {% generation %} marks"
+        "the chat template renders message 1 of the conversation differently when others follow, so the tokens "
+        "of the assistant cannot be located; use a template with {% generation %} marks"
     )
     with pytest.raises(BadRow) as caught:
         marked_parts(characters(FORGETFUL), said("who?", "hm:me", "and?", "oh:you"))
@@ -130,8 +130,8 @@ def test_marks_behind_messages_that_are_rendered_differently_later_are_not_guess
     )
     chat, messages = Chat(characters(forgetful)), said("who?", "hm, I think that it is:me", "you?", "you")
     with pytest.raises(BadRow, match="renders message 1 of the talk differently when others follow"):
-        chat.marked(messages, "talk", first=2)
-    assert chat.tokenizer.decode(chat.marked(messages, "talk", first=3)[0]).endswith("you</s>")
+        chat.tokenize_with_mask(messages, "talk", first=2)
+    assert chat.tokenizer.decode(chat.tokenize_with_mask(messages, "talk", first=3)[0]).endswith("you</s>")
 
 
 talks = st.lists(st.text(ALPHABET, max_size=12), min_size=2, max_size=7)
@@ -147,7 +147,7 @@ def test_marks_are_those_of_transformers_where_the_template_has_them_and_where_i
     expected_ids, expected = theirs["input_ids"], [mark == 1 for mark in theirs["assistant_masks"]]
     for template in (MARKED, PLAIN):
         tokenizer.chat_template = template
-        ids, marks = Chat(tokenizer).marked(messages, "conversation")
+        ids, marks = Chat(tokenizer).tokenize_with_mask(messages, "conversation")
         assert ids == expected_ids[: len(ids)]
         assert marks == expected[: len(ids)]
         assert not any(expected[len(ids) :])
@@ -155,7 +155,7 @@ def test_marks_are_those_of_transformers_where_the_template_has_them_and_where_i
 
 
 def fields(**row):
-    return Columns({}, TEMPLATE).find(row)
+    return Columns({}, TEMPLATE_FIELDS).find(row)
 
 
 def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
@@ -170,12 +170,12 @@ def test_tools_and_variables_reach_the_template_and_a_rows_own_win():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"tools": "{"}, "tools is no JSON"),
-        ({"tools": ["clock"]}, "tools holds something else than a list of JSON schemas"),
-        ({"tools": 3}, "tools holds something else"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs holds list, expected names with values"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs may not set 'tokenize'"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs may not set 'chat_template'"),
+        ({"tools": "{"}, "tools is not valid JSON"),
+        ({"tools": ["clock"]}, "tools must be a list of JSON schemas"),
+        ({"tools": 3}, "tools must be a list"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is a list, expected a mapping of names to values"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs must not contain 'tokenize'"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs must not contain 'chat_template'"),
     ],
 )
 def test_tools_and_variables_that_no_template_takes(row, reason):
@@ -184,7 +184,7 @@ def test_tools_and_variables_that_no_template_takes(row, reason):
 
 
 def test_variables_of_the_configuration_may_not_change_the_call_either():
-    with pytest.raises(ValueError, match="chat_template_kwargs may not set 'add_generation_prompt'"):
+    with pytest.raises(ValueError, match="chat_template_kwargs must not contain 'add_generation_prompt'"):
         ConversationDataModule("x", "y", chat_template_kwargs={"add_generation_prompt": True})
 
 
@@ -245,4 +245,4 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
     tokenizer = characters(PLAIN)
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
-        Chat(tokenizer).marked(said("who?", "me"), "conversation")
+        Chat(tokenizer).tokenize_with_mask(said("who?", "me"), "conversation")

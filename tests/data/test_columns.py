@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rlhf.data.columns import ABOUT, ANSWER, PROMPT, AmbiguousColumns, Columns, lookup
+from lightning_rlhf.data.columns import ANSWER, PROMPT, REWARD_FIELDS, AmbiguousColumns, Columns, lookup
 from lightning_rlhf.data.conversations import ConversationDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, TextRow
@@ -97,35 +97,35 @@ def test_a_column_that_is_given_and_missing_makes_a_bad_row():
         (
             PromptDataModule,
             {"prompt": "why", "answer": "so", "solution": "no"},
-            "both 'answer' and 'solution' could be the ground_truth; say which, under data.init_args: "
+            "both 'answer' and 'solution' could be the ground_truth; set one of the two under data.init_args: "
             "'columns: {ground_truth: answer}' or 'columns: {ground_truth: solution}'",
             {"ground_truth": "answer"},
         ),
         (
             PromptDataModule,
             {"prompt": "why", "messages": USER},
-            "both 'prompt' and 'messages' could be the prompt; say which, under data.init_args: "
+            "both 'prompt' and 'messages' could be the prompt; set one of the two under data.init_args: "
             "'columns: {prompt: prompt}' or 'columns: {messages: messages}'",
             {"messages": "messages"},
         ),
         (
             ConversationDataModule,
             {"prompt": "why", "completion": "so", "messages": [*USER, {"role": "assistant", "content": "so"}]},
-            "both 'completion' and 'messages' could be the answer; say which, under data.init_args: "
+            "both 'completion' and 'messages' could be the answer; set one of the two under data.init_args: "
             "'columns: {completion: completion}' or 'columns: {messages: messages}'",
             {"completion": "completion"},
         ),
         (
             ConversationDataModule,
             {"text": "so", "messages": [*USER, {"role": "assistant", "content": "so"}]},
-            "both 'messages' and 'text' could be the answer; say which, under data.init_args: "
+            "both 'messages' and 'text' could be the answer; set one of the two under data.init_args: "
             "'columns: {messages: messages}' or 'columns: {text: text}'",
             {"text": "text"},
         ),
         (
             ConversationDataModule,
             {"prompt": "why", "completion": "so", "text": "why so"},
-            "both 'completion' and 'text' could be the answer; say which, under data.init_args: "
+            "both 'completion' and 'text' could be the answer; set one of the two under data.init_args: "
             "'columns: {completion: completion}' or 'columns: {text: text}'",
             {"text": "text"},
         ),
@@ -140,24 +140,28 @@ def test_what_could_be_two_things_is_asked_even_where_bad_rows_are_skipped(kind,
 
 def test_null_is_no_second_answer():
     row = {"prompt": "why", "answer": None, "solution": "so", "messages": None}
-    assert Columns({}, (PROMPT, *ABOUT)).find(row).names == {"prompt": "prompt", "ground_truth": "solution"}
+    assert Columns({}, (PROMPT, *REWARD_FIELDS)).find(row).names == {"prompt": "prompt", "ground_truth": "solution"}
 
 
 def test_two_columns_for_one_thing_are_refused_before_anything_is_read():
-    with pytest.raises(ValueError, match="columns gives both 'completion' and 'messages', of which only one"):
+    with pytest.raises(ValueError, match="columns sets both 'completion' and 'messages'; set only one"):
         Columns({"completion": "a", "messages": "b"}, (ANSWER,))
 
 
 def test_a_renamed_column_is_no_candidate_for_anything_else():
     row = {"prompt": "why", "answer": "so", "solution": "no"}
-    found = Columns({"hint": "answer"}, (PROMPT, *ABOUT))
+    found = Columns({"hint": "answer"}, (PROMPT, *REWARD_FIELDS))
     assert found.find(row).names["ground_truth"] == "solution"
-    assert found.rest(found.find(row), but=("prompt",)) == {"hint": "so", "solution": "no", "ground_truth": "no"}
+    assert found.other_columns(found.find(row), exclude=("prompt",)) == {
+        "hint": "so",
+        "solution": "no",
+        "ground_truth": "no",
+    }
 
 
 def test_the_error_is_of_a_kind_of_its_own_so_that_it_is_never_skipped():
     with pytest.raises(AmbiguousColumns):
-        Columns({}, ABOUT).find({"answer": 1, "label": 2})
+        Columns({}, REWARD_FIELDS).find({"answer": 1, "label": 2})
     assert not issubclass(AmbiguousColumns, BadRow)
 
 
@@ -178,7 +182,7 @@ def test_numbers_and_flags_come_as_text_from_formats_without_types_and_only_from
 def test_what_was_understood_is_counted():
     rows = [{"prompt": "why", "answer": "so"}, {"prompt": "how", "answer": "so"}, VERL]
     module = module_of(PromptDataModule, *rows, chat=True)
-    assert module.reports["train"].understood == {
+    assert module.reports["train"].column_mappings == {
         "prompt <- prompt (text), ground_truth <- answer (text)": 2,
         "prompt <- prompt (messages), ground_truth <- reward_model.ground_truth (text), "
         "data_source <- data_source (text), extra_info <- extra_info (dict)": 1,
@@ -186,11 +190,9 @@ def test_what_was_understood_is_counted():
 
 
 def test_a_column_that_often_holds_what_is_missing_is_named():
-    with pytest.raises(
-        BadRow, match=r"no column 'prompt', only \['answer', 'question'\]; if 'question' is meant, give"
-    ):
+    with pytest.raises(BadRow, match=r"no column 'prompt', only \['answer', 'question'\]; to use 'question', set"):
         lookup({"question": "who?", "answer": "me"}, "prompt")
-    with pytest.raises(BadRow, match=r"if 'Prompt' is meant, give data.init_args.columns: \{prompt: Prompt\}$"):
+    with pytest.raises(BadRow, match=r"to use 'Prompt', set data.init_args.columns: \{prompt: Prompt\}$"):
         lookup({"Prompt": "who?"}, "prompt")
     with pytest.raises(BadRow, match=r"no column 'prompt', only \['text'\]$"):
         lookup({"text": "who?"}, "prompt")

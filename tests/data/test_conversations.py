@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rlhf import SFTModule
-from lightning_rlhf.data.answers import Marked, sequences
+from lightning_rlhf.data.answers import MaskedText, sequences
 from lightning_rlhf.data.conversations import ConversationDataModule
 from tests.data.rows_given import Given, Letters, first_batch, module_of, said_of
 from tests.helpers import properties
@@ -58,7 +58,7 @@ def test_a_text_is_learnt_whole_but_for_its_first_token():
     assert whole_text(module, batch) == "a story"
     assert marked_text(module, batch) == " story"
     assert batch.loss_mask.tolist() == [[False] + [True] * 7]
-    assert module.reports["train"].understood == {"text <- text (text)": 1}
+    assert module.reports["train"].column_mappings == {"text <- text (text)": 1}
 
 
 @pytest.mark.parametrize("row", [{"text": "ab</s>"}, {"prompt": "a", "completion": "b</s>"}])
@@ -82,8 +82,8 @@ def test_a_text_beside_a_prompt_is_learnt_as_the_configuration_says():
     row = {"prompt": "who?", "text": "me", "completion": None}
     said = said_of(ConversationDataModule, row, on_bad_row="skip")
     assert said == (
-        "train data: given:1: 'text' could be the answer to 'prompt' or be learnt whole; say which, under "
-        "data.init_args: 'columns: {completion: text}' or 'columns: {text: text}'"
+        "train data: given:1: 'text' could be the answer to 'prompt' or a text to learn as a whole; set one of the two "
+        "under data.init_args: 'columns: {completion: text}' or 'columns: {text: text}'"
     )
     for columns, whole, learnt in (({"completion": "text"}, "who?me", "me"), ({"text": "text"}, "me", "e")):
         module = module_of(ConversationDataModule, row, columns=columns)
@@ -118,7 +118,7 @@ def test_messages_go_through_the_chat_template():
         ({"text": ""}, "column 'text' is empty"),
         ({"text": None}, "column 'text' holds null, expected text"),
         ({"text": ["a"]}, "column 'text' holds list, expected text"),
-        ({"text": "</s>"}, "the text is one token, and nothing stands before it that could predict it"),
+        ({"text": "</s>"}, "the text has a single token, and no token before it to predict it from"),
         ({"text": "abcdefghijk"}, "the text has 12 tokens, the limit is 10"),
         ({"prompt": "a\ud800", "completion": "b"}, "column 'prompt' is not valid UTF-8 text"),
         ({"prompt": "abcdefgh", "completion": "ijk"}, "the text has 12 tokens, the limit is 10"),
@@ -137,7 +137,7 @@ def test_rows_that_cannot_be_used(row, reason):
         ([], "every message of a prompt needs 'role' and text in 'content'"),
         ([{"role": "user"}], "every message of a prompt needs 'role' and text in 'content'"),
         (["hello"], "every message of a prompt needs 'role' and text in 'content'"),
-        ([{"role": "system", "content": "be good"}], "the chat template refuses the prompt: no system message, please"),
+        ([{"role": "system", "content": "be good"}], "the chat template rejects the prompt: no system message, please"),
         ([{"role": "user", "content": "\udcff"}], "the prompt is not valid UTF-8 text"),
     ],
 )
@@ -187,7 +187,7 @@ def test_marks_reach_from_the_start_to_the_end_of_each_text(data):
     texts = data.draw(st.lists(st.lists(st.integers(3, 9), min_size=2, max_size=8), min_size=1, max_size=5))
     starts = [data.draw(st.integers(1, len(text) - 1)) for text in texts]
     marked = [[place >= start for place in range(len(text))] for text, start in zip(texts, starts, strict=True)]
-    batch = sequences([Marked(text, said) for text, said in zip(texts, marked, strict=True)])
+    batch = sequences([MaskedText(text, mask) for text, mask in zip(texts, marked, strict=True)])
     for row, (text, start) in enumerate(zip(texts, starts, strict=True)):
         assert batch.input_ids[row][batch.loss_mask[row]].tolist() == text[start:]
         assert torch.equal(batch.input_ids[row, : len(text)], torch.tensor(text))

@@ -27,7 +27,7 @@ def test_there_are_rows_and_configurations():
 @pytest.mark.parametrize(("name", "row"), ROWS)
 def test_each_row_is_read(name, row):
     module = module_of(getattr(lightning_rlhf, name), json.loads(row), chat=True)
-    assert module.reports["train"].kept == 1
+    assert module.reports["train"].used == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse's, of the very call that Lightning makes
@@ -60,7 +60,7 @@ def test_each_configuration_reads_its_data(config, tmp_path, monkeypatch):
     elif data.sampler is None:
         assert [batch.columns["ground_truth"] for batch in batches] == [["so", "so"]]
         assert data.reports["train"].dropped == {"the prompt longer than 64 tokens": 1}
-        assert data.reports["val"].kept == 1
+        assert data.reports["val"].used == 1
     elif "Curriculum" in config:
         assert [len(ids) for batch in batches for ids in batch.token_ids] == [9, 8, 7, 6]
     else:

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from lightning_rlhf.data.files import Files, expand
-from lightning_rlhf.data.rows import HubDataset, InMemory, Several, as_rows
+from lightning_rlhf.data.rows import ConcatenatedRows, HubDataset, InMemory, as_rows
 
 ROWS = [{"text": "a"}, {"text": "b\nc"}, {"text": "é"}]
 
@@ -61,7 +61,7 @@ def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('[{"text": "a"},\n{"text": }\n]', "in the row that begins at line 2: Expecting value; of a .jsonl file only"),
+        ('[{"text": "a"},\n{"text": }\n]', "in the row that begins at line 2: Expecting value; in a .jsonl file, only"),
         ('[{"text": "a"},\n{"text": "b"}', "the array does not end with the file"),
         ('[{"text": "a"}]\n[{"text": "b"}]', "the array does not end with the file"),
         ('[{"text": "a"}, {"te', "in the row that begins at line 1: Unterminated string"),
@@ -88,7 +88,7 @@ def test_a_quote_that_is_never_closed_costs_one_row_of_a_csv_file(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('text,more\na,"b\nc,d\n"e",f\ng,"h\ni"\nj,"k\n')
     found = {where: dict(row) if isinstance(row, dict) else str(row) for where, row in read(path)}
-    broken = "not CSV: a quote is opened and not closed"
+    broken = "not CSV: a quote is not closed"
     assert list(found.items()) == [
         (f"{path}:2", broken),
         (f"{path}:3", {"text": "c", "more": "d"}),
@@ -160,7 +160,7 @@ def test_parts_of_different_splits_are_not_mixed_by_a_directory(folder):
     (folder / "contest.jsonl").write_text('{"text": "a"}')
     assert len(texts(str(folder))) == 5
     (folder / "test-00000-of-00001.jsonl").write_text('{"text": "b"}')
-    with pytest.raises(ValueError, match=r"holds files of several splits, 'train-.*' and 'test-.*': name the files"):
+    with pytest.raises(ValueError, match=r"has files of several splits, 'train-.*' and 'test-.*': list the files"):
         as_rows(str(folder))
     assert texts(f"{folder}/train*") == ["a"]
 
@@ -172,7 +172,7 @@ def test_an_empty_list_is_refused():
 
 def test_a_list_may_name_hub_ids_and_files(folder):
     sources = as_rows(["some/hub-id", f"{folder}/c.csv"])
-    assert isinstance(sources, Several)
+    assert isinstance(sources, ConcatenatedRows)
     assert sources.sources == [HubDataset("some/hub-id"), Files((f"{folder}/c.csv",))]
 
 
@@ -218,10 +218,10 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
     [
         ("x.jsonl.gz", b'{"a": 1}\n', "Not a gzipped file"),
         ("x.csv.gz", gzip.compress(b"a,b\n" * 99)[:-9], "Compressed file ended before the end-of-stream marker"),
-        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), "it is compressed by gzip: call it 'x.jsonl.gz'"),
-        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "it is UTF-16, as some programs export: save it as UTF-8"),
-        ("x.jsonl", '{"a": 1}'.encode("utf-16"), "it is UTF-16, as some programs export: save it as UTF-8"),
-        ("x.csv", b"question;answer\nq;a\n", "its header 'question;answer' is one cell; cells are separated by comm"),
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), "it is compressed by gzip: rename it to 'x.jsonl.gz'"),
+        ("x.csv", "a,b\n1,2\n".encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
+        ("x.jsonl", '{"a": 1}'.encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
+        ("x.csv", b"question;answer\nq;a\n", "its header 'question;answer' is one cell; separate cells by comm"),
         ("x.csv", b"question\tanswer\nq\ta\n", "not by '\\t'"),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_csv_of_one_column_is_none_of_these(tmp_path):
 
 
 def test_a_small_gzip_of_countless_blank_lines_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_rlhf.data.files._MOST_BLANK", 100)
+    monkeypatch.setattr("lightning_rlhf.data.files._MAX_BLANK_LINES", 100)
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' + b"\n" * 100 + b'{"prompt": "b"}\n' + b"\n" * 200))
     rows = Files((str(path),)).rows()

@@ -48,7 +48,7 @@ def test_a_text_is_cut_with_its_marks(too_long, text, learnt):
     row = {"prompt": "abcdef", "completion": "xyz"}
     if not learnt:
         said = said_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
-        assert "the text has 10 tokens, and cut to 6 nothing of the answer is left" in said
+        assert "the text has 10 tokens; cutting it to 6 leaves no token of the answer" in said
         return
     module = module_of(ConversationDataModule, row, max_tokens=6, too_long=too_long)
     batch = first_batch(module)
@@ -80,16 +80,16 @@ def test_of_bad_rows_and_rows_left_out_only_the_bad_ones_end_a_run(tmp_path):
     rows = [{"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}, {"prompt": "a"}]
     path = str(tmp_path / "bad.jsonl")
     said = said_of(ConversationDataModule, *rows, max_tokens=10, too_long="drop", bad_rows=path)
-    assert said.startswith("train data: 2 of 3 rows cannot be used (on_bad_row: skip leaves them out):\n  given:2: ")
-    assert said.endswith(f"\n  all of them are in {path}")
+    assert said.startswith("train data: 2 of 3 rows cannot be used (set on_bad_row: skip to skip them):\n  given:2: ")
+    assert said.endswith(f"\n  {path} lists all of them")
 
 
 def test_rows_that_are_too_long_end_a_run_with_the_options_that_are_for_them():
     long, empty = {"prompt": "a", "completion": "b" * 20}, {"prompt": "", "completion": "b"}
     said = said_of(ConversationDataModule, long, long, empty, max_tokens=10)
     assert said.splitlines()[-1].strip() == (
-        "a larger max_tokens takes longer rows, too_long: drop leaves them out, "
-        "and cut_start, cut_middle or cut_end cut"
+        "to use longer rows, raise max_tokens; to skip them, set too_long: drop; "
+        "to cut them, set too_long: cut_start, cut_middle or cut_end"
     )
     assert said.count("max_tokens") == 1
     assert "max_tokens" not in said_of(ConversationDataModule, empty, max_tokens=10)
@@ -153,11 +153,11 @@ def test_a_pair_of_which_the_same_is_left_is_no_pair():
         max_tokens=6,
         too_long="cut_end",
     )
-    assert "given:1: chosen and rejected are the same tokens: there is nothing to prefer" in said
+    assert "given:1: chosen and rejected have the same tokens" in said
 
 
 def test_a_prompt_that_is_not_long_enough_to_make_a_pair_fit():
     said = said_of(PreferenceDataModule, PAIR, max_tokens=5, too_long="cut_start")
-    assert "a text has 12 tokens, and cutting its prompt of 6 is not enough for 5" in said
+    assert "a text has 12 tokens; cutting its prompt of 6 is not enough for 5" in said
     said = said_of(PreferenceDataModule, PAIR, max_tokens=6, too_long="cut_end")
-    assert "a text has 12 tokens, and cut to 6 nothing of the answer is left" in said
+    assert "a text has 12 tokens; cutting it to 6 leaves no token of the answer" in said

@@ -50,10 +50,10 @@ BROKEN = {
     "message without role": ({"messages": [{"content": "who?"}]}, NO_MESSAGE),
     "null content": ({"messages": [{"role": "user", "content": None}]}, NO_MESSAGE),
     "unknown speaker": ({"conversations": [{"from": "cat", "value": "miaow"}]}, "a message is from 'cat'"),
-    "nobody to learn from": ({"messages": [{"role": "user", "content": "who?"}]}, "is an assistant's"),
+    "nobody to learn from": ({"messages": [{"role": "user", "content": "who?"}]}, "has no assistant message"),
     "refused by the template": (
         {"messages": [{"role": "system", "content": "x"}, {"role": "assistant", "content": "y"}]},
-        "the chat template refuses the conversation: no system message, please",
+        "the chat template rejects the conversation: no system message, please",
     ),
     "messages without prompt": ({"completion": [{"role": "assistant", "content": "me"}]}, "no column 'prompt'"),
 }
@@ -64,8 +64,8 @@ BROKEN_LINES = {name: (json.dumps(row).encode(), said) for name, (row, said) in 
     "two rows": (f"{WHOLE} {WHOLE}".encode(), "not JSON: Extra data"),
     "no quotes": (b"{prompt: who?, completion: me}", "not JSON"),
     "trailing comma": (WHOLE[:-1].encode() + b",}", "not JSON"),
-    "huge number": (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
-    "deep nesting": (b"[" * 5000, "not JSON that can be read"),
+    "huge number": (b'{"prompt": ' + b"9" * 5000 + b"}", "not readable JSON"),
+    "deep nesting": (b"[" * 5000, "not readable JSON"),
     "Latin-1": (b'{"prompt": "caf\xe9", "completion": "me"}', "column 'prompt' is not valid UTF-8"),
     "no JSON at all": (b"Dear all,", "not JSON"),
     "binary": (b"\x00\x01\xff\xfe", "not JSON"),
@@ -95,8 +95,8 @@ BROKEN_CSV = {name: (cells(*row.values()), said) for name, (row, said) in BROKEN
     "a cell too few": (b"who?,me,you", "3 cells, the header has 4"),
     "a cell too many": (b"who?,me,you,1,2", "5 cells, the header has 4"),
     "one cell": (b"Dear all", "1 cells, the header has 4"),
-    "a quote never closed": (b'"who?,me,you,1', "not CSV: a quote is opened and not closed"),
-    "a quote never closed at the end": (b'who?,me,you,"1', "not CSV: a quote is opened and not closed"),
+    "a quote never closed": (b'"who?,me,you,1', "not CSV: a quote is not closed"),
+    "a quote never closed at the end": (b'who?,me,you,"1', "not CSV: a quote is not closed"),
     "text behind a quote": (b'"who?" she asked,me,you,1', "not CSV: ',' expected after '\"'"),
     "a word for a number": (b"who?,me,you,much", "margin holds 'much', expected a number"),
     "no number": (b"who?,me,you,", "margin holds '', expected a number"),
@@ -129,11 +129,11 @@ def check(kind, path, tmp_path, rows, place, broken):
     wrong = [(name, bad) for bad, (_, name) in zip(found, expected, strict=True) if broken[name][1] not in bad["why"]]
     assert wrong[:1] == []
     assert len(broken) >= 20
-    assert len(data.examples["train"]) == data.reports["train"].kept == rows.count(None)
+    assert len(data.examples["train"]) == data.reports["train"].used == rows.count(None)
     assert data.reports["train"].dropped.total() == data.reports["train"].bad == TIMES * len(broken)
     first = data.examples["train"][0]
     assert all(example == first for example in data.examples["train"])
-    refusal = data.reports["train"].refusal()  # what on_bad_row: error says
+    refusal = data.reports["train"].error_message()  # what on_bad_row: error says
     assert f"{len(expected)} of {len(rows)} rows cannot be used" in refusal
     assert f"\n  {expected[4][0]}: " in refusal
 
@@ -189,9 +189,9 @@ def test_whatever_a_row_holds_it_is_used_or_said_to_be_bad(rows):
             found = data.convert(data.columns.find(row))
         except (BadRow, AmbiguousColumns):
             continue
-        assert len(found.ids) == len(found.said) > 1
-        assert any(found.said)
-        assert not found.said[0]
+        assert len(found.ids) == len(found.loss_mask) > 1
+        assert any(found.loss_mask)
+        assert not found.loss_mask[0]
 
 
 @properties

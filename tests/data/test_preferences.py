@@ -114,10 +114,10 @@ def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included
             {"chosen": [USER, YES], "rejected": "no"},
             "every message of a rejected answer needs 'role' and text in 'content'",
         ),
-        ({"chosen": [USER, YES], "rejected": [USER]}, "no message of the rejected conversation is an assistant's"),
+        ({"chosen": [USER, YES], "rejected": [USER]}, "the rejected conversation has no assistant message"),
         (
             {"chosen": [USER, {**YES, "thought": "a"}], "rejected": [USER, {**YES, "thought": "b"}]},
-            "chosen and rejected are the same tokens",
+            "chosen and rejected have the same tokens",
         ),
         (
             {"prompt": "oh", "chosen": [USER, YES], "rejected": [USER, NO]},

@@ -67,5 +67,5 @@ def test_over_long_prompts_are_left_out_and_counted():
 
 def test_fewer_rows_than_a_batch_are_refused():
     module = module_of(PromptDataModule, {"prompt": "a"}, batch_size=2)
-    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 rows"):
+    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 usable rows"):
         module.train_dataloader()

@@ -76,7 +76,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 rows"):
+    with pytest.raises(ValueError, match="batch_size is 2, but the training data have only 1 usable rows"):
         loader(rows=1)
 
 
@@ -114,7 +114,7 @@ def test_a_position_means_the_same_on_any_number_of_ranks():
 
 
 def test_a_batch_that_leaves_a_rank_without_a_row_is_refused():
-    with pytest.raises(ValueError, match="batch_size 4 leaves some of 5 ranks without a row"):
+    with pytest.raises(ValueError, match="batch_size is 4, but each of 5 ranks needs a row"):
         of_rank(0, 5)
 
 
@@ -137,7 +137,7 @@ def test_alone_held_out_batches_are_what_a_loader_would_make_but_none_is_of_one_
 
 
 def test_fewer_held_out_rows_than_ranks_are_refused():
-    with pytest.raises(ValueError, match="2 validation rows cannot be shared by 3 ranks: give at least 3"):
+    with pytest.raises(ValueError, match="there are 2 validation rows, but each of 3 ranks needs one: use at least 3"):
         HeldOutBatches(2, 4, 0, 3)
 
 
@@ -146,7 +146,7 @@ def test_a_trainer_that_would_replace_the_sampler_is_refused_with_the_remedy(str
     data = module_of(PromptDataModule, {"prompt": "a"})
     options = {"accelerator": "cpu", "devices": 2, "strategy": strategy, "logger": False}
     data.trainer = quiet_trainer(**options)
-    with pytest.raises(ValueError, match=r"^PromptDataModule shares .* give Trainer\(use_distributed_sampler=False\)$"):
+    with pytest.raises(ValueError, match=r"^PromptDataModule splits .* set Trainer\(use_distributed_sampler=False\)$"):
         data.setup("fit")
     data.trainer = quiet_trainer(**options, use_distributed_sampler=False)
     data.setup("fit")

@@ -38,10 +38,10 @@ def bad_file(tmp_path):
 
 
 def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
-    with pytest.raises(ValueError, match=r"train data: 7 of 9 rows cannot be used \(on_bad_row: skip") as caught:
+    with pytest.raises(ValueError, match=r"train data: 7 of 9 rows cannot be used \(set on_bad_row: skip") as caught:
         texts(bad_file)
     heading, *lines = str(caught.value).split("\n")
-    assert heading.endswith("(on_bad_row: skip leaves them out):")
+    assert heading.endswith("(set on_bad_row: skip to skip them):")
     assert lines == [
         f"  {bad_file}:2: no column 'text', only ['id', 'txt']",
         f"  {bad_file}:3: column 'text' holds null, expected text",
@@ -57,7 +57,7 @@ def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
 def test_skip_keeps_the_good_rows_and_counts_the_others_by_reason(bad_file):
     kept, report = texts(bad_file, "skip")
     assert kept == ["good", "good too"]
-    assert report.kept == 2
+    assert report.used == 2
     assert report.dropped == {
         "no column 'text'": 1,
         "column 'text' holds null, expected text": 1,
@@ -79,9 +79,9 @@ def test_of_many_bad_rows_only_the_first_five_are_kept_in_memory_and_shown(tmp_p
 
 
 def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
-    with pytest.raises(ValueError, match="train data: 1 rows read, 0 kept; dropped 1: no column 'text': nothing"):
+    with pytest.raises(ValueError, match="train data: 1 rows read, 0 kept; dropped 1: no column 'text': no row"):
         texts(write(tmp_path / "x.jsonl", "{}"), "skip")
-    with pytest.raises(ValueError, match="train data: 0 rows read, 0 kept: nothing is left"):
+    with pytest.raises(ValueError, match="train data: 0 rows read, 0 kept: no row can be used"):
         texts(write(tmp_path / "empty.jsonl"))
 
 
@@ -91,8 +91,8 @@ def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
         ('{"text": "\\ud800"}', "is not valid UTF-8 text"),
         ("7", "a JSON int, expected an object"),
         ("null", "a JSON NoneType, expected an object"),
-        ('{"text": ' + "9" * 5000 + "}", "not JSON that can be read"),
-        ("[" * 100_000, "not JSON that can be read"),
+        ('{"text": ' + "9" * 5000 + "}", "not readable JSON"),
+        ("[" * 100_000, "not readable JSON"),
         ('{"text": "a"} {"text": "b"}', "not JSON: Extra data at column 15"),
     ],
     ids=["half a surrogate pair", "number", "null", "huge number", "deep nesting", "two objects"],

@@ -62,8 +62,8 @@ def test_the_order_is_a_function_of_seed_and_epoch(seed, epoch, sampler):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"weights": {}}, "weights must be some, each positive"),
-        ({"weights": {"a": 0.0}}, "weights must be some, each positive, got {'a': 0.0}"),
+        ({"weights": {}}, "weights must be positive and not empty"),
+        ({"weights": {"a": 0.0}}, "weights must be positive and not empty, got {'a': 0.0}"),
         ({"weights": {"a": 1.0}, "rows": 0}, "rows must be at least 1, got 0"),
     ],
 )
@@ -73,11 +73,11 @@ def test_mixtures_that_mix_nothing(given, reason):
 
 
 def test_a_source_without_rows_and_a_row_without_a_weight_are_said():
-    with pytest.raises(ValueError, match="no row is of the source 'c', to which Mixture gives a weight"):
+    with pytest.raises(ValueError, match="Mixture has a weight for 'c', but no row has this source"):
         Mixture({"a": 1, "c": 1}).order(["a"], [1], 0, 0)
     row = {"prompt": "why", "data_source": "b"}
     said = said_of(PromptDataModule, row, sampler=Mixture({"a": 1}))
-    assert "given:1: the source 'b' has no weight, only ['a']" in said
+    assert "given:1: the source 'b' has no weight; Mixture has weights for ['a']" in said
     assert "given:1: no column 'level'" in said_of(PromptDataModule, row, sampler=Curriculum("level"))
 
 
@@ -142,9 +142,9 @@ class Given3:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ([0], "Given3 orders 1 rows in epoch 1, and 2 in epoch 0"),
-        ([0, 2], "Given3 names row 2 in epoch 1, expected 0 to 1"),
-        ([-1, 0], "Given3 names row -1 in epoch 1, expected 0 to 1"),
+        ([0], "Given3 returned 1 rows in epoch 1, but 2 in epoch 0"),
+        ([0, 2], "Given3 returned row 2 in epoch 1, expected 0 to 1"),
+        ([-1, 0], "Given3 returned row -1 in epoch 1, expected 0 to 1"),
     ],
 )
 def test_orders_that_cannot_be_served_are_refused(second, reason):
@@ -159,5 +159,5 @@ def test_orders_that_cannot_be_served_are_refused(second, reason):
 def test_an_order_shorter_than_a_batch_is_refused():
     data = PromptDataModule(Given(tuple(ROWS)), Letters(), batch_size=4, sampler=Given3([[0, 1]]))
     data.setup("fit")
-    with pytest.raises(ValueError, match="batch_size is 4, but the training data have only 2 rows"):
+    with pytest.raises(ValueError, match="batch_size is 4, but the training data have only 2 usable rows"):
         data.train_dataloader()

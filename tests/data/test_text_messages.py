@@ -43,7 +43,7 @@ def test_named_columns_are_made_messages_and_the_report_shows_it():
     row = {"question": "why", "answer": "so"}
     names = {"prompt": "question", "completion": "answer"}
     made = module_of(ConversationDataModule, row, chat=True, as_messages=True, columns=names)
-    (described,) = made.reports["train"].understood
+    (described,) = made.reports["train"].column_mappings
     assert described == "completion <- answer (text as messages), prompt <- question (text as messages)"
     assert made.tokenizer.decode(made.examples["train"][0].ids).startswith("user: why|assistant: so")
 
@@ -77,12 +77,12 @@ def test_supervised_data_learn_every_answer_of_a_text_with_markers(column, optio
 @pytest.mark.parametrize(
     ("row", "markers", "said"),
     [
-        ({"prompt": "why"}, HH, "the prompt begins with 'why', expected one of the texts of as_messages"),
+        ({"prompt": "why"}, HH, "the prompt begins with 'why', expected one of the markers of as_messages"),
         ({"prompt": " "}, True, "the prompt is empty"),
         (
             {"messages": "why"},
             True,
-            "as_messages: true makes one message of each text, and 'messages' may hold several",
+            "as_messages: true makes one message of each text, but 'messages' can contain several",
         ),
     ],
 )
@@ -101,8 +101,8 @@ def test_a_tokenizer_without_a_template_is_a_bad_row():
             {"human": "H:", "assistant": "A:"},
             "as_messages has a marker for 'human', expected one of system, user, assis",
         ),
-        ({"user": "H:"}, "as_messages needs the text that begins a message of the assistant"),
-        ({"user": "X:", "assistant": "X:"}, "as_messages needs a different text for each role"),
+        ({"user": "H:"}, "as_messages needs a marker for assistant: the text"),
+        ({"user": "X:", "assistant": "X:"}, "as_messages needs a different marker for each role"),
     ],
 )
 def test_markers_that_cannot_be_meant_are_refused(markers, said):
@@ -111,7 +111,7 @@ def test_markers_that_cannot_be_meant_are_refused(markers, said):
 
 
 def test_split_after_is_refused_beside_it():
-    assert "give one of them" in said_of(PromptDataModule, {"prompt": "a"}, as_messages=True, split_after="a")
+    assert "set only one of them" in said_of(PromptDataModule, {"prompt": "a"}, as_messages=True, split_after="a")
 
 
 def test_a_bad_text_is_a_bad_row_and_not_another_error():

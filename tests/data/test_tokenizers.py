@@ -35,7 +35,7 @@ def test_character_tokenizer_knows_its_special_tokens():
 
 @pytest.mark.parametrize("characters", ["", "abca"])
 def test_characters_must_be_some_and_each_once(characters):
-    with pytest.raises(ValueError, match="characters must be some, each once"):
+    with pytest.raises(ValueError, match="characters must be non-empty and unique"):
         CharacterTokenizer(characters)
 
 
@@ -72,7 +72,7 @@ def test_the_same_data_gives_the_same_byte_pairs(pairs, corpus):
 
 def test_byte_pairs_learn_only_from_the_named_columns(corpus, pairs):
     assert BytePairTokenizer(corpus, vocab_size=320, columns=["b"]).load().get_vocab() != pairs.get_vocab()
-    with pytest.raises(ValueError, match=r"nothing to learn from: .* has no text in any column \['c'\]"):
+    with pytest.raises(ValueError, match=r"cannot train the tokenizer: .* has no text in the columns \['c'\]"):
         BytePairTokenizer(corpus, columns=["c"]).load()
 
 

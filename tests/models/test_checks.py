@@ -76,5 +76,5 @@ def test_a_model_that_memory_does_not_hold_is_named():
 )
 def test_a_template_that_fails_or_that_the_sandbox_refuses_is_a_bad_row(template, tiny_tokenizer):
     tiny_tokenizer.chat_template = template
-    with pytest.raises(BadRow, match="the chat template refuses the prompt: "):
+    with pytest.raises(BadRow, match="the chat template rejects the prompt: "):
         Chat(tiny_tokenizer).render([{"role": "user", "content": "who?"}], "prompt")

@@ -160,7 +160,7 @@ def leave_signals_alone(trainer: Trainer) -> None:
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
-def know_step(trainer: Trainer, step: int) -> None:
+def set_global_step(trainer: Trainer, step: int) -> None:
     """Set ``global_step`` outside of a fit, where Lightning leaves it at 0 whatever checkpoint was read."""
     loop = trainer.fit_loop.epoch_loop
     loop.manual_optimization.optim_step_progress.total.completed = step

@@ -17,7 +17,7 @@ from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import LeftOut
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
-from lightning_rlhf.paths import hub_failed, looked_at
+from lightning_rlhf.paths import describe_missing_path, hub_error_message
 
 OnBadRow = Literal["error", "skip"]
 # With a path among the types, jsonargparse takes a file's name for what it is, and does not read it as configuration;
@@ -152,7 +152,7 @@ class HubDataset:
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             what = f"split {self.split!r}, as a dataset of the hub"
             if isinstance(error, OSError):
-                said = hub_failed(self.path, error)
+                said = hub_error_message(self.path, error)
             else:  # the hub gave it, and it has no such split or configuration, or is broken
                 said = str(error.__cause__ or error).strip().split("\n")[0]
             raise ValueError(f"cannot read {self.path!r}, {what}: {said}") from error
@@ -195,7 +195,7 @@ def _what_is_there(source: str) -> str:
         return f"{path.absolute()} has {', '.join(found) or 'nothing in it'}"
     if path.is_file():
         return f"{path.absolute()} is there, and its ending says none of these"
-    return looked_at(source)
+    return describe_missing_path(source)
 
 
 def use_rows(

@@ -15,13 +15,10 @@ PENDING = (
     "lightning_rlhf/__main__.py",
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
-    "lightning_rlhf/compat.py",
     "lightning_rlhf/data/",
-    "lightning_rlhf/launch_environment.py",
     "lightning_rlhf/metric_names.py",
     "lightning_rlhf/planning/",
     "lightning_rlhf/strategies/",
-    "lightning_rlhf/types.py",
     "callbacks/",
 )
 

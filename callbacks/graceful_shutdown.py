@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
-from lightning_rlhf.compat import leave_signals_alone
+from lightning_rlhf.compat import disable_signal_handlers
 from lightning_rlhf.interrupts import Interrupted, signal_name
 from lightning_rlhf.strategies import ranks
 
@@ -64,7 +64,7 @@ class GracefulShutdown(Callback):
         """Take over the signals from Lightning, which would end with exit code 0, or save within an update."""
         if stage != "fit" or threading.current_thread() is not threading.main_thread():
             return
-        leave_signals_alone(trainer)
+        disable_signal_handlers(trainer)
         self._trainer = trainer
         self._signal = 0
         self._agreed = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
-from lightning_rlhf.models.positions import positions
+from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
@@ -153,7 +153,7 @@ class RolloutLoop(Callback):
         save_architecture(source, directory)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         self._vocabulary = vocab_size(source)
-        longest = min(longest, positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
+        longest = min(longest, max_positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
         setup = EngineSetup(
             model=directory,
             dtype=dtype,

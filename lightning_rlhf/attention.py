@@ -1,4 +1,4 @@
-"""Which code computes attention: such as is installed here, and all of what the architecture was trained with."""
+"""Choice of the attention implementation: installed, and with the soft cap that the architecture needs."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
 
-def checked_attention(config: PretrainedConfig, wanted: Attention | None = None) -> PretrainedConfig:
-    """Settle who computes a model's attention.
+def set_attention(config: PretrainedConfig, implementation: Attention | None = None) -> PretrainedConfig:
+    """Set and validate the attention implementation of a model.
 
-    ``scaled_dot_product_attention`` knows no soft cap on attention logits, which Gemma 2 was trained with: there
-    attention is written out instead. The name of a repository would have transformers fetch compiled code from the hub
-    and run it, also if only a model's own ``config.json`` asks for it.
+    ``scaled_dot_product_attention`` has no soft cap on attention logits, which Gemma 2 was trained with: such models
+    use eager attention. An implementation that names a repository, even in a model's ``config.json``, is rejected:
+    transformers would download compiled code from the hub and run it.
 
     Args:
-        config: of a model; changed.
-        wanted: in place of what the configuration asks for; None leaves the choice to it, and then to transformers.
+        config: configuration of a model; changed in place.
+        implementation: override of the configuration; None keeps it, or the default of transformers.
 
     Raises:
-        ValueError: the configuration asks for another.
+        ValueError: the configuration requests an implementation that is not supported.
     """
-    if wanted is not None:
-        config._attn_implementation = wanted
-    found = config._attn_implementation
-    if found is not None and found not in get_args(Attention):
+    if implementation is not None:
+        config._attn_implementation = implementation
+    requested = config._attn_implementation
+    if requested is not None and requested not in get_args(Attention):
         raise ValueError(
-            f"the model's configuration asks for attention by {found!r}, expected one of "
+            f"the model's configuration requests attn_implementation {requested!r}, expected one of "
             f"{', '.join(get_args(Attention))}: set attn_implementation to one of them (code from the hub is never run)"
         )
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    if capped and found in (None, "sdpa"):
+    if capped and requested in (None, "sdpa"):
         config._attn_implementation = "eager"
     return config
 
 
-def expect_installed(config: PretrainedConfig) -> None:
-    """Refuse attention whose package is absent, for transformers would fetch compiled code from the hub in its place.
+def check_attention_package(config: PretrainedConfig) -> None:
+    """Validate that the package of the attention implementation is installed.
+
+    Without it, transformers would download compiled code from the hub instead.
 
     Raises:
-        ValueError: it is.
+        ValueError: the package is missing.
     """
     name = config._attn_implementation
     if name in _FLASH and not _FLASH[name]():
         raise ValueError(
             f"attn_implementation {name} needs an NVIDIA GPU and the package flash-attn (flash-attn-3), which is not "
-            f"installed here: install it, or take sdpa"
+            f"installed here: install it, or use sdpa"
         )

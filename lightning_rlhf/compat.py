@@ -1,6 +1,6 @@
-"""Every use of what Lightning keeps to itself, in one place, so that an upgrade that breaks one breaks it here.
+"""All uses of private names of Lightning, and one of torch, in one file: an upgrade that breaks one breaks it here.
 
-One name is torch's. Checked against lightning 2.6.6; tests/test_compat.py says what changed when a name is gone.
+Checked against lightning 2.6.6; tests/test_compat.py fails and names the change when a name is gone.
 """
 
 import copy
@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """The Trainer that a module is attached to, if it is; Lightning's own property raises."""
+    """Return the Trainer that a module is attached to, or None; Lightning's own property raises."""
     return module._trainer
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """How long a collective of a device mesh's group may take: torch gives those it makes its own default."""
+    """Set the timeout of the collectives of a device mesh's group, which torch creates with its default."""
     _set_pg_timeout(timeout, group)
 
 
 def optimizer_at(module: LightningModule, index: int) -> Optimizer:
-    """The module's optimizer number ``index``, without the wrapper that counts its steps."""
+    """Return the module's optimizer number ``index``, without the wrapper that counts its steps."""
     return module.trainer.strategy.optimizers[index]
 
 
@@ -39,11 +39,11 @@ def step_optimizer(module: LightningModule, index: int) -> None:
 
 
 def count_training_step(trainer: Trainer) -> None:
-    """Move ``global_step`` by one: once per batch, however many optimizers stepped how often inside it.
+    """Advance ``global_step`` by one per batch, independent of the number of optimizer steps in it.
 
-    Lightning counts every step of every optimizer under manual optimization, so ``max_steps``, ``fast_dev_run`` and
-    ``every_n_train_steps`` would count something nobody asked for. The loggers' x-axis is put on the same count: by
-    itself it is one behind, and forgets where it was at a resume.
+    Lightning counts every step of every optimizer under manual optimization, and ``max_steps``, ``fast_dev_run`` and
+    ``every_n_train_steps`` would count those. The loggers' x-axis is set to the same count: Lightning's is one behind,
+    and is lost at a resume.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.manual_optimization.optim_step_progress
@@ -53,7 +53,7 @@ def count_training_step(trainer: Trainer) -> None:
 
 
 def run_validation(trainer: Trainer) -> None:
-    """One whole validation pass from inside ``on_train_start``, with its metrics logged and its hooks called."""
+    """Run one whole validation pass from inside ``on_train_start``, with logged metrics and hooks."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = trainer.global_step
     first_iteration = trainer._logger_connector._first_loop_iter
@@ -64,14 +64,14 @@ def run_validation(trainer: Trainer) -> None:
 
 
 def validation_due(trainer: Trainer) -> bool:
-    """Whether a validation follows the training batch that has just ended."""
+    """Return whether a validation follows the training batch that has just ended."""
     loop = trainer.fit_loop
     assert loop._data_fetcher is not None
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def training_ends(trainer: Trainer) -> bool:
-    """Whether the training batch that has just ended is the last one of the run."""
+    """Return whether the training batch that has just ended is the last one of the run."""
     loop = trainer.fit_loop
     last_batch = loop.epoch_loop._num_ready_batches_reached()
     epochs = loop.max_epochs
@@ -80,60 +80,61 @@ def training_ends(trainer: Trainer) -> bool:
 
 
 def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> None:
-    """Write a checkpoint's loop counters as they stand between two batches, wherever in a batch it was taken.
+    """Set a checkpoint's loop counters to their values between two batches, wherever in a batch it was saved.
 
-    Lightning guesses from half-counted batches and epochs where it was, in ten cases of which some lose count: a
-    checkpoint taken at an epoch's last batch numbers all later epochs wrongly, and the next resume repeats data. Here
-    every batch is either done or not begun, and an epoch whose last batch is done is over.
+    Lightning infers its position from partly counted batches and epochs, and in some of ten cases miscounts: after a
+    checkpoint at an epoch's last batch, all later epochs have wrong numbers, and the next resume repeats data. Here
+    every batch is either finished or not started, and an epoch whose last batch is finished is finished.
 
     Args:
-        checkpoint: with ``loops``, taken at a training batch's end or in the validation behind it; changed in place.
-        epoch_batches: training batches of an epoch.
+        checkpoint: checkpoint with ``loops``, saved at the end of a training batch or in the validation after it;
+            changed in place.
+        epoch_batches: number of training batches of an epoch.
     """
     fit = checkpoint["loops"]["fit_loop"]
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
     for counts in (batches["total"], batches["current"]):
         counts["completed"] = counts["processed"]
-    # or a resumed validation would leave out as many batches as the one before it had
+    # or a resumed validation would skip as many batches as the one before it had
     for counts in fit["epoch_loop.val_loop.batch_progress"].values():
         if isinstance(counts, dict):
             counts.update(dict.fromkeys(counts, 0))
     current = batches["current"]
-    over = batches["is_last_batch"] or current["ready"] >= epoch_batches or current["ready"] == 0
-    for counts in (epochs["total"], epochs["current"]):  # a run that ends inside an epoch has counted it as processed
-        counts["processed"] = counts["completed"] = counts["started"] - (not over)
+    finished = batches["is_last_batch"] or current["ready"] >= epoch_batches or current["ready"] == 0
+    for counts in (epochs["total"], epochs["current"]):  # a run that ends within an epoch has counted it as processed
+        counts["processed"] = counts["completed"] = counts["started"] - (not finished)
     checkpoint["epoch"] = epochs["current"]["completed"]
-    if over:
+    if finished:
         batches["is_last_batch"] = False
         current.update(dict.fromkeys(current, 0))
         fit["state_dict"].pop("combined_loader", None)  # the next epoch starts at its beginning
 
 
 class _FinishingFitLoop(_FitLoop):
-    """A fit loop that, resumed behind its last step, still begins and ends, so that what was left to do is done."""
+    """A fit loop that still starts and ends when resumed after its last step, so that the remaining hooks run."""
 
     @property
     def skip(self) -> bool:
-        """Whether there is nothing to train on at all."""
+        """Whether there is no training batch."""
         if self.is_resuming:
             return bool(self.max_batches == 0 or self.trainer.limit_train_batches == 0)
         return bool(super().skip)
 
 
 def finish_when_resumed(trainer: Trainer) -> None:
-    """Let a run that was killed between its last step and its end do the rest when it is resumed.
+    """Let a resumed run that was killed between its last step and its end run the remaining hooks.
 
-    Lightning would leave out ``on_train_start`` and ``on_train_end``, and with them a validation that was due.
+    Lightning would skip ``on_train_start`` and ``on_train_end``, and with them a validation that was due.
     """
     if type(trainer.fit_loop) is _FitLoop:
         trainer.fit_loop.__class__ = _FinishingFitLoop
 
 
 def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
-    """Save as ``ModelCheckpoint`` does at the end of a training batch, without its advice for manual optimization.
+    """Save as ``ModelCheckpoint`` does at the end of a training batch, without its warning about manual optimization.
 
     Returns:
-        Whether anything was saved: this step may have been already.
+        Whether a checkpoint was saved; False if this step was saved before.
     """
     if checkpoint._should_skip_saving_checkpoint(trainer):
         return False
@@ -144,30 +145,30 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
 
 
 def checkpoint_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the state that ``Trainer.save_checkpoint`` would write now; under a role strategy without the roles."""
-    state = trainer._checkpoint_connector.dump_checkpoint(False)  # the weights are not all of it
-    for name in ("callbacks", "loops", "lr_schedulers"):  # some are the callbacks' own dictionaries
+    """Return the state that ``Trainer.save_checkpoint`` would write now; under a role strategy without the models."""
+    state = trainer._checkpoint_connector.dump_checkpoint(False)  # False: more than the weights
+    for name in ("callbacks", "loops", "lr_schedulers"):  # some are dictionaries that the callbacks change
         state[name] = copy.deepcopy(state[name])
     return state
 
 
-def leave_signals_alone(trainer: Trainer) -> None:
+def disable_signal_handlers(trainer: Trainer) -> None:
     """Keep Lightning from handling SIGTERM and SLURM's signal.
 
-    Its handler of SIGTERM takes part in a collective from wherever the process is, and ends the run with exit code 0;
+    Its handler of SIGTERM joins a collective at an arbitrary point of the program, and ends the run with exit code 0;
     the one of SLURM's signal saves in the middle of an update.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
-def know_step(trainer: Trainer, step: int) -> None:
-    """Set ``global_step`` outside of a fit, where Lightning leaves it at 0 whatever checkpoint was read."""
+def set_global_step(trainer: Trainer, step: int) -> None:
+    """Set ``global_step`` outside of a fit, where Lightning leaves it at 0 even after it loaded a checkpoint."""
     loop = trainer.fit_loop.epoch_loop
     loop.manual_optimization.optim_step_progress.total.completed = step
     loop._batches_that_stepped = step
 
 
 def replaces_samplers(trainer: Trainer) -> bool:
-    """Return whether the Trainer replaces the sampler of each data loader to share the data between processes."""
+    """Return whether the Trainer replaces the sampler of each data loader to divide the data among processes."""
     connector = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler and connector.is_distributed)

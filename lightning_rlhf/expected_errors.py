@@ -1,4 +1,4 @@
-"""Errors that are a message for users, as opposed to bugs, whose traceback is shown."""
+"""Expected errors, which users see as a one-line message, as opposed to bugs, which show a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import traceback
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-# Types that this package raises on purpose; a KeyError or an AssertionError is a bug.
+# Types of expected errors; a KeyError or an AssertionError is a bug.
 _TYPES = (ValueError, RuntimeError, FileNotFoundError, ModuleNotFoundError, FloatingPointError)
 
 
@@ -17,12 +17,12 @@ def raising_module(error: BaseException) -> str:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Return whether this package raised an error on purpose."""
+    """Return whether an error is an expected error of this package."""
     return isinstance(error, _TYPES) and raising_module(error).startswith("lightning_rlhf.")
 
 
-def is_refusal_of_lightning(error: BaseException) -> bool:
-    """Return whether Lightning raised an error because it cannot run with the arguments it was given."""
+def is_lightning_error(error: BaseException) -> bool:
+    """Return whether Lightning raised an error because it cannot run with its arguments."""
     kinds = MisconfigurationException | ValueError | RuntimeError | ImportError
     return isinstance(error, kinds) and raising_module(error).startswith("lightning.")
 
@@ -37,4 +37,4 @@ def exit_code(error: BaseException, started: bool) -> int:
     Returns:
         2 for a mistake found before the first training step, else 1.
     """
-    return 2 if not started and (is_expected(error) or is_refusal_of_lightning(error)) else 1
+    return 2 if not started and (is_expected(error) or is_lightning_error(error)) else 1

@@ -1,4 +1,4 @@
-"""The request to end a run before it is done: by Ctrl-C, by a scheduler's signal, or because the job's time is over."""
+"""The request to end a run early: by Ctrl-C, by a scheduler's signal, or at the end of the job's time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import signal
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ends a run at a point where its state is whole, or at once where it is asked for a second time.
+    """Ends a run at a point where its state is consistent, or at once at the second request.
 
     Args:
-        number: of the signal.
-        reason: why, in a few words; None names the signal.
+        number: number of the signal.
+        reason: reason in a few words; None names the signal.
     """
 
     def __init__(self, number: int, reason: str | None = None) -> None:
@@ -20,10 +20,10 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number, as shells report it: 143 after SIGTERM, 130 after Ctrl-C."""
+        """Exit code 128 plus the signal's number, as shells report it: 143 after SIGTERM, 130 after Ctrl-C."""
         return 128 + self.number
 
 
 def signal_name(number: int) -> str:
-    """A signal's name as people know it."""
+    """Return the name of a signal for users: ``Ctrl-C`` or, for example, ``SIGTERM``."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

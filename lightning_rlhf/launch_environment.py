@@ -1,7 +1,7 @@
-"""The environment variables that matter, in one table: who reads each, when it is set, and why.
+"""Table of the environment variables that a run sets: the library that reads each, its condition and reason.
 
-Nothing here imports the libraries that read them, and a value that is there already always wins.
-``lightning-rlhf doctor`` shows the table as it applies to the machine.
+This module does not import these libraries, and never overwrites a value that is already set, except for an engine that
+requires another. ``lightning-rlhf doctor`` shows the table as it applies to the machine.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-OURS = "LIGHTNING_RLHF_SET"  # names that were set here, so that child processes can tell them from their user's
-# First parts of the names of variables that torchrun, SLURM and MPI set for the processes of a run.
+OURS = "LIGHTNING_RLHF_SET"  # names set here, so that child processes can distinguish them from the user's
+# Prefixes of the variables that torchrun, SLURM and MPI set for the processes of a run.
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA, AMD, Windows' GPUs under WSL
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the rules ask of the machine.
+    """Properties of the machine that determine the variables.
 
     Args:
-        has_gpu: whether this process may use one.
-        cores: that this process may run on, at least 1.
-        processes: of this run on this machine, at least 1; None where nobody has said so yet.
-        engine_dtype: dtype of the rollout engine's weights; empty where it is not known.
+        has_gpu: whether this process may use a GPU.
+        cores: number of cores that this process may run on, at least 1.
+        processes: number of processes of this run on this machine, at least 1; None if unknown.
+        engine_dtype: dtype of the rollout engine's weights; empty if unknown.
     """
 
     has_gpu: bool
@@ -37,32 +37,33 @@ class Machine:
 
     @classmethod
     def here(cls, environ: Mapping[str, str], processes: int | None = None, devices: Path = Path("/dev")) -> Machine:
-        """This machine.
+        """Detect the properties of this machine.
 
         Args:
-            environ: its variables; torchrun and SLURM say in them how many processes there are.
-            processes: on this machine, where it is known better.
-            devices: the folder of device files.
+            environ: environment variables, among them the number of processes of torchrun and SLURM.
+            processes: number of processes on this machine; None reads it from ``environ``.
+            devices: directory of device files.
         """
         hidden = environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
         has_gpu = not hidden and any(path for pattern in _DEVICE_FILES for path in devices.glob(pattern))
-        told = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_NTASKS_PER_NODE") or ""
-        return cls(has_gpu, _cores(), processes or (int(told) if told.isdecimal() else None))
+        launched = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_NTASKS_PER_NODE") or ""
+        return cls(has_gpu, _cores(), processes or (int(launched) if launched.isdecimal() else None))
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One row.
+    """One variable of the table.
 
     Args:
-        name: of the variable.
-        reader: the library that reads it.
-        process: ``all`` that take part in a run, or the rollout ``engine`` alone.
-        condition: when it is set, in words.
-        value: the value for a machine; None where it does not apply.
-        reason: in one sentence.
-        read_by: module whose import reads the variable; setting it later is of no use. Empty where it is read at use.
-        required: an engine does not work with another value, so that its process gets this one whatever is set.
+        name: name of the variable.
+        reader: library that reads it.
+        process: ``all`` processes of a run, or only the rollout ``engine``.
+        condition: condition under which it is set, in words.
+        value: function that returns the value for a machine; None if the variable does not apply.
+        reason: explanation that ``doctor`` prints.
+        read_by: module whose import reads the variable, so that setting it later has no effect; empty if it is read at
+            use.
+        required: whether an engine needs this value, which then replaces one that is already set.
     """
 
     name: str
@@ -102,100 +103,147 @@ def _processes(machine: Machine) -> str | None:
 
 VARIABLES = (
     Variable(
-        "NCCL_DEBUG", "NCCL", "all", "with a GPU", _with_gpu("WARN"),
-        "By default NCCL keeps what went wrong to itself, and all that is seen is a run that waits.",
+        name="NCCL_DEBUG",
+        reader="NCCL",
+        process="all",
+        condition="with a GPU",
+        value=_with_gpu("WARN"),
+        reason="By default NCCL does not report errors, and a failed run only appears to hang.",
     ),
     Variable(
-        "TOKENIZERS_PARALLELISM", "tokenizers", "all", "always", _always("false"),
-        "Rows are tokenised one by one, so its threads bring nothing; but with them, processes forked for loading data "
-        "or grading can lock up.",
+        name="TOKENIZERS_PARALLELISM",
+        reader="tokenizers",
+        process="all",
+        condition="always",
+        value=_always("false"),
+        reason="Rows are tokenised one by one, so its threads do not help; with them, processes forked for data "
+        "loading or rewards can deadlock.",
     ),
     Variable(
-        "OMP_NUM_THREADS", "OpenMP", "all", "several processes on the machine, known from torchrun or SLURM", _threads,
-        "Each process would otherwise start a thread for every core, and they would take turns.", "torch",
+        name="OMP_NUM_THREADS",
+        reader="OpenMP",
+        process="all",
+        condition="several processes on the machine, known from torchrun or SLURM",
+        value=_threads,
+        reason="Otherwise each process starts a thread for every core, and they compete for the cores.",
+        read_by="torch",
     ),
     Variable(
-        "DS_ACCELERATOR", "DeepSpeed", "all", "without a GPU", _without_gpu("cpu"),
-        "DeepSpeed otherwise looks for the packages of eight makers of accelerators and warns that it found none.",
-        "deepspeed",
+        name="DS_ACCELERATOR",
+        reader="DeepSpeed",
+        process="all",
+        condition="without a GPU",
+        value=_without_gpu("cpu"),
+        reason="Otherwise DeepSpeed looks for packages of eight accelerator vendors and warns that all are absent.",
+        read_by="deepspeed",
     ),
     Variable(
-        "LOCAL_SIZE", "DeepSpeed", "all", "without a GPU, once the number of processes is known", _processes,
-        "DeepSpeed otherwise takes the machine's NUMA nodes for its devices.",
+        name="LOCAL_SIZE",
+        reader="DeepSpeed",
+        process="all",
+        condition="without a GPU, once the number of processes is known",
+        value=_processes,
+        reason="Otherwise DeepSpeed uses the number of NUMA nodes as the number of devices.",
     ),
     Variable(
-        "VLLM_NO_USAGE_STATS", "vLLM", "all", "always", _always("1"),
-        "Otherwise vLLM reports model and hardware to its makers.",
+        name="VLLM_NO_USAGE_STATS",
+        reader="vLLM",
+        process="all",
+        condition="always",
+        value=_always("1"),
+        reason="Otherwise vLLM sends statistics about model and hardware to its developers.",
     ),
     Variable(
-        "VLLM_ENABLE_V1_MULTIPROCESSING", "vLLM", "engine", "always", _always("0"),
-        "The engine has a process of its own already, and is driven step by step within it.", required=True,
+        name="VLLM_ENABLE_V1_MULTIPROCESSING",
+        reader="vLLM",
+        process="engine",
+        condition="always",
+        value=_always("0"),
+        reason="The engine already has a separate process, which runs it step by step.",
+        required=True,
     ),
     Variable(
-        "VLLM_LOGGING_LEVEL", "vLLM", "engine", "always", _always("ERROR"),
-        "The engine's log is shown when it dies, and what killed it should be at its end.",
+        name="VLLM_LOGGING_LEVEL",
+        reader="vLLM",
+        process="engine",
+        condition="always",
+        value=_always("ERROR"),
+        reason="The end of the engine's log is shown when it dies, and should contain the cause.",
     ),
     Variable(
-        "TRITON_F32_DEFAULT", "Triton", "engine", "with a GPU, for an engine in float32", _with_gpu_in_float32("ieee"),
-        "Attention of vLLM in float32 otherwise rounds its operands to TF32, 10 bits, and log-probabilities differ by "
-        "about 0.01 nats from the actor's.", "triton",
+        name="TRITON_F32_DEFAULT",
+        reader="Triton",
+        process="engine",
+        condition="with a GPU, for an engine in float32",
+        value=_with_gpu_in_float32("ieee"),
+        reason="Otherwise vLLM's attention in float32 rounds its operands to TF32, 10 bits, and log-probabilities "
+        "differ by about 0.01 nats from the actor's.",
+        read_by="triton",
     ),
     Variable(
-        "TORCH_COMPILE_DISABLE", "torch", "engine", "without a GPU", _without_gpu("1"),
-        "Without a GPU the model runs uncompiled; its samplers would still be compiled, for a quarter of a minute.",
-        "torch",
+        name="TORCH_COMPILE_DISABLE",
+        reader="torch",
+        process="engine",
+        condition="without a GPU",
+        value=_without_gpu("1"),
+        reason="Without a GPU the model runs uncompiled; its samplers would still be compiled, which takes 15 seconds.",
+        read_by="torch",
     ),
     Variable(
-        "VLLM_CPU_OMP_THREADS_BIND", "vLLM", "engine", "without a GPU", _without_gpu("nobind"),
-        "Every engine of the machine would otherwise be bound to the same cores.",
+        name="VLLM_CPU_OMP_THREADS_BIND",
+        reader="vLLM",
+        process="engine",
+        condition="without a GPU",
+        value=_without_gpu("nobind"),
+        reason="Otherwise all engines of the machine are bound to the same cores.",
     ),
-)  # fmt: skip
+)
 
-# Set by other frameworks, and why not here.
-LEFT_ALONE = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1 is for Megatron's tensor parallelism; FSDP and torch's own need several queues "
-    "to compute and communicate at once (pytorch/torchtitan#1147)",
-    "NCCL_CUMEM_ENABLE": "0 worked around a fault that NCCL 2.22.3 mended; vLLM no longer sets it (vllm#24141)",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "torch does so by default and warns of the variable (pytorch/torchtitan#1088)",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's default ends a process whose collective failed or timed out already",
+# Variables that other frameworks set, and why they are not set here.
+NOT_SET = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1 is for Megatron's tensor parallelism; FSDP and torch's need several queues "
+    "to overlap computation and communication (pytorch/torchtitan#1147)",
+    "NCCL_CUMEM_ENABLE": "0 was a workaround for a bug that NCCL 2.22.3 fixed; vLLM no longer sets it (vllm#24141)",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "the default of torch, which warns of it (pytorch/torchtitan#1088)",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's default already ends a process whose collective failed or timed out",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True helps where memory is fragmented, but vLLM's all-reduce can "
     "fail with it (vllm#42609), and tensors shared between processes open slower",
-    "NCCL_SOCKET_IFNAME": "only you know which network joins your machines",
-    "GLOO_SOCKET_IFNAME": "only you know which network joins your machines",
+    "NCCL_SOCKET_IFNAME": "it depends on the network between your machines",
+    "GLOO_SOCKET_IFNAME": "it depends on the network between your machines",
 }
 
 
 def apply(processes: int | None = None) -> dict[str, str]:
-    """Set what applies to all processes and is not set yet.
+    """Set the variables that apply to all processes and are not set yet.
 
     Args:
-        processes: of this run on this machine; None takes torchrun's or SLURM's word for it.
+        processes: number of processes of this run on this machine; None reads it from torchrun's or SLURM's variables.
 
     Returns:
-        What was set.
+        The variables that were set.
     """
     machine = Machine.here(os.environ, processes)
-    found = {}
+    applied = {}
     for variable in VARIABLES:
         value = variable.value(machine)
         late = variable.read_by in sys.modules
         if variable.process == "all" and value is not None and not late and variable.name not in os.environ:
-            found[variable.name] = value
-    os.environ.update(found)
-    if found:
-        os.environ[OURS] = ",".join([*_set_here(os.environ), *found])
-    return found
+            applied[variable.name] = value
+    os.environ.update(applied)
+    if applied:
+        os.environ[OURS] = ",".join([*_set_by_us(os.environ), *applied])
+    return applied
 
 
 def engine_environment(
     environ: Mapping[str, str], has_gpu: bool | None = None, engine_dtype: str = ""
 ) -> dict[str, str]:
-    """What a rollout engine's process is given beside what it inherits.
+    """Return the variables to add to the environment of a rollout engine's process.
 
     Args:
-        environ: what it inherits; its values win, but for those that the engine does not work with.
-        has_gpu: whether the engine uses one; None looks for one.
-        engine_dtype: dtype of the engine's weights; empty where it is not known.
+        environ: inherited environment, whose values are kept unless the engine requires others.
+        has_gpu: whether the engine uses a GPU; None detects one.
+        engine_dtype: dtype of the engine's weights; empty if unknown.
     """
     machine = replace(Machine.here(environ), engine_dtype=engine_dtype)
     machine = machine if has_gpu is None else replace(machine, has_gpu=has_gpu)
@@ -204,23 +252,23 @@ def engine_environment(
 
 
 def origin(variable: Variable, environ: Mapping[str, str], machine: Machine) -> tuple[str, str]:
-    """The value of a row and who set it.
+    """Return the value of a variable and its origin.
 
     Args:
-        variable: the row.
-        environ: of a process that called :func:`apply`.
-        machine: where it runs.
+        variable: variable of the table.
+        environ: environment of a process that called :func:`apply`.
+        machine: machine of that process.
 
     Returns:
-        Value, empty where there is none; ``us``, ``you`` or ``not applicable``.
+        The value, empty if not set; and ``us``, ``you`` or ``not applicable``.
     """
     if variable.name in environ:
-        return environ[variable.name], "us" if variable.name in _set_here(environ) else "you"
+        return environ[variable.name], "us" if variable.name in _set_by_us(environ) else "you"
     value = variable.value(machine) if variable.process == "engine" else None
     return (value, "us") if value is not None else ("", "not applicable")
 
 
-def _set_here(environ: Mapping[str, str]) -> list[str]:
+def _set_by_us(environ: Mapping[str, str]) -> list[str]:
     return [name for name in environ.get(OURS, "").split(",") if name]
 
 

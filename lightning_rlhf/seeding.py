@@ -1,19 +1,19 @@
-"""Seeds derived from the run's seed and from what they are for, so that nothing depends on the order of draws."""
+"""Seeds derived from the run's seed and their purpose, so that results do not depend on the order of draws."""
 
 import hashlib
 import os
 
 
 def run_seed() -> int:
-    """The seed of this run: what ``seed_everything`` was given, or 0."""
+    """Return the seed of this run: the argument of ``seed_everything``, or 0."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed in [0, 2**63) that depends on every part and on their order.
+    """Derive a seed in [0, 2**63) that depends on every part and on their order.
 
-    The same parts give the same seed in every process and on every machine, which is what makes
-    a resumed rollout issue the same requests.
+    The same parts give the same seed in every process and on every machine, so that a resumed
+    rollout issues the same requests.
 
     Args:
         parts: integers or short words, for example ``derive_seed(run_seed(), "train", step, row)``.

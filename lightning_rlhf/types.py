@@ -1,7 +1,7 @@
-"""All data that crosses a floor: prompts, completions, rollouts, experience.
+"""The data classes that packages exchange: prompts, completions, rollouts, experience, batches.
 
-Axes: B responses, P prompt tokens, T response tokens. Padding is on the right, everywhere: with causal attention no
-real token ever sees it, so no attention mask is needed and padding cannot change a number.
+Axes: B responses, P prompt tokens, T response tokens. Padding is always on the right: with causal attention no real
+token attends to it, so no attention mask is needed and padding does not change results.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an engine draws a response.
+    """Parameters of the sampling of responses.
 
     Args:
-        max_tokens: longest response, in tokens, at least 1.
-        temperature: divides the logits; 0 takes the likeliest token every time (greedy).
-        top_p: nucleus: keep the likeliest tokens whose probabilities sum to this, in (0, 1]; 1 keeps all.
-        top_k: keep this many likeliest tokens; 0 keeps all.
-        stop_token_ids: a response ends after any of these; the token itself belongs to the response.
+        max_tokens: maximum number of tokens of a response, at least 1.
+        temperature: divisor of the logits; 0 selects the likeliest token every time (greedy).
+        top_p: probability mass of the likeliest tokens to keep (nucleus sampling), in (0, 1]; 1 keeps all.
+        top_k: number of likeliest tokens to keep; 0 keeps all.
+        stop_token_ids: tokens that end a response and belong to it.
     """
 
     max_tokens: int
@@ -52,13 +52,13 @@ _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns for one request.
+    """An engine's result for one request.
 
     Args:
-        token_ids: the sampled tokens, the stop token included, at least one.
+        token_ids: sampled tokens, including the stop token, at least one.
         logprobs: log-probability of each token under the sampling distribution, same length.
         finish_reason: ``stop`` after a stop token, ``length`` when the limit cut the response.
-        policy_version: number of the weight update the response was drawn after.
+        policy_version: number of weight syncs before the response was sampled.
     """
 
     token_ids: list[int]
@@ -73,7 +73,7 @@ class Completion:
                 f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             )
         for i, value in enumerate(self.logprobs):
-            if value > _ROUNDING:  # NaN is refused later, where the weight that is lost can be named
+            if value > _ROUNDING:  # NaN raises later, where the damaged weight can be named
                 raise ValueError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
 
 
@@ -82,14 +82,15 @@ class PromptBatch:
     """A batch of prompts: token ids of differing lengths, their text, and the columns that rewards read.
 
     Args:
-        indices: position of each prompt in the data, which seeds its samples; a further number for one that a sampler
-            gives again in an epoch.
+        indices: position of each prompt in the data, which seeds its samples; another number for a prompt that a
+            sampler repeats within an epoch.
         token_ids: one list of prompt tokens per prompt.
         texts: the same prompts as text, for rewards and logs.
-        columns: further columns of the data, one value per prompt each.
-        epoch: how often the data had been read through before, 0 at first.
-        places: of each prompt in the whole batch, of which this may be a rank's share; empty if it is the whole.
-        messages: the chat messages that each prompt was made of; empty where the prompts are plain text.
+        columns: further columns of the data, with one value per prompt.
+        epoch: number of completed passes over the data, 0 at first.
+        places: position of each prompt in the global batch, if this is the part of one data rank; empty for a global
+            batch.
+        messages: chat messages from which each prompt was rendered; empty for plain text.
     """
 
     indices: list[int]
@@ -104,36 +105,42 @@ class PromptBatch:
         return len(self.indices)
 
     def __getitem__(self, prompts: slice) -> PromptBatch:
-        """Some of the prompts."""
-        columns = {name: values[prompts] for name, values in self.columns.items()}
-        indices, ids, texts = self.indices[prompts], self.token_ids[prompts], self.texts[prompts]
-        return PromptBatch(indices, ids, texts, columns, self.epoch, self.places[prompts], self.messages[prompts])
+        """Return a slice of the prompts."""
+        return PromptBatch(
+            indices=self.indices[prompts],
+            token_ids=self.token_ids[prompts],
+            texts=self.texts[prompts],
+            columns={name: values[prompts] for name, values in self.columns.items()},
+            epoch=self.epoch,
+            places=self.places[prompts],
+            messages=self.messages[prompts],
+        )
 
     def to(self, device: torch.device | str) -> PromptBatch:
-        """Itself: prompts are Python lists and live on no device. Lightning calls this on every batch."""
+        """Return the batch itself: prompts are Python lists. Lightning calls this on every batch."""
         return self
 
 
 @dataclass(frozen=True)
 class Rollout(TensorBatch):
-    """What happened: prompts, the responses an engine sampled, and what reward functions said of them.
+    """Prompts, the responses that an engine sampled, and their rewards.
 
     Args:
         prompt_ids: (B, P) int64, right-padded.
         prompt_lengths: (B,) int64, at least 1.
         response_ids: (B, T) int64, right-padded.
-        response_lengths: (B,) int64, tokens of the response, environment tokens included, at least 1.
+        response_lengths: (B,) int64, tokens of the response including environment tokens, at least 1.
         response_mask: (B, T) bool, True where the policy sampled the token (the stop token included); False on
             padding and on tokens that an environment wrote inside the response.
-        rollout_logprobs: (B, T) float32, the engine's log-probabilities at sampling time, 0 where the mask is False.
-        rewards: name to (B,) float32, what each reward function gave; NaN where it did not apply.
-        reward: (B,) float32, the weighted sum of the applicable rewards, reward units.
-        group: (B,) int64, equal for responses to the same prompt of this rank's share of the batch.
+        rollout_logprobs: (B, T) float32, log-probabilities of the engine at sampling time, 0 where the mask is False.
+        rewards: (B,) float32 rewards of each reward function by name; NaN where it did not apply.
+        reward: (B,) float32, weighted sum of the applicable rewards, reward units.
+        group: (B,) int64, equal for responses to the same prompt of this data rank.
         truncated: (B,) bool, True where the length limit cut the response.
-        policy_version: (B,) int64, number of the weight update each response was drawn after.
-        kept: (B,) bool, False for responses that are measured but not learnt from: they fill the batch.
-        place: (B,) int64, of the response in the order of all ranks' responses, in which mini-batches are drawn.
-        temperature: of the sampling distribution; the trainer divides its logits by the same number.
+        policy_version: (B,) int64, number of weight syncs before each response was sampled.
+        kept: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
+        place: (B,) int64, position among the responses of all ranks, in whose order mini-batches are drawn.
+        temperature: temperature of the sampling distribution; the trainer divides its logits by the same number.
     """
 
     prompt_ids: Tensor
@@ -169,19 +176,19 @@ class Rollout(TensorBatch):
 
 @dataclass(frozen=True)
 class Experience(TensorBatch):
-    """What to learn from: a rollout and what the models said of it.
+    """A rollout with the log-probabilities, values, advantages and returns that losses need.
 
     Args:
-        rollout: what happened.
-        reward: (B,) of each response: the rollout's and the reward model's shaped score, without KL penalty.
-        old_logprobs: (B, T) the actor's log-probabilities before the first update.
-        ref_logprobs: (B, T) the frozen reference's; equal to ``old_logprobs`` where there is no reference.
-        values: (B, T) the critic's, reward units; 0 where there is no critic.
-        token_rewards: (B, T) the reward less the KL penalty, at the token it belongs to.
-        advantages: (B, T), 0 where the mask is False.
-        returns: (B, T), 0 where the mask is False.
-        mask: (B, T) bool, the tokens to learn from: the response mask, less responses that are not kept and what a
-            rollout correction rejected.
+        rollout: prompts, responses and rewards.
+        reward: (B,) reward of each response: the rollout's plus the reward model's shaped score, without KL penalty.
+        old_logprobs: (B, T) log-probabilities of the actor before the first update.
+        ref_logprobs: (B, T) log-probabilities of the frozen reference; equal to ``old_logprobs`` without a reference.
+        values: (B, T) values of the critic, reward units; 0 without a critic.
+        token_rewards: (B, T) rewards minus the KL penalty, each at its token.
+        advantages: (B, T) advantages, 0 where the mask is False.
+        returns: (B, T) returns, 0 where the mask is False.
+        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not kept and tokens
+            that a rollout correction rejected.
         weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
     """
@@ -211,7 +218,7 @@ class Experience(TensorBatch):
 
 @dataclass(frozen=True)
 class SequenceBatch(TensorBatch):
-    """Whole texts with the tokens to learn from marked.
+    """Texts with a mask of the tokens to learn from.
 
     Args:
         input_ids: (B, L) int64, right-padded.
@@ -235,12 +242,12 @@ class SequenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class PreferenceBatch(TensorBatch):
-    """Pairs of texts of which the first is preferred.
+    """Pairs of texts, of which the first is preferred.
 
     Args:
         chosen: B preferred texts.
-        rejected: B other texts, row by row the counterparts.
-        margin: (B,) by how much the preferred one is better, score units; 0 where unknown.
+        rejected: B other texts, each the counterpart of the chosen text in the same row.
+        margin: (B,) margin by which the chosen text is better, score units; 0 if unknown.
     """
 
     chosen: SequenceBatch
@@ -253,7 +260,7 @@ class PreferenceBatch(TensorBatch):
 
     @property
     def total_lengths(self) -> Tensor:
-        """(B,) tokens that both texts of a pair take once padded to the longer one."""
+        """(B,) tokens of both texts of a pair when padded to the longer one."""
         return 2 * torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
     @property
@@ -264,13 +271,13 @@ class PreferenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class UnpairedBatch(TensorBatch):
-    """Texts that people judged one by one: desirable or not.
+    """Texts that people labelled individually: desirable or not.
 
     Args:
-        texts: B prompts with answers, the answers marked.
-        desirable: (B,) bool, True where the answer is one to give.
-        place: (B,) int64, of each text in the whole batch, of which this may be a rank's share: KTO sets each prompt
-            before the answer behind it in that order.
+        texts: B prompts with responses; the mask marks the responses.
+        desirable: (B,) bool, True for desirable responses.
+        place: (B,) int64, position of each text in the global batch, of which this may be the part of one data rank:
+            KTO pairs each prompt with the response of the next text in that order.
     """
 
     texts: SequenceBatch

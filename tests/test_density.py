@@ -13,19 +13,11 @@ TARGETS, POSITIONAL = 2, 5
 # Folders that were not yet gone over. Nothing is added here.
 PENDING = (
     "lightning_rlhf/__main__.py",
-    "lightning_rlhf/attention.py",
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
-    "lightning_rlhf/compat.py",
-    "lightning_rlhf/interrupts.py",
-    "lightning_rlhf/launch_environment.py",
     "lightning_rlhf/metric_names.py",
-    "lightning_rlhf/models/",
-    "lightning_rlhf/paths.py",
     "lightning_rlhf/planning/",
-    "lightning_rlhf/seeding.py",
     "lightning_rlhf/strategies/",
-    "lightning_rlhf/types.py",
     "callbacks/",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf import launch_environment
-from lightning_rlhf.launch_environment import LEFT_ALONE, OURS, VARIABLES, Machine, apply, engine_environment, origin
+from lightning_rlhf.launch_environment import NOT_SET, OURS, VARIABLES, Machine, apply, engine_environment, origin
 
 ROOT = Path(__file__).resolve().parents[1]
 BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -176,4 +176,4 @@ def test_every_row_says_why_in_one_sentence():
         assert variable.reader
         assert variable.condition
     assert len(BY_NAME) == len(VARIABLES)
-    assert not BY_NAME.keys() & LEFT_ALONE.keys()
+    assert not BY_NAME.keys() & NOT_SET.keys()

@@ -8,7 +8,7 @@ from lightning_rlhf import ConversationDataModule, SFTModule
 from lightning_rlhf.data.rows import InMemory, as_rows
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import Pretrained
-from lightning_rlhf.paths import hub_failed, looked_at, names_a_path
+from lightning_rlhf.paths import describe_missing_path, hub_error_message, names_a_path
 from tests.stand_ins import quiet_trainer
 
 
@@ -51,7 +51,7 @@ def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_whe
     with pytest.raises(FileNotFoundError) as caught:
         read("runs/nope")
     assert str(caught.value).startswith(f"{asked} 'runs/nope': ")
-    assert f"looked at {here}/runs/nope, because relative paths begin at the directory of the comm" in str(caught.value)
+    assert f"looked at {here}/runs/nope, because relative paths start at the working directory" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -68,24 +68,24 @@ def test_a_missing_path_below_a_directory_is_no_hub_id_and_the_sentence_says_whe
 )
 def test_what_was_perhaps_meant_is_named(here, monkeypatch, start, text, meant):
     monkeypatch.chdir(here / start)
-    told = looked_at(text.format(work=here))
+    told = describe_missing_path(text.format(work=here))
     assert told.endswith(f"; did you mean {meant.format(work=here)!r}?")
 
 
 def test_nothing_near_is_no_hint_and_an_absolute_path_needs_no_explanation(here):
-    assert looked_at("/nowhere/at/all") == "looked at /nowhere/at/all"
-    assert "did you mean" not in looked_at("other/x.jsonl")
-    assert looked_at("~/none-such") == f"looked at {Path.home()}/none-such"
+    assert describe_missing_path("/nowhere/at/all") == "looked at /nowhere/at/all"
+    assert "did you mean" not in describe_missing_path("other/x.jsonl")
+    assert describe_missing_path("~/none-such") == f"looked at {Path.home()}/none-such"
 
 
 def test_a_directory_that_begins_the_path_is_left_out(here, monkeypatch):
     monkeypatch.chdir(here / "examples/task")
     (here / "examples/task/mine.jsonl").write_text("")
-    assert looked_at("task2/mine.jsonl").endswith("of the command")
+    assert describe_missing_path("task2/mine.jsonl").endswith("at the working directory")
     (here / "examples/task/deep").mkdir()
     (here / "examples/task/deep/x.csv").write_text("")
     monkeypatch.chdir(here / "examples/task/deep")
-    assert looked_at("far/deep/x.csv").endswith("did you mean 'x.csv'?")
+    assert describe_missing_path("far/deep/x.csv").endswith("did you mean 'x.csv'?")
 
 
 def test_a_hub_that_fails_is_named_with_its_reason_and_what_helps(here, monkeypatch):
@@ -93,15 +93,15 @@ def test_a_hub_that_fails_is_named_with_its_reason_and_what_helps(here, monkeypa
     below = OSError(-2, "Name or service not known")
     error = OSError("We couldn't connect to 'https://huggingface.co' to load the files.\nCheck your connection.")
     error.__cause__ = below
-    told = hub_failed("nobody/nothing", error)
-    assert f"looked at {here}/nobody/nothing" in told
-    assert "We couldn't connect to 'https://huggingface.co' to load the files (Name or service not known); " in told
+    message = hub_error_message("nobody/nothing", error)
+    assert f"looked at {here}/nobody/nothing" in message
+    assert "We couldn't connect to 'https://huggingface.co' to load the files (Name or service not known); " in message
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
-        assert name in told
-    assert "\n" not in told
+        assert name in message
+    assert "\n" not in message
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub_failed("nobody/nothing", error).endswith(
-        "HF_HUB_OFFLINE is set, so that only what was downloaded before is found"
+    assert hub_error_message("nobody/nothing", error).endswith(
+        "HF_HUB_OFFLINE is set, so only files that were downloaded before are available"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_hub_that_fails_is_named_with_its_reason_and_what_helps(here, monkeypa
 def test_a_hub_id_that_cannot_be_fetched_is_one_sentence(here, monkeypatch, read):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises((FileNotFoundError, ValueError), match="the hub did not give it: ") as caught:
+    with pytest.raises((FileNotFoundError, ValueError), match="could not be loaded from the hub: ") as caught:
         read("nobody/nothing")
     assert "\n" not in str(caught.value)
     assert "'nobody/nothing'" in str(caught.value)
@@ -156,7 +156,7 @@ def test_a_run_names_the_model_that_a_hub_does_not_give_before_a_tokenizer_of_th
 
 
 def test_a_directory_without_what_is_wanted_says_what_it_has(here):
-    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task has train.jsonl$"):
+    with pytest.raises(FileNotFoundError, match=f"; {here}/examples/task contains train.jsonl$"):
         Pretrained("examples/task").hf_config()
     with pytest.raises(FileNotFoundError, match=f"; {here}/runs has sft$"):
         as_rows("runs")

@@ -20,7 +20,7 @@ from lightning_rlhf.cli.plan import is_made_of
 from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
-from lightning_rlhf.models.positions import check_positions, positions
+from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
@@ -203,7 +203,7 @@ def checked_models(config: Namespace, data: RowsDataModule) -> list[str]:
             lines.append(f"{name}: not compared with the data, because there is {error}")
             continue
         roles[f"the {name}"] = source
-        limit = positions(own)
+        limit = max_positions(own)
         reads = "texts of any length" if limit is None else f"{limit} positions"
         lines.append(f"{name}: {own.get_text_config().vocab_size} tokens, {reads}")
     if roles:

@@ -23,7 +23,7 @@ from rich.table import Table
 from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.cluster import cluster
 from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows, driver_rows
-from lightning_rlhf.launch_environment import LEFT_ALONE, VARIABLES, Machine, origin
+from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
 from lightning_rlhf.rollout.vllm.engine import unusable_build, vllm_installed
 
@@ -269,7 +269,7 @@ def launch_environment(report: Report) -> None:
         where = "" if variable.process == "all" else "; for the engine's process"
         name = f"{variable.name} ({variable.reader})"
         report.add("environment", name, f"{by}{where}. {variable.reason}")
-    for name, reason in LEFT_ALONE.items():
+    for name, reason in NOT_SET.items():
         if name in os.environ:
             report.add("environment", name, f"= {os.environ[name]}, set by you. Not set by us: {reason}.")
 

@@ -19,7 +19,7 @@ from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.data.rows import OnBadRow
 from lightning_rlhf.models.loading import Dtype, Pretrained
-from lightning_rlhf.models.positions import positions
+from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
@@ -58,7 +58,7 @@ class EngineAnswerer:
         self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
     ) -> list[Prompt]:
         """See :class:`~lightning_rlhf.cli.answering.Answerer`; a prompt without room for a response is a bad row."""
-        room = positions(self._config) or _NO_LIMIT
+        room = max_positions(self._config) or _NO_LIMIT
         if room <= self._sampling.max_tokens:
             raise ValueError(
                 f"max_tokens {self._sampling.max_tokens} leaves no room for a prompt: the model takes {room} tokens"

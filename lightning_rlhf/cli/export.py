@@ -18,7 +18,7 @@ from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.understood import data_of, module_of, understood
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.loading import quiet_transformers
-from lightning_rlhf.models.lora import check_same, frozen_names
+from lightning_rlhf.models.lora import check_adapters, frozen_names
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.strategies.checkpoints import manifest
 from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO, load_plain
@@ -148,12 +148,12 @@ def load(checkpoint: Path, module: RoleModule, role: str) -> dict[str, Any]:
     model: nn.Module = getattr(module, role)
     if checkpoint.is_file():
         rest = AtomicCheckpointIO().load_checkpoint(checkpoint)
-        check_same({role: module.sources[role]}, _of_role(rest.get("lora", {}), role))
+        check_adapters({role: module.sources[role]}, _of_role(rest.get("lora", {}), role))
         _fill(model, role, rest["state_dict"])
         return rest
     version = manifest.verified(checkpoint)
     rest = load_plain(version / "state.pt")
-    check_same({role: module.sources[role]}, _of_role(rest.get("lora", {}), role))
+    check_adapters({role: module.sources[role]}, _of_role(rest.get("lora", {}), role))
     if not (version / role).is_dir():
         held = ", ".join(sorted(folder.name for folder in version.iterdir() if folder.is_dir()))
         raise ValueError(f"the checkpoint {checkpoint} holds {held}, and no {role}: it is another kind of run's")

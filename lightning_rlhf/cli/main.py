@@ -32,7 +32,7 @@ from lightning_rlhf.cli.earlier_run import check_can_be_written, check_reads_els
 from lightning_rlhf.cli.parser import FriendlyParser, explain, is_first_here
 from lightning_rlhf.cli.screen import last_line, show_lightning
 from lightning_rlhf.cli.trainer_settings import check_trainer, checked_strategy
-from lightning_rlhf.expected_errors import is_expected, is_refusal_of_lightning
+from lightning_rlhf.expected_errors import is_expected, is_lightning_error
 from lightning_rlhf.expected_errors import raising_module as place
 from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.modules.role_module import RoleModule
@@ -203,7 +203,7 @@ class RLHFCLI(LightningCLI):
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
             if earlier is not None and not started and not isinstance(error, EngineDied):  # its log is needed
                 put_back(earlier, directory)
-            if not started and is_refusal_of_lightning(error):
+            if not started and is_lightning_error(error):
                 raise Stopped(one_line(error), code=2) from error
             progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}" if started else ""
             if (interrupt := interrupt_of(error)) is not None:
@@ -259,7 +259,7 @@ def refusals_told(parser: LightningArgumentParser) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refused_by_lightning = is_refusal_of_lightning(error)
+        refused_by_lightning = is_lightning_error(error)
         if not isinstance(error, ValueError) and not refused_by_lightning and not is_for_users(error):
             raise
         origin: BaseException = error
@@ -320,7 +320,7 @@ def quiet() -> None:
 def is_for_users(error: Exception) -> bool:
     """Whether this package raised the error on purpose, so that its message is a sentence for users."""
     # for example an EarlyStopping whose monitor is not logged
-    refused_by_callback = is_refusal_of_lightning(error) and place(error).startswith("lightning.pytorch.callbacks.")
+    refused_by_callback = is_lightning_error(error) and place(error).startswith("lightning.pytorch.callbacks.")
     return isinstance(error, EngineDied) or is_expected(error) or refused_by_callback
 
 

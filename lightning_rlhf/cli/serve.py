@@ -22,7 +22,7 @@ from lightning_rlhf.cli.main import is_for_users, quiet
 from lightning_rlhf.data.tokenizers import load_tokenizer
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
-from lightning_rlhf.models.positions import positions
+from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.serving.access import bind, check_host, load_key
 from lightning_rlhf.serving.example import curl_command, example_request
@@ -133,7 +133,7 @@ def _longest_text(options: argparse.Namespace) -> int:
     """
     longest = options.max_model_len
     if longest is None:
-        longest = positions(Pretrained(options.model).hf_config())
+        longest = max_positions(Pretrained(options.model).hf_config())
     if longest is None:
         raise ValueError(f"{options.model} does not limit the length of its texts: set --max-model-len")
     return _fitting(options, longest)

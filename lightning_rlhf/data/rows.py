@@ -17,7 +17,7 @@ from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
 from lightning_rlhf.data.row import SkippedRow
-from lightning_rlhf.paths import hub_failed, looked_at
+from lightning_rlhf.paths import describe_missing_path, hub_error_message
 
 OnBadRow = Literal["error", "skip"]
 # With a path among the types, jsonargparse treats a file name as a value and does not read it as configuration. Path
@@ -151,7 +151,7 @@ class HubDataset:
             dataset = datasets.load_dataset(self.path, self.name, split=self.split, revision=self.revision)
         except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
             if isinstance(error, OSError):
-                reason = hub_failed(self.path, error)
+                reason = hub_error_message(self.path, error)
             else:  # the dataset exists, but the split or configuration does not, or a file is broken
                 reason = str(error.__cause__ or error).strip().split("\n")[0]
             raise ValueError(
@@ -196,7 +196,7 @@ def _describe_source(source: str) -> str:
         return f"{path.absolute()} has {', '.join(names)}" if names else f"{path.absolute()} is empty"
     if path.is_file():
         return f"{path.absolute()} exists, but has none of these extensions"
-    return looked_at(source)
+    return describe_missing_path(source)
 
 
 def use_rows(

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
-from lightning_rlhf.paths import expect_hub, hub_failed, looked_at, names_a_path
+from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 
 # Tokenizers differ in blanks, digits, punctuation, lines and letters beyond ASCII.
 _SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
@@ -128,7 +128,7 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
     if names_a_path(source) or "/" not in source:
         expected = "expected a directory that save_pretrained wrote, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
         if not path.is_dir():
-            raise FileNotFoundError(f"{absent}: {expected}; {looked_at(source)}")
+            raise FileNotFoundError(f"{absent}: {expected}; {describe_missing_path(source)}")
         if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise FileNotFoundError(f"{absent}: {expected}; {path.absolute()} has no tokenizer.json")
         source = str(path)
@@ -142,7 +142,7 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
             raise ValueError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {reason}") from error
         if not isinstance(error, OSError):
             raise
-        raise FileNotFoundError(f"{absent}: {hub_failed(source, error)}") from None
+        raise FileNotFoundError(f"{absent}: {hub_error_message(source, error)}") from None
     _check_reloaded(path / "tokenizer.json", tokenizer)
     return tokenizer
 

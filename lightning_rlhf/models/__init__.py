@@ -1,1 +1,1 @@
-"""What has parameters: the language model, the scalar model, and where their weights come from."""
+"""The language model and the scalar model, and the loading of their weights."""

@@ -9,27 +9,29 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import pack
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
-from lightning_rlhf.models.lora import adapters_off, own_weights
+from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 
 
 class CausalLM(nn.Module):
-    """A transformers causal language model that answers with log-probabilities of given tokens.
+    """A transformers causal language model that returns the log-probabilities of target tokens.
 
-    Only the hidden states that predict a wanted token meet the head, a chunk at a time: neither padding, nor prompts,
-    nor the whole (B, T, V) of logits cost anything. Texts are padded on the right, so causal attention alone keeps
-    real tokens from seeing padding and no attention mask is passed.
+    The head is applied, a chunk at a time, only to the hidden states that predict a target: padding and prompts cost
+    nothing there, and the (B, T, V) logits are never held at once. Texts are padded on the right, so causal attention
+    alone keeps real tokens from attending to padding and no attention mask is passed.
 
     Args:
-        lm: the model, for example ``Qwen2ForCausalLM``.
+        lm: model, for example ``Qwen2ForCausalLM``.
 
     Raises:
-        ValueError: the model has no head to speak of.
+        ValueError: the model has no output head.
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         if lm.get_output_embeddings() is None or lm.base_model is lm:
-            raise ValueError(f"{type(lm).__name__} is no causal language model: it has no output head over a backbone")
+            raise ValueError(
+                f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
+            )
         self.lm = lm
 
     def forward(
@@ -43,32 +45,32 @@ class CausalLM(nn.Module):
         adapters: bool = True,
         lengths: Tensor | None = None,
     ) -> TokenScores:
-        """Log-probability of each target token and entropy of the distribution it was drawn from.
+        """Compute the log-probability of each target token and the entropy of the distribution it was drawn from.
 
         Args:
             input_ids: (B, L) int64, right-padded.
             index: (B, T) int64, position in [0, L) whose hidden state predicts the target.
-            targets: (B, T) int64.
-            mask: (B, T) bool, which targets to score.
-            temperature: divides the logits, positive.
+            targets: (B, T) int64 token ids.
+            mask: (B, T) bool, True for targets to compute.
+            temperature: divisor of the logits, positive.
             squares: whether to compute ``sum_pi_squared`` too.
-            adapters: False asks the model as it was before LoRA adapters were added. An argument, because whoever
-                spreads the model over devices acts on calls.
-            lengths: (B,) int64 tokens of each row: the rows are packed into one without padding, whose positions start
-                again with each; :func:`~lightning_rlhf.modules.texts.check_packing` tells whether the architecture
-                keeps them apart. None leaves the padding.
+            adapters: False evaluates the model without its LoRA adapters. An argument of the call, because the
+                wrappers that distribute the model act on calls.
+            lengths: (B,) int64 tokens of each row: the rows are packed into one without padding, and positions restart
+                at each; :func:`~lightning_rlhf.modules.texts.check_packing` checks that the architecture keeps them
+                separate. None leaves the padding.
 
         Returns:
-            (B, T) each, 0 where the mask is False.
+            Tensors of shape (B, T), 0 where the mask is False.
         """
-        with nullcontext() if adapters else adapters_off(self.lm):
+        with nullcontext() if adapters else adapters_disabled(self.lm):
             hidden, starts = self._hidden(input_ids, lengths)
-        place = starts.unsqueeze(1) + index
-        scored = mask.flatten().nonzero().squeeze(1)  # once: the host waits for a GPU to learn how many there are
+        hidden_index = starts.unsqueeze(1) + index
+        scored = mask.flatten().nonzero().squeeze(1)  # once: the host waits for the GPU to return the count
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
-            hidden[place.flatten()[scored]],
+            hidden[hidden_index.flatten()[scored]],
             head.weight,
             head.bias,
             targets.flatten()[scored],
@@ -77,11 +79,11 @@ class CausalLM(nn.Module):
             squares=squares,
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
-        placed = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
-        return TokenScores(*placed)  # type: ignore[arg-type]
+        scattered = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
+        return TokenScores(*scattered)  # type: ignore[arg-type]
 
     def _hidden(self, input_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(N, H) hidden states of all rows, and (B,) where each row begins among them."""
+        """Return the (N, H) hidden states of all rows, and the (B,) index of the first one of each row."""
         if lengths is None:
             hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
             rows, width = input_ids.shape
@@ -94,13 +96,13 @@ class CausalLM(nn.Module):
         """Write safetensors and config that ``transformers`` and vLLM load.
 
         Args:
-            directory: where to.
-            weights: the whole parameters by name, where this process has only parts of them; None takes its own.
-                Adapters are merged into them.
+            directory: output directory.
+            weights: whole parameters by name, with adapters merged, for a process that holds only shards of them; None
+                uses the model's parameters and merges its adapters.
         """
-        self.lm.save_pretrained(directory, state_dict=weights or own_weights(self.lm))
+        self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
 
 
 def _logit_scale(config: object) -> float:
-    """Constant that the architecture multiplies its logits by (Cohere) or the inverse of its divisor (Granite)."""
+    """Return the factor of an architecture's logits: a multiplier (Cohere) or the inverse of a divisor (Granite)."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -15,15 +15,15 @@ def check_sizes(config: PretrainedConfig, name: str) -> None:
     """Validate that the sizes of an architecture are positive.
 
     Args:
-        config: of the model.
-        name: of its source, for the message.
+        config: configuration of the model.
+        name: name of its source, for the message.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a size is below 1.
     """
-    own: Any = config.get_text_config()
+    text_config: Any = config.get_text_config()
     for size in _SIZES:
-        value = getattr(own, size, None)
+        value = getattr(text_config, size, None)
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{name} has {size} {value}, expected at least 1")
 
@@ -32,10 +32,10 @@ def check_shards(directory: Path) -> None:
     """Validate that the index of a directory's weights names safetensors files in that directory.
 
     Args:
-        directory: of a model; anything else, such as a hub id, is left to transformers.
+        directory: directory of a model; anything else, such as a hub id, is left to transformers.
 
     Raises:
-        ValueError: the index is damaged, or leads outside, or to a file of another kind.
+        ValueError: the index is damaged, or names a missing file, one elsewhere or one of another format.
     """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
@@ -46,7 +46,7 @@ def check_shards(directory: Path) -> None:
         raise ValueError(f"{index} is damaged: {type(error).__name__}: {error}") from None
     for file in sorted(map(str, files)):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index} names {file!r}: weights are read from *.safetensors beside it only")
+            raise ValueError(f"{index} names {file!r}: only *.safetensors files in the same directory are read")
         if not (directory / file).is_file():
             raise ValueError(f"{index} names {file!r}, which is missing")
 
@@ -55,8 +55,8 @@ def memory_error(error: RuntimeError, name: str) -> ValueError | None:
     """Return an error that names the model where torch could not allocate memory for it, else None.
 
     Args:
-        error: of torch.
-        name: of the model's source.
+        error: exception of torch.
+        name: name of the model's source.
     """
     if "allocate" not in str(error):
         return None

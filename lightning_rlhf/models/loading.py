@@ -1,4 +1,4 @@
-"""Where weights come from: a directory or hub id, or a configuration for training from scratch."""
+"""Sources of weights: a directory or hub id, or a configuration for training from scratch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_rlhf.attention import Attention, checked_attention, expect_installed
+from lightning_rlhf.attention import Attention, check_attention_package, set_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.paths import expect_hub, hub_failed, looked_at, names_a_path
+from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 Dtype = Literal["float32", "bfloat16"]
@@ -41,9 +41,9 @@ class Pretrained:
     Args:
         path: directory that ``save_pretrained`` wrote, or hub id.
         revision: branch, tag or commit of the hub repository.
-        dtype: of the parameters; with a mixed-precision Trainer keep float32.
-        lora: train adapters and leave the weights as they are; None trains the weights.
-        attn_implementation: who computes attention; None leaves it to transformers, which takes sdpa.
+        dtype: dtype of the parameters; float32 with a mixed-precision Trainer.
+        lora: adapters to train in place of the weights; None trains the weights.
+        attn_implementation: implementation of attention; None uses the default of transformers, sdpa.
     """
 
     path: str
@@ -53,32 +53,32 @@ class Pretrained:
     attn_implementation: Attention | None = None
 
     def __post_init__(self) -> None:
-        if self.path.startswith("~"):  # a shell writes the home directory out, YAML does not
+        if self.path.startswith("~"):  # a shell expands the home directory, YAML does not
             object.__setattr__(self, "path", str(Path(self.path).expanduser()))
 
     def hf_config(self) -> PretrainedConfig:
-        """The model's configuration, with dropout off.
+        """Load the model's configuration and turn dropout off.
 
         Raises:
-            FileNotFoundError: there is no such directory, and no such repository on the hub.
+            FileNotFoundError: no such directory, and no such repository on the hub.
             ValueError: its ``config.json`` is damaged, or transformers does not know the architecture.
         """
         self.expect_reachable()
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except (OSError, ValueError, StrictDataclassError) as error:
-            if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged, or of an unknown kind
-                said = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
-                raise ValueError(f"the config.json of {self.path!r} cannot be read: {said}") from None
-            raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
+            if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged, or of an unknown architecture
+                reason = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
+                raise ValueError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
+            raise FileNotFoundError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
         check_sizes(config, f"the config.json of {self.path!r}")
-        return checked_attention(_without_dropout(config), self.attn_implementation)
+        return set_attention(_without_dropout(config), self.attn_implementation)
 
     def expect_reachable(self) -> None:
         """Raise if the directory is not one of a model, or the hub does not answer.
 
         Raises:
-            FileNotFoundError: names the model.
+            FileNotFoundError: the model cannot be found; the message names it.
         """
         _expect_model_directory(self.path)
         if Path(self.path).is_dir():
@@ -86,17 +86,17 @@ class Pretrained:
         try:
             expect_hub(self.path, self.revision)
         except ConnectionError as error:
-            raise FileNotFoundError(f"no model at {self.path!r}: {hub_failed(self.path, error)}") from None
+            raise FileNotFoundError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
 
     def causal(self) -> CausalLM:
-        """The language model."""
-        return CausalLM(_adapted(self._load(AutoModelForCausalLM, self.hf_config(), may_lack=()), self.lora))
+        """Load the language model."""
+        return CausalLM(_adapted(self._load(AutoModelForCausalLM, self.hf_config(), optional=()), self.lora))
 
     def scalar(self) -> ScalarModel:
-        """The scalar model; started from a language model it gets a head of zeros, so all scores start at 0.
+        """Load the scalar model; from a language model it gets a head of zeros, so that all scores start at 0.
 
         Raises:
-            ValueError: the directory holds a classifier with another number of labels.
+            ValueError: the directory contains a classifier with several labels.
         """
         config = self.hf_config()
         trained_head = any("Classification" in name for name in config.architectures or ())
@@ -106,13 +106,13 @@ class Pretrained:
                 f"(num_labels=1)"
             )
         config.num_labels = 1
-        model = self._load(AutoModelForSequenceClassification, config, may_lack=() if trained_head else ("score.",))
+        model = self._load(AutoModelForSequenceClassification, config, optional=() if trained_head else ("score.",))
         if not trained_head:
             torch.nn.init.zeros_(model.get_parameter("score.weight"))
         return ScalarModel(_adapted(model, self.lora))
 
-    def _load(self, auto: Any, config: PretrainedConfig, may_lack: tuple[str, ...]) -> PreTrainedModel:
-        expect_installed(config)
+    def _load(self, auto: Any, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        check_attention_package(config)
         check_shards(Path(self.path))
         if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
@@ -131,25 +131,27 @@ class Pretrained:
             raise ValueError(f"the weights of {self.path!r} cannot be read, a file is damaged: {error}") from error
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
-                raise ValueError(f"the weights of {self.path!r} have other shapes than its config.json has") from None
+                raise ValueError(
+                    f"the weights of {self.path!r} have other shapes than its config.json specifies"
+                ) from None
             raise memory_error(error, self.path) or error from None
-        lacking = sorted(name for name in report["missing_keys"] if not name.startswith(may_lack or ("\0",)))
-        if lacking:
+        missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional or ("\0",)))
+        if missing:
             raise ValueError(
-                f"{self.path} lacks {len(lacking)} parameters of {type(model).__name__}: {lacking[:3]} ..."
+                f"{self.path} lacks {len(missing)} parameters of {type(model).__name__}: {missing[:3]} ..."
             )
         return model
 
 
 @dataclass(frozen=True)
 class FromConfig:
-    """Fresh weights, drawn from the run's seed.
+    """Random initial weights, drawn from the run's seed.
 
     Args:
-        architecture: what ``config.json`` would hold: ``model_type`` and the fields of that architecture.
-        seed: of the initial weights; None derives it from the run's seed.
-        dtype: of the parameters.
-        lora: train adapters and leave the weights as they are; None trains the weights.
+        architecture: content of ``config.json``: ``model_type`` and the fields of that architecture.
+        seed: seed of the initial weights; None derives it from the run's seed.
+        dtype: dtype of the parameters.
+        lora: adapters to train in place of the weights; None trains the weights.
     """
 
     architecture: dict[str, Any] = field(default_factory=dict)
@@ -158,10 +160,10 @@ class FromConfig:
     lora: LoRA | None = None
 
     def hf_config(self) -> PretrainedConfig:
-        """The model's configuration, with dropout off.
+        """Build the model's configuration, with dropout off.
 
         Raises:
-            ValueError: no or an unknown ``model_type``, or fields that do not go together.
+            ValueError: ``model_type`` is missing or unknown, or fields are incompatible.
         """
         values = dict(self.architecture)
         model_type = values.pop("model_type", None)
@@ -170,24 +172,24 @@ class FromConfig:
         if model_type not in CONFIG_MAPPING:
             near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"transformers knows no model_type {model_type!r}{hint}")
-        _refuse_misspelt(values, model_type)
+            raise ValueError(f"transformers has no model_type {model_type!r}{hint}")
+        _check_spelling(values, model_type)
         try:
             config = _without_dropout(AutoConfig.for_model(model_type, **values))
         except (StrictDataclassError, ValueError, TypeError) as error:
-            raise ValueError(f"transformers refuses the architecture {model_type!r}: {_last_line(error)}") from None
+            raise ValueError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
         check_sizes(config, f"the architecture {model_type!r}")
-        checked_attention(config)
+        set_attention(config)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config
 
     def causal(self) -> CausalLM:
-        """The language model."""
+        """Build the language model."""
         return CausalLM(_adapted(self._build(AutoModelForCausalLM, self.hf_config()), self.lora))
 
     def scalar(self) -> ScalarModel:
-        """The scalar model, with a head of zeros."""
+        """Build the scalar model, with a head of zeros."""
         config = self.hf_config()
         config.num_labels = 1
         model = self._build(AutoModelForSequenceClassification, config)
@@ -195,7 +197,7 @@ class FromConfig:
         return ScalarModel(_adapted(model, self.lora))
 
     def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
-        expect_installed(config)
+        check_attention_package(config)
         seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' generators too
@@ -209,16 +211,16 @@ ModelSource = Pretrained | FromConfig
 
 
 def as_source(source: str | ModelSource) -> ModelSource:
-    """A bare string is short for ``Pretrained(path=...)``."""
+    """Convert a string to ``Pretrained(path=...)``; leave a source as it is."""
     return Pretrained(source) if isinstance(source, str) else source
 
 
 def save_architecture(source: ModelSource, directory: str | Path) -> None:
-    """Write only ``config.json``: all an engine needs to build the model whose weights it will be sent.
+    """Write only ``config.json``, from which an engine builds the model that later receives weights.
 
     Args:
-        source: of the actor.
-        directory: created if absent.
+        source: model source of the actor.
+        directory: output directory, created if absent.
     """
     config = source.hf_config()
     config.dtype = getattr(torch, source.dtype)
@@ -239,18 +241,18 @@ def _expect_model_directory(path: str) -> None:
         f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
     )
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"{expected}; {looked_at(path)}")
+        raise FileNotFoundError(f"{expected}; {describe_missing_path(path)}")
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
-        found = sorted(entry.name for entry in Path(path).iterdir())[:5]
-        raise FileNotFoundError(f"{expected}; {Path(path).absolute()} has {', '.join(found) or 'nothing in it'}")
+        names = sorted(entry.name for entry in Path(path).iterdir())[:5]
+        raise FileNotFoundError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}")
 
 
-def _refuse_misspelt(values: dict[str, Any], model_type: str) -> None:
-    """Transformers keeps fields that no architecture reads; one that is nearly a known one is a slip of the pen.
+def _check_spelling(values: dict[str, Any], model_type: str) -> None:
+    """Raise for misspelt architecture fields, which transformers would silently keep.
 
-    Published configurations hold fields of their relatives (``head_dim`` where there is a ``v_head_dim``): no slips.
+    Published configurations contain fields of related architectures (``head_dim`` beside ``v_head_dim``), which pass.
     """
-    known = [*dir(CONFIG_MAPPING[model_type]()), "attn_implementation"]  # the latter is read and not kept
+    known = [*dir(CONFIG_MAPPING[model_type]()), "attn_implementation"]  # the latter is accepted but not an attribute
     for name in values:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         if name not in known and near and abs(len(name) - len(near[0])) <= 2:
@@ -262,7 +264,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Turn dropout off: a ratio of probabilities needs both sides from the same network."""
+    """Turn dropout off: numerator and denominator of a probability ratio need the same network."""
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -271,7 +273,7 @@ def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hide progress bars and the table of missing keys; what is missing is checked and said by the caller."""
+    """Hide progress bars and the table of missing keys; the caller checks and reports missing keys."""
     bar, level = transformers.utils.logging.is_progress_bar_enabled(), transformers.utils.logging.get_verbosity()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Whether models read texts as long as the run has them: known from their configurations, without their weights."""
+"""Check of text lengths against the positions of models, from their configurations, without their weights."""
 
 from __future__ import annotations
 
@@ -8,52 +8,54 @@ from transformers import PretrainedConfig
 
 from lightning_rlhf.models.loading import ModelSource
 
-# Of these the configuration's number of positions is the one before stretching, and vLLM multiplies by the factor, too.
-_STRETCHED = ("linear", "dynamic")
+# RoPE scaling types whose max_position_embeddings is the unscaled number; vLLM multiplies it by the factor, too.
+_SCALED = ("linear", "dynamic")
 
 
-def positions(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text that a model reads.
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the number of tokens of the longest text that a model accepts.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
 
     Returns:
-        The number; None where the architecture names none, because it has no positions to run out of.
+        The number; None for an architecture without a limit.
     """
-    own = config.get_text_config()
-    number = getattr(own, "max_position_embeddings", None)
+    text_config = config.get_text_config()
+    number = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(number, int) or number < 1:
         return None
-    if own.model_type.startswith("gemma3"):  # counts them after stretching, as vLLM knows, too
+    if text_config.model_type.startswith("gemma3"):  # its number is the scaled one, also for vLLM
         return number
-    rope = getattr(own, "rope_parameters", None) or {}
-    layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # of each kind of layer, or of all
-    stretched = [part.get("factor") or 1.0 for part in layers if part.get("rope_type") in _STRETCHED]
-    return int(number * max(stretched, default=1.0))
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # for all layers, or per layer type
+    factors = [part.get("factor") or 1.0 for part in layers if part.get("rope_type") in _SCALED]
+    return int(number * max(factors, default=1.0))
 
 
-def check_positions(roles: Mapping[str, ModelSource], text: int, response: int = 0) -> None:
-    """Refuse texts that are longer than a model reads.
+def check_positions(roles: Mapping[str, ModelSource], longest_text: int, response: int = 0) -> None:
+    """Validate that the longest text and response fit every model.
 
     Args:
-        roles: by what a sentence calls them.
-        text: tokens of the longest text of the data.
-        response: most tokens of a response behind it, 0 where there is none.
+        roles: model sources by display name.
+        longest_text: number of tokens of the longest text of the data.
+        response: maximum number of tokens of the response to it, 0 without responses.
 
     Raises:
-        ValueError: a model has fewer positions; with what would fit.
+        ValueError: a model has fewer positions; the message names a setting that fits.
     """
     for name, source in roles.items():
-        limit = positions(source.hf_config())
-        if limit is None or text + response <= limit:
+        limit = max_positions(source.hf_config())
+        if limit is None or longest_text + response <= limit:
             continue
-        has = f"{name} reads at most {limit} (max_position_embeddings)"
-        shorter = "under data.init_args give max_tokens: {} with too_long: drop or cut_start, or take a longer model"
+        has = f"{name} accepts at most {limit} (max_position_embeddings)"
+        shorter = "under data.init_args set max_tokens: {} with too_long: drop or cut_start, or use another model"
         if not response:
-            raise ValueError(f"the longest text has {text} tokens, and {has}: {shorter.format(limit)}")
-        fits = f"give max_response_tokens: {limit - text} or less" if text < limit else shorter.format(limit - 1)
+            raise ValueError(f"the longest text has {longest_text} tokens, and {has}: {shorter.format(limit)}")
+        remedy = shorter.format(limit - 1)
+        if longest_text < limit:
+            remedy = f"set max_response_tokens: {limit - longest_text} or less"
         raise ValueError(
-            f"the longest prompt has {text} tokens and a response up to {response} (max_response_tokens), "
-            f"{text + response} together, and {has}: {fits}"
+            f"the longest prompt has {longest_text} tokens and a response up to {response} (max_response_tokens), "
+            f"{longest_text + response} together, and {has}: {remedy}"
         )

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.models.lora import own_weights
+from lightning_rlhf.models.lora import merged_weights
 
 
 class ScalarModel(nn.Module):
-    """A transformers sequence classifier with one label, read at every position.
+    """A transformers sequence classifier with one label, evaluated at every position.
 
-    The score is shifted and scaled by two constants that a reward-model run measures on samples of the policy, so
-    that reward and critic start on one scale. They are saved in the model's ``config.json``.
+    The score is normalised by a mean and standard deviation that a reward-model run measures on samples of the policy,
+    so that reward and critic start on the same scale. They are saved in the model's ``config.json``.
 
     Args:
-        lm: for example ``Qwen2ForSequenceClassification`` with ``num_labels=1``.
+        lm: classifier, for example ``Qwen2ForSequenceClassification`` with ``num_labels=1``.
 
     Raises:
-        ValueError: the model's head does not give one number.
+        ValueError: the model's head does not have one output.
     """
 
     score_mean: Tensor
@@ -30,16 +30,18 @@ class ScalarModel(nn.Module):
         super().__init__()
         head: Any = getattr(lm, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1:
-            found = f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
+            head_shape = (
+                f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
+            )
             raise ValueError(
-                f"{type(lm).__name__} has {found}; a critic or reward model needs one output (num_labels=1)"
+                f"{type(lm).__name__} has {head_shape}; a critic or reward model needs one output (num_labels=1)"
             )
         self.lm: Any = lm
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
     def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
-        """Normalised score at each of the given positions.
+        """Compute the normalised score at each position of ``index``.
 
         Args:
             input_ids: (B, L) int64, right-padded.
@@ -54,10 +56,10 @@ class ScalarModel(nn.Module):
 
     @torch.no_grad()
     def normalize(self, scores: Tensor) -> None:
-        """Make ``scores``, given by this model now, have mean 0 and standard deviation 1 from here on.
+        """Set the constants so that ``scores``, computed by this model now, get mean 0 and standard deviation 1.
 
         Args:
-            scores: (N,) normalised with the present constants, at least two of them.
+            scores: (N,) scores normalised with the present constants, at least two.
         """
         self.score_mean += scores.mean() * self.score_std
         self.score_std *= scores.std().clamp(min=1e-6)
@@ -66,9 +68,9 @@ class ScalarModel(nn.Module):
         """Write safetensors and config that ``AutoModelForSequenceClassification`` loads.
 
         Args:
-            directory: where to.
-            weights: the whole parameters by name, where this process has only parts of them; None takes its own.
-                Adapters are merged into them.
+            directory: output directory.
+            weights: whole parameters by name, with adapters merged, for a process that holds only shards of them; None
+                uses the model's parameters and merges its adapters.
         """
         self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
-        self.lm.save_pretrained(directory, state_dict=weights or own_weights(self.lm))
+        self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))

@@ -1,4 +1,4 @@
-"""What a model is made of: its parameters, and the buffers that its files hold beside them."""
+"""A model's parameters, and the buffers that are saved with them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 
-def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the buffers that are saved with a model, such as what DeepSeek-V3 adds to its routers' scores.
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the buffers that are saved with a model, such as the biases of DeepSeek-V3's routers.
 
-    Others, such as rotary frequencies, follow from the configuration.
+    Others, such as rotary frequencies, are computed from the configuration.
     """
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -19,11 +19,11 @@ def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of all parameters, tied ones once, then of the buffers that are saved with them.
+    """Yield (name, tensor) of all parameters, tied ones once, then of the buffers that are saved with them.
 
     Args:
-        model: as a whole in this process.
+        model: unsharded model.
     """
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
-    yield from kept_buffers(model)
+    yield from persistent_buffers(model)

@@ -1,4 +1,4 @@
-"""Whether models read token ids as the run's tokenizer writes them."""
+"""Check that all models use the token ids of the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse models that read token ids otherwise than the run's tokenizer; no weight is loaded for it.
+    """Validate that the models use the same token ids as the run's tokenizer, without loading weights.
 
-    Embeddings of one family are padded to different sizes, and tokenizers of one size differ: where a model comes with
-    its tokenizer, that is what is compared, else the size.
+    Embeddings of one family are padded to different sizes, and tokenizers of one size differ: a model's tokenizer is
+    compared if it has one, else its vocabulary size.
 
     Args:
-        roles: by what a sentence calls them; one without a tokenizer of its own is measured by the first.
-        tokenizer: of the run; None takes the first role's own, where it has one.
+        roles: model sources by display name; one without a tokenizer is compared with the first by size.
+        tokenizer: tokenizer of the run; None uses that of the first role, if it has one.
 
     Raises:
-        ValueError: a model knows too few tokens, or other ones, or its tokenizer cannot be read.
+        ValueError: a model has too few tokens, or different ones, or its tokenizer cannot be read.
     """
     (first, source), *_ = roles.items()
     expected, whose = vocab_size(source), "the run's"
@@ -35,28 +35,28 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
         size = vocab_size(source)
         if tokenizer is not None and len(tokenizer) > size:
             raise ValueError(
-                f"the tokenizer knows {len(tokenizer)} tokens, {name} only {size}: "
-                f"give the tokenizer that belongs to {name}"
+                f"the tokenizer has {len(tokenizer)} tokens, {name} only {size}: "
+                f"use the tokenizer that belongs to {name}"
             )
         own = _own_tokenizer(name, source)
         if own is not None and tokenizer is not None:
-            _check_same(own.get_vocab(), tokenizer.get_vocab(), name, whose)
+            _check_same_ids(own.get_vocab(), tokenizer.get_vocab(), name, whose)
         elif size != expected:
             raise ValueError(
-                f"{name} knows {size} tokens, {first} {expected}, and no tokenizer beside it says that they agree: "
-                f"give a model of that size, or one with the tokenizer it was made with"
+                f"vocabulary sizes differ ({name} {size}, {first} {expected}), and there is no tokenizer to compare: "
+                f"use a model with the same vocabulary size, or one that was saved with its tokenizer"
             )
 
 
-def _check_same(own: dict[str, int], ours: dict[str, int], name: str, whose: str) -> None:
-    """Name the first token, in the order of the run's ids, whose id differs or that one of the two does not know."""
+def _check_same_ids(own: dict[str, int], ours: dict[str, int], name: str, whose: str) -> None:
+    """Raise with the first token, in the order of the run's ids, whose id differs or that one of the two lacks."""
     order = [*sorted(ours, key=lambda token: ours[token]), *sorted(own, key=lambda token: own[token])]
     token = next((token for token in order if own.get(token) != ours.get(token)), None)
     if token is not None:
         here, there = (f"{token!r} is {ids[token]}" if token in ids else f"{token!r} is unknown" for ids in (own, ours))
         raise ValueError(
-            f"{name} was made with another tokenizer: in its own {here}, in {whose} {there}; "
-            f"all roles must read the same token ids, so give models that were made with one tokenizer"
+            f"{name} was trained with another tokenizer: in its tokenizer {here}, in {whose} {there}; "
+            f"all roles must use the same token ids, so choose models that share one tokenizer"
         )
 
 
@@ -66,7 +66,7 @@ def vocab_size(source: ModelSource) -> int:
 
 
 def _own_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a model's weights; None where there is none."""
+    """Load the tokenizer that was saved with a model; None without one."""
     if not isinstance(source, Pretrained) or not any(_has(source, file) for file in _FILES):
         return None
     try:
@@ -76,7 +76,7 @@ def _own_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | 
             )
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
-            f"the tokenizer of {name} at {source.path!r} cannot be read, so nobody knows whether it is the run's: "
+            f"the tokenizer of {name} at {source.path!r} cannot be read, so it cannot be compared with the run's: "
             f"{str(error).splitlines()[0]}"
         ) from error
     return tokenizer

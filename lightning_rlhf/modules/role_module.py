@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
 from lightning_rlhf.batching.micro import token_budget_batches
-from lightning_rlhf.compat import count_training_step, know_step, optimizer_at
+from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
-from lightning_rlhf.models.lora import check_same, described, frozen_names, save_adapter
+from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
@@ -347,7 +347,7 @@ class RoleModule(LightningModule):
         prefixes = tuple(f"{name}." for name in self.frozen_roles)
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {k: v for k, v in state.items() if k not in frozen and not k.startswith(prefixes)}
-        if adapters := described(self.sources):
+        if adapters := adapter_settings(self.sources):
             checkpoint["lora"] = adapters
         checkpoint["logged_names"] = {part: list(names) for part, names in self.logged_names.items()}
 
@@ -359,11 +359,11 @@ class RoleModule(LightningModule):
         Raises:
             ValueError: the checkpoint has other adapters, or lacks weights of a trained role.
         """
-        check_same(self.sources, checkpoint.get("lora", {}))
+        check_adapters(self.sources, checkpoint.get("lora", {}))
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.logged_names = {part: list(names) for part, names in checkpoint.get("logged_names", {}).items()}
         else:
-            know_step(self.trainer, checkpoint["global_step"])
+            set_global_step(self.trainer, checkpoint["global_step"])
         if isinstance(self.trainer.strategy, ReshardableCheckpoints):
             return
         prefixes = tuple(f"{name}." for name in self.trained_roles)

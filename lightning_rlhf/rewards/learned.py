@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from lightning_rlhf.attention import checked_attention, expect_installed
+from lightning_rlhf.attention import check_attention_package, set_attention
 from lightning_rlhf.batching.sequences import pad_right
 
 
@@ -98,8 +98,8 @@ class LearnedReward:
         if self._model is not None:
             return
         options = {"revision": self.revision, "trust_remote_code": False}
-        config = checked_attention(AutoConfig.from_pretrained(self.path, **options))
-        expect_installed(config)
+        config = set_attention(AutoConfig.from_pretrained(self.path, **options))
+        check_attention_package(config)
         if config.num_labels != 1:
             raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model needs one (num_labels=1)")
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, **options)

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from lightning_rlhf.attention import checked_attention
+from lightning_rlhf.attention import set_attention
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -39,7 +39,7 @@ class TransformersEngine(RolloutEngine):
 
     def start(self, setup: EngineSetup) -> None:
         """Build the model; its weights are set by the first push."""
-        config = checked_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
+        config = set_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
         model.generation_config = GenerationConfig()  # generate() would use its values for options that are not set

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
-from lightning_rlhf.models.tensors import kept_buffers
+from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class RoleStrategy:
         """
         lm = getattr(self.module, name).lm
         yield from merged(lm, self.iter_own_params(name))
-        yield from kept_buffers(lm)  # every rank has them whole
+        yield from persistent_buffers(lm)  # every rank has them whole
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the model, whole tensor) with adapters as separate tensors, under peft's names. All ranks.
@@ -103,7 +103,7 @@ class RoleStrategy:
         """Yield (transformers name, whole tensor) of the model without its adapters. All ranks."""
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
-        yield from kept_buffers(getattr(self.module, name).lm)
+        yield from persistent_buffers(getattr(self.module, name).lm)
 
     @property
     def is_group_leader(self) -> bool:

@@ -126,7 +126,7 @@ def test_the_samples_are_the_same_at_every_run(checked):
 def test_a_policy_of_another_tokenizer_is_refused_before_training(checked, tmp_path):
     TinyModel().causal().save_pretrained(tmp_path / "policy")
     CharacterTokenizer("gfedcba").load().save_pretrained(tmp_path / "policy")
-    told = "PolicyCheck's policy was made with another tokenizer: in its own 'a' is 10, in the run's 'a' is 4"
+    told = "PolicyCheck's policy was trained with another tokenizer: in its tokenizer 'a' is 10, in the run's 'a' is 4"
     with pytest.raises(ValueError, match=told):
         checked(policy=str(tmp_path / "policy"))
 
@@ -136,11 +136,11 @@ def test_a_policy_of_another_tokenizer_is_refused_before_training(checked, tmp_p
     [
         (
             {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 9})},
-            "the tokenizer knows 11 tokens, PolicyCheck's policy only 9",
+            "the tokenizer has 11 tokens, PolicyCheck's policy only 9",
         ),
         (
             {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 12})},
-            "PolicyCheck's policy knows 12 tokens, the reward model 11, and no tokenizer beside it says that they",
+            r"vocabulary sizes differ \(PolicyCheck's policy 12, the reward model 11\), and there is no tokenizer to",
         ),
         ({"policy": "runs/nowhere/at/all"}, "no model at 'runs/nowhere/at/all'"),
         ({"prompts": InMemory([{"prompt": "a", "letter": "a"}])}, "PolicyCheck needs at least 2 prompts, got 1"),

@@ -84,7 +84,7 @@ def test_the_constructor_refuses(arguments, told):
         ),
         (
             {"data": {"tokenizer": CharacterTokenizer("abcdefghi")}},
-            "the tokenizer knows 13 tokens, the actor only 11: give the tokenizer that belongs to the actor",
+            "the tokenizer has 13 tokens, the actor only 11: use the tokenizer that belongs to the actor",
         ),
         (
             {"loop": {"rewards": []}},
@@ -100,7 +100,7 @@ def test_the_constructor_refuses(arguments, told):
         ),
         (
             {"model": {"reward_model": wider(12)}},
-            "the reward_model knows 12 tokens, the actor 11, and no tokenizer beside it says that they agree: give a",
+            "vocabulary sizes differ (the reward_model 12, the actor 11), and there is no tokenizer to compare",
         ),
     ],
     ids=["minibatch", "large minibatch", "tokenizer", "no judge", "val_metric", "column", "vocabularies"],

@@ -227,7 +227,7 @@ def test_json_says_the_same(checked):
 def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_would_end_the_run(checked):
     found = checked(rows=PROMPTS, columns={"prompt": "question"}, architecture={"vocab_size": 20})
     assert found.code == 2
-    assert "the tokenizer knows 36 tokens, the actor only 20: give the tokenizer that belongs to the actor" in found.err
+    assert "the tokenizer has 36 tokens, the actor only 20: use the tokenizer that belongs to the actor" in found.err
 
 
 def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_run(checked):
@@ -246,14 +246,14 @@ def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_r
             "lightning_rlhf.PromptDataModule",
             {"max_response_tokens": 60},
             "the longest prompt has 10 tokens and a response up to 60 (max_response_tokens), 70 together, and the "
-            "actor reads at most 64 (max_position_embeddings): give max_response_tokens: 54 or less",
+            "actor accepts at most 64 (max_position_embeddings): set max_response_tokens: 54 or less",
         ),
         (
             [{"prompt": "a" * 64}, {"prompt": "b"}],
             "lightning_rlhf.PromptDataModule",
             {},
             "the longest prompt has 64 tokens and a response up to 4 (max_response_tokens), 68 together, and the actor "
-            "reads at most 64 (max_position_embeddings): under data.init_args give max_tokens: 63 with too_long: drop",
+            "accepts at most 64 (max_position_embeddings): under data.init_args set max_tokens: 63 with too_long: drop",
         ),
     ],
 )
@@ -300,9 +300,9 @@ def test_a_model_by_its_path_is_looked_at_without_its_weights(checked, config, t
     config["model"]["init_args"]["actor"] = str(tmp_path / "empty")
     found = checked(given=config, tokenizer=str(tmp_path / "empty"), loop={"max_response_tokens": 300})
     assert found.code == 2
-    assert "the actor reads at most 256 (max_position_embeddings)" in found.err
+    assert "the actor accepts at most 256 (max_position_embeddings)" in found.err
     other = checked(given=config)
-    assert "the actor was made with another tokenizer" in other.err
+    assert "the actor was trained with another tokenizer" in other.err
 
 
 def test_options_of_fit_change_what_is_checked(checked):

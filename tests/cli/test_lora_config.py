@@ -56,7 +56,10 @@ def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, mo
     ("lora", "said"),
     [
         ({"rank": 0, "alpha": 8}, "rank must be at least 1, got 0"),
-        ({"rank": 4, "alpha": 8, "target_modules": ["query"]}, "lora: query is no linear layer of LlamaForCausalLM's"),
+        (
+            {"rank": 4, "alpha": 8, "target_modules": ["query"]},
+            "lora: target_modules query not found among the linear layers of LlamaForCausalLM",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(fit, lora, said):

@@ -131,7 +131,7 @@ def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
         ({"data.tokenizer": "runs/none/export"}, "no tokenizer at 'runs/none/export'"),
         (
             {"data.tokenizer.init_args.characters": "0123456789+=: abc"},
-            "the tokenizer knows 21 tokens, the actor only 18",
+            "the tokenizer has 21 tokens, the actor only 18",
         ),
     ],
 )
@@ -211,7 +211,7 @@ def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_sta
     assert result.code == 2
     assert result.err == (
         "lightning-rlhf: the longest prompt has 8 tokens and a response up to 100 (max_response_tokens), 108 together, "
-        "and the actor reads at most 64 (max_position_embeddings): give max_response_tokens: 56 or less\n"
+        "and the actor accepts at most 64 (max_position_embeddings): set max_response_tokens: 56 or less\n"
     )
 
 

@@ -163,7 +163,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{MODEL}.actor.init_args.architecture.num_attention_heads",
             3,
-            "transformers refuses the architecture 'llama': The hidden size (32) is not a multiple of the number of attention heads (3).",
+            "transformers rejects the architecture 'llama': The hidden size (32) is not a multiple of the number of attention heads (3).",
         ),
     ],
 )

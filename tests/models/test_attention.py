@@ -59,7 +59,7 @@ def asking(tmp_path):
 
 
 def test_code_from_the_hub_that_a_configuration_asks_for_is_refused_everywhere(asking):
-    asks = re.escape("asks for attention by 'kernels-community/flash-attn', expected one of eager, sdpa, flash")
+    asks = re.escape("requests attn_implementation 'kernels-community/flash-attn', expected one of eager, sdpa, flash")
     with pytest.raises(ValueError, match=asks):
         Pretrained(str(asking)).scalar()
     with pytest.raises(ValueError, match=asks):

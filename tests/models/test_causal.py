@@ -125,5 +125,5 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
 
 def test_a_model_without_a_head_is_refused():
     config = TinyModel().hf_config()
-    with pytest.raises(ValueError, match=r"^LlamaModel is no causal language model: it has no output head over a"):
+    with pytest.raises(ValueError, match=r"^LlamaModel is not a causal language model: it has no output head over a"):
         CausalLM(AutoModel.from_config(config))

@@ -203,7 +203,7 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
 
 
 def test_an_unknown_architecture_is_named_with_what_was_meant():
-    with pytest.raises(ValueError, match="knows no model_type 'lama'; did you mean 'llama'"):
+    with pytest.raises(ValueError, match="has no model_type 'lama'; did you mean 'llama'"):
         FromConfig({"model_type": "lama"}).hf_config()
 
 

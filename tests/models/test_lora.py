@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
-from lightning_rlhf.models.lora import LoRA, adapters_off, check_same, described, is_adapter, merged, save_adapter
+from lightning_rlhf.models.lora import (
+    LoRA,
+    adapter_settings,
+    adapters_disabled,
+    check_adapters,
+    is_adapter,
+    merged,
+    save_adapter,
+)
 from tests.stand_ins import TINY_LLAMA
 
 IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 3, 4]])
@@ -156,7 +164,7 @@ def test_switched_off_the_trained_model_is_its_source_to_the_bit(architecture, d
 def test_switched_on_again_whatever_happened_and_still_trained():
     model = trained(source().causal())
     before = logprobs(model)
-    with pytest.raises(KeyError), adapters_off(model):
+    with pytest.raises(KeyError), adapters_disabled(model):
         raise KeyError
     logprobs(model, adapters=False)
     assert torch.equal(logprobs(model), before)
@@ -165,7 +173,7 @@ def test_switched_on_again_whatever_happened_and_still_trained():
 
 def test_a_model_without_adapters_cannot_switch_them_off():
     model = replace(source(), lora=None).causal()
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters that could be switched off"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters to disable"):
         logprobs(model, adapters=False)
 
 
@@ -276,7 +284,7 @@ def test_an_earlier_adapter_is_replaced_while_somebody_reads_it(tmp_path):
     [
         ((0, 8), "lora: rank must be at least 1, got 0"),
         ((4, 0), "lora: alpha must be at least 1, got 0"),
-        ((4, 8, []), "lora: target_modules names no layer; leave it out to adapt all linear layers"),
+        ((4, 8, []), "lora: target_modules is empty; leave it out to adapt all linear layers"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):
@@ -287,7 +295,7 @@ def test_arguments_out_of_range_are_refused(arguments, message):
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens", "input_layernorm", "query"])
 def test_what_is_no_linear_layer_of_the_blocks_cannot_be_adapted(name):
     known = ", ".join(sorted(LINEAR))
-    message = f"^lora: {name} is no linear layer of LlamaForCausalLM's blocks, which have {known}$"
+    message = f"^lora: target_modules {name} not found among the linear layers of LlamaForCausalLM; available: {known}$"
     with pytest.raises(ValueError, match=message):
         source(lora=LoRA(4, 8, ["q_proj", name])).causal()
 
@@ -295,7 +303,9 @@ def test_what_is_no_linear_layer_of_the_blocks_cannot_be_adapted(name):
 def test_a_model_without_linear_layers_is_refused():
     lm = replace(source(), lora=None).causal().lm
     lm.model.layers = torch.nn.ModuleList()
-    with pytest.raises(ValueError, match=r"^lora: LlamaForCausalLM has no linear layers to adapt; train it whole$"):
+    with pytest.raises(
+        ValueError, match=r"^lora: LlamaForCausalLM has no linear layers to adapt; train it without lora$"
+    ):
         LoRA(4, 8).add_to(lm)
 
 
@@ -309,11 +319,13 @@ def test_without_peft_there_is_one_sentence(monkeypatch):
 
 def test_a_checkpoint_of_other_adapters_is_refused():
     sources = {"actor": source(), "ref": replace(source(), lora=None)}
-    stored = described(sources)
-    check_same(sources, stored)
+    stored = adapter_settings(sources)
+    check_adapters(sources, stored)
     with pytest.raises(ValueError, match=r"written with lora \{'rank': 4, 'alpha': 8, .*this run has \{'rank': 4, 'al"):
-        check_same({"actor": source(lora=LoRA(4, 16))}, stored)
-    with pytest.raises(ValueError, match=r"^the checkpoint was written with lora null of the actor, and this run has"):
-        check_same(sources, {})
-    with pytest.raises(ValueError, match=r"of the actor, and this run has null: configure what it was, or start a new"):
-        check_same({"actor": replace(source(), lora=None)}, stored)
+        check_adapters({"actor": source(lora=LoRA(4, 16))}, stored)
+    with pytest.raises(ValueError, match=r"^the checkpoint was written with lora null for the actor, but this run has"):
+        check_adapters(sources, {})
+    with pytest.raises(
+        ValueError, match=r"for the actor, but this run has null: use the checkpoint's settings, or start a new"
+    ):
+        check_adapters({"actor": replace(source(), lora=None)}, stored)

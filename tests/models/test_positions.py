@@ -4,7 +4,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.models.positions import check_positions, positions
+from lightning_rlhf.models.positions import check_positions, max_positions
 from tests.stand_ins import TINY_LLAMA
 
 
@@ -32,7 +32,7 @@ from tests.stand_ins import TINY_LLAMA
     ids=["rope", "learnt", "opt", "alibi", "recurrent", "linear", "yarn", "stretched already"],
 )  # fmt: skip
 def test_positions_of_architectures(model_type, given, expected):
-    assert positions(CONFIG_MAPPING[model_type](**given)) == expected
+    assert max_positions(CONFIG_MAPPING[model_type](**given)) == expected
 
 
 def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_fit():
@@ -40,15 +40,15 @@ def test_texts_that_just_fit_pass_and_one_token_more_is_refused_with_what_would_
     check_positions(roles, 64)
     check_positions(roles, 60, 4)
     with pytest.raises(
-        ValueError, match=r"^the longest text has 65 tokens, and the actor reads at most 64 .* max_tokens: 64"
+        ValueError, match=r"^the longest text has 65 tokens, and the actor accepts at most 64 .* max_tokens: 64"
     ):
         check_positions(roles, 65)
-    with pytest.raises(ValueError, match=r"give max_response_tokens: 4 or less$"):
+    with pytest.raises(ValueError, match=r"set max_response_tokens: 4 or less$"):
         check_positions(roles, 60, 5)
 
 
 def test_every_role_is_asked():
     roles = {"the actor": FromConfig(TINY_LLAMA | {"max_position_embeddings": 64})}
     roles["the reward_model"] = FromConfig(TINY_LLAMA | {"max_position_embeddings": 32})
-    with pytest.raises(ValueError, match="and the reward_model reads at most 32"):
+    with pytest.raises(ValueError, match="and the reward_model accepts at most 32"):
         check_positions(roles, 20, 20)

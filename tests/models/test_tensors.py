@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
-from lightning_rlhf.models.lora import LoRA, own_weights
-from lightning_rlhf.models.tensors import kept_buffers, whole_tensors
+from lightning_rlhf.models.lora import LoRA, merged_weights
+from lightning_rlhf.models.tensors import persistent_buffers, whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
 from tests.cli.published_architectures import MOONLIGHT, SMALL
 
@@ -15,7 +15,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 def test_whole_tensors_are_those_that_are_saved():
     lm = SOURCE.causal().lm
-    assert [name for name, _ in kept_buffers(lm)] == [BIAS]  # rotary frequencies are not among them
+    assert [name for name, _ in persistent_buffers(lm)] == [BIAS]  # rotary frequencies are not among them
     assert {name for name, _ in whole_tensors(lm)} == lm.state_dict().keys()
 
 
@@ -31,13 +31,13 @@ def test_an_export_keeps_what_is_added_to_the_routers_scores(tmp_path):
 def test_merged_adapters_come_with_the_buffers():
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     lm = FromConfig(SOURCE.architecture, seed=0, lora=LoRA(2, 4, ["q_proj"])).causal().lm
-    assert own_weights(lm).keys() == SOURCE.causal().lm.state_dict().keys()
+    assert merged_weights(lm).keys() == SOURCE.causal().lm.state_dict().keys()
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
 def test_adapters_that_peft_would_put_into_stacked_experts_are_refused():
     """Merged weights and vLLM would go without them."""
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
-    told = r"^lora: .* peft adapts the experts of DeepseekV3ForCausalLM too.* some of kv_a_proj_with_mqa, kv_b_proj"
+    told = r"^lora: .* peft also adapts the experts of DeepseekV3ForCausalLM.* some of kv_a_proj_with_mqa, kv_b_proj"
     with pytest.raises(ValueError, match=told):
         FromConfig(SOURCE.architecture, seed=0, lora=LoRA(2, 4)).causal()

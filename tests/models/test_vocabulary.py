@@ -40,23 +40,32 @@ def test_an_embedding_padded_to_another_size_is_no_difference(saved, tokenizer):
 
 def test_other_tokens_of_the_same_number_are_refused_and_the_first_is_named(saved, tokenizer):
     roles = {"the actor": saved("actor", letters="abcdefg"), "the reward_model": saved("reward", letters="abdcefg")}
-    told = "the reward_model was made with another tokenizer: in its own 'c' is 7, in {} 'c' is 6; all roles must"
+    told = (
+        "the reward_model was trained with another tokenizer: in its tokenizer 'c' is 7, in {} 'c' is 6; all roles must"
+    )
     refused(roles, tokenizer, told.format("the run's"))
     refused(roles, None, told.format("the actor's"))
 
 
 @pytest.mark.parametrize(
     ("letters", "told"),
-    [("abcdef", "in its own 'g' is unknown, in the run's 'g' is 10"), ("abcdefgh", "in its own 'h' is 11, in the run")],
+    [
+        ("abcdef", "in its tokenizer 'g' is unknown, in the run's 'g' is 10"),
+        ("abcdefgh", "in its tokenizer 'h' is 11, in the run"),
+    ],
 )
 def test_a_token_that_only_one_tokenizer_knows_is_named(saved, tokenizer, letters, told):
     roles = {"the actor": TinyModel(), "the critic": saved("critic", 16, letters)}
-    refused(roles, tokenizer, f"the critic was made with another tokenizer: {told}")
+    refused(roles, tokenizer, f"the critic was trained with another tokenizer: {told}")
 
 
 def test_the_actor_s_own_tokenizer_must_be_the_run_s_too(saved, tokenizer):
     roles = {"the actor": saved("actor", letters="gfedcba")}
-    refused(roles, tokenizer, "the actor was made with another tokenizer: in its own 'a' is 10, in the run's 'a' is 4")
+    refused(
+        roles,
+        tokenizer,
+        "the actor was trained with another tokenizer: in its tokenizer 'a' is 10, in the run's 'a' is 4",
+    )
 
 
 def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
@@ -64,19 +73,19 @@ def test_a_model_without_a_tokenizer_is_as_large_as_the_actor(saved, tokenizer):
     check_vocabularies({"the actor": actor, "the critic": saved("same", 12)}, tokenizer)
     for other in (saved("larger", 13), TinyModel(), TinyModel(TINY_LLAMA | {"vocab_size": 13})):
         size = other.hf_config().vocab_size
-        told = f"the critic knows {size} tokens, the actor 12, and no tokenizer beside it says that they agree: give a"
+        told = f"vocabulary sizes differ (the critic {size}, the actor 12), and there is no tokenizer to compare"
         refused({"the actor": actor, "the critic": other}, tokenizer, told)
 
 
 def test_a_model_that_knows_fewer_tokens_than_the_tokenizer_is_refused(saved, tokenizer):
     small = {"the actor": saved("actor", letters="abcdefg"), "the critic": saved("critic", 10, "abcdefg")}
-    refused(small, tokenizer, "the tokenizer knows 11 tokens, the critic only 10: give the tokenizer that belongs to")
+    refused(small, tokenizer, "the tokenizer has 11 tokens, the critic only 10: use the tokenizer that belongs to")
 
 
 def test_a_tokenizer_that_cannot_be_read_is_said(saved, tokenizer, tmp_path):
     actor = saved("actor")
     (tmp_path / "actor/tokenizer.json").write_text("{")
-    told = f"the tokenizer of the actor at '{actor.path}' cannot be read, so nobody knows whether it is the run's: "
+    told = f"the tokenizer of the actor at '{actor.path}' cannot be read, so it cannot be compared with the run's: "
     refused({"the actor": actor}, tokenizer, told)
 
 
@@ -98,7 +107,9 @@ def test_each_source_is_read_once_and_before_any_weight(saved, monkeypatch):
     module, read = PPOModule(actor, kl_reward=KLTerm(0.1), critic="actor", reward_model=reward), []
     real = AutoTokenizer.from_pretrained
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path, **how: read.append(path) or real(path, **how))
-    with pytest.raises(ValueError, match=r"^the reward_model was made with another tokenizer: in its own 'h' is 1"):
+    with pytest.raises(
+        ValueError, match=r"^the reward_model was trained with another tokenizer: in its tokenizer 'h' is 1"
+    ):
         set_up(module)
     assert read == [actor.path, reward.path]
     assert not module.built
@@ -106,6 +117,8 @@ def test_each_source_is_read_once_and_before_any_weight(saved, monkeypatch):
 
 def test_the_run_s_tokenizer_is_what_roles_are_compared_with(saved):
     module = PPOModule(saved("actor", 12, "gfedcba"))
-    with pytest.raises(ValueError, match=r"^the actor was made with another tokenizer: in its own 'a' is 10, in the"):
+    with pytest.raises(
+        ValueError, match=r"^the actor was trained with another tokenizer: in its tokenizer 'a' is 10, in the"
+    ):
         set_up(module)
     assert not module.built

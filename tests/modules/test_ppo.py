@@ -387,7 +387,10 @@ def test_a_rollout_is_learnt_from_once():
 
 def test_models_of_different_vocabularies_are_refused_before_any_is_loaded():
     module = PPOModule(TinyModel(), reward_model=FromConfig(TINY_LLAMA | {"vocab_size": 12}))
-    with pytest.raises(ValueError, match=r"^the reward_model knows 12 tokens, the actor 11, and no tokenizer beside"):
+    with pytest.raises(
+        ValueError,
+        match=r"^vocabulary sizes differ \(the reward_model 12, the actor 11\), and there is no tokenizer to compare",
+    ):
         fit(module, [rollout()])
     assert not module.built
 

@@ -108,9 +108,7 @@ def test_a_batch_of_single_tokens_has_nothing_to_predict():
     ids=["sft", "reward"],
 )
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_before_it_is_built(module, data, role):
-    with pytest.raises(
-        ValueError, match=f"^the tokenizer knows 13 tokens, the {role} only 11: give the tokenizer that"
-    ):
+    with pytest.raises(ValueError, match=f"^the tokenizer has 13 tokens, the {role} only 11: use the tokenizer that"):
         quiet_trainer().fit(module, datamodule=data)
     assert not module.built
 

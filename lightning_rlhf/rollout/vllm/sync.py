@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from lightning_rlhf.attention import checked_attention
+from lightning_rlhf.attention import set_attention
 from lightning_rlhf.models.tensors import whole_tensors
 
 SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
@@ -36,7 +36,7 @@ class PublishedNames:
     """
 
     def __init__(self, directory: Path) -> None:
-        config = checked_attention(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        config = set_attention(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         with torch.device("meta"):
             self._model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         published = {name: set(self._published(name, tensor)) for name, tensor in whole_tensors(self._model)}

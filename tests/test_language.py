@@ -29,8 +29,8 @@ PROPERTIES = ("property", "setter", "fixture", "contextmanager")
 
 def phrases(text, line):
     """Findings of a text: (line, words, remedy)."""
-    plain = re.sub(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+", "", text)
-    for number, part in enumerate(plain.splitlines()):
+    for number, part in enumerate(text.splitlines()):
+        part = re.sub(r"``[^`]*``|`[^`]*`|:\w+:`[^`]*`|https?://\S+", "", part)
         for pattern, remedy in PHRASES.items():
             for match in pattern.finditer(part):
                 yield line + number, match.group().strip(), remedy

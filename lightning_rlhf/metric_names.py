@@ -1,6 +1,6 @@
-"""The names of all metrics, what each is, and how verl and TRL call it.
+"""Names and meanings of all metrics, with their names in verl and TRL.
 
-``docs/metrics.md`` is this, printed: ``python -m lightning_rlhf.metric_names > docs/metrics.md``. Names are
+``docs/metrics.md`` is the output of ``python -m lightning_rlhf.metric_names > docs/metrics.md``. Names are
 ``group/name_unit``. ``{a,b}`` stands for either, ``<reward>`` for the name of a reward function, ``<k>`` for a number
 of samples, ``<role>`` for a model, ``<option>`` for a rejection such as ``sequence_mean_k3``.
 """
@@ -23,10 +23,10 @@ class Metric:
     """One or several alike metrics.
 
     Args:
-        name: ours.
+        name: name of the metric.
         meaning: unit and meaning.
-        verl: what verl calls it; empty where it has none.
-        trl: what TRL calls it; empty where it has none.
+        verl: name in verl; empty if it has none.
+        trl: name in TRL; empty if it has none.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Metric:
     trl: str = ""
 
     def expanded(self) -> list[str]:
-        """The names with all alternatives written out; placeholders stay."""
+        """Return the names with all alternatives expanded and placeholders unchanged."""
         parts = re.split(r"\{(.*?)\}", self.name)
         return ["".join(choice) for choice in itertools.product(*(part.split(",") for part in parts))]
 
     def covers(self, name: str, rewards: Collection[str] = ()) -> list[str]:
-        """Which of the expanded names a logged name is one of."""
+        """Return the expanded names that match a logged name."""
         known = {**_ANY, "<reward>": "(" + "|".join(map(re.escape, sorted(rewards))) + ")"}
         patterns = {own: re.escape(own) for own in self.expanded()}
         for placeholder, pattern in known.items():
@@ -66,8 +66,8 @@ STEP = (
     Metric("reward_<reward>/<key>", "mean of a further number that it gave", "<key> of reward_extra_info",
            "what log_metric is given"),
     Metric("reward/generated_mean", "mean reward of all that dynamic sampling generated, kept or not"),
-    Metric("advantage/{mean,max,min}", "advantage of a token that is learnt from", "critic/advantages/{mean,max,min}"),
-    Metric("return/{mean,max,min}", "return of a token that is learnt from, reward units",
+    Metric("advantage/{mean,max,min}", "advantage of a token of the mask", "critic/advantages/{mean,max,min}"),
+    Metric("return/{mean,max,min}", "return of a token of the mask, reward units",
            "critic/returns/{mean,max,min}"),
     Metric("value/{mean,max,min}", "the critic's value of a token, before the update", "critic/values/{mean,max,min}"),
     Metric("value/explained_variance", "share of the returns' variance that the critic explains, at most 1",
@@ -110,7 +110,7 @@ ROLLOUT = (
     Metric("rollout/response_tokens", "tokens of all responses"),
     Metric("rollout/response_tokens_{mean,max,min}", "tokens of a response", "response_length/{mean,max,min}",
            "completions/{mean,max,min}_length"),
-    Metric("rollout/finished_tokens_{mean,max,min}", "tokens of a response that ended by itself", "",
+    Metric("rollout/finished_tokens_{mean,max,min}", "tokens of a response that reached its end token", "",
            "completions/{mean,max,min}_terminated_length"),
     Metric("rollout/truncated_fraction", "share of responses that the length limit cut",
            "response_length/clip_ratio (share as long as the longest)", "completions/clipped_ratio"),
@@ -121,7 +121,7 @@ ROLLOUT = (
     Metric("rollout/tokens_per_s", "generated tokens per second of generation"),
     Metric("rollout/generated_prompts", "prompts that dynamic sampling generated for", "train/num_gen_batches"),
     Metric("rollout/contrast_fraction", "share of them whose responses earned different rewards"),
-    Metric("rollout/filled_fraction", "share of the step filled up with prompts that are not learnt from"),
+    Metric("rollout/filled_fraction", "share of the step filled up with prompts that are not trained on"),
     Metric("rollout_corr/kl_{k1,k3}", "KL(rollout || train), nats per token", "rollout_corr/{kl,k3_kl}"),
     Metric("rollout_corr/chi2_{token,sequence}", "mean of the squared ratio train / rollout, less 1",
            "rollout_corr/chi2_{token,seq}"),
@@ -147,7 +147,7 @@ ROLLOUT = (
            "rollout_corr/rollout_is_{mean,std,max,min}, rollout_is_seq_{mean,std,max,min}"),
     Metric("rollout_corr/weight_ess", "effective sample size of the weights, a share",
            "rollout_corr/rollout_is_eff_sample_size"),
-    Metric("rollout_corr/batch_norm_factor", "what the weights were divided by",
+    Metric("rollout_corr/batch_norm_factor", "divisor of the weights",
            "rollout_corr/rollout_is_batch_norm_factor"),
     Metric("rollout_corr/<option>_{mean,std,max,min}", "statistic of a rejection",
            "rollout_corr/rollout_rs_<option>_{mean,std,max,min}; for options over a response, our mean and std are "
@@ -166,7 +166,7 @@ SPEED = (
     Metric("time/generate_s", "generation, greedy responses included", "timing_s/{gen,gen_max}"),
     Metric("time/reward_s", "waiting for rewards after all responses were there", "timing_s/reward"),
     Metric("time/check_s", "comparison of engine and actor on a few responses"),
-    Metric("time/evaluate_s", "what actor, reference, reward model and critic say, and advantages",
+    Metric("time/evaluate_s", "evaluation of actor, reference, reward model and critic, and advantages",
            "timing_s/{old_log_prob,ref,values,adv}"),
     Metric("time/update_s", "updates of actor and critic", "timing_s/{update_actor,update_critic}"),
     Metric("time/generate_ms_per_token", "the same per generated token", "timing_per_token_ms/gen"),
@@ -177,7 +177,7 @@ SPEED = (
     Metric("perf/tokens_per_s", "the same per second of a step"),
     Metric("perf/tokens_per_s_per_device", "and per device", "perf/throughput"),
     Metric("perf/rank_tokens_{mean,max,min}", "tokens of one rank", "global_seqlen/{mean,max,min}"),
-    Metric("perf/mfu_update", "operations of the update / what the devices could do in that time; where the peak is "
+    Metric("perf/mfu_update", "operations of the update / peak of the devices in that time; where the peak is "
            "known (see `Throughput` for the formula)", "perf/mfu/{actor,critic}"),
     Metric("perf/memory_{allocated,reserved}_gib", "most memory of a GPU so far, GiB",
            "perf/max_memory_{allocated,reserved}_gb"),
@@ -199,7 +199,7 @@ VALIDATION = (
            "val-aux/<source>/<reward>/maj@k/mean"),
     Metric("val/score_{greedy,sampled,sampled_std}", "the reward model's score, like a reward"),
     Metric("val/score_{best,worst,maj}@<k>", "of its best, worst or majority of k samples"),
-    Metric("val/score_orders_right_first", "share of (right, wrong) pairs of samples that the score orders rightly"),
+    Metric("val/score_orders_right_first", "share of (right, wrong) pairs of samples that the score orders correctly"),
     Metric("val/response_tokens_mean", "tokens of a sampled response", "", "eval_completions/mean_length"),
     Metric("val/truncated_fraction", "share of sampled responses that the length limit cut", "",
            "eval_completions/clipped_ratio"),
@@ -210,7 +210,7 @@ SUPERVISED = (
            "train/loss, val/loss", "loss, eval_loss"),
     Metric("{train,val}/entropy", "entropy of the next token, nats", "", "entropy"),
     Metric("{train,val}/pair_accuracy", "share of pairs that the reward model, or the reward that a policy implies, "
-           "orders rightly", "", "accuracy; rewards/accuracies"),
+           "orders correctly", "", "accuracy; rewards/accuracies"),
     Metric("{train,val}/score_margin", "score of the better text less that of the other, by either", "",
            "margin; rewards/margins"),
     Metric("{train,val}/reward_{chosen,rejected}", "`beta` times the log-ratio of an answer to the reference", "",
@@ -221,56 +221,56 @@ SUPERVISED = (
     Metric("train/tied_fraction", "share of the prompts whose responses all earned the same (online DPO)"),
     Metric("val/pairs", "held-out pairs"),
     Metric("val/pair_accuracy_{low,high}", "95 % interval of the accuracy"),
-    Metric("val/pair_calibration_error", "by how much sigmoid(score difference) is surer than right, or less sure"),
-    Metric("val/policy_score_{mean,std}", "scores of what the policy writes, before they are normalised"),
+    Metric("val/pair_calibration_error", "mean absolute gap between sigmoid(score difference) and accuracy"),
+    Metric("val/policy_score_{mean,std}", "scores of the policy's responses, before they are normalised"),
     Metric("val/policy_{accuracy,order}", "share of right samples, and how well the scores order right and wrong"),
 )  # fmt: skip
 
 SECTIONS = {
     "A step": STEP,
-    "What was generated": ROLLOUT,
+    "Generation": ROLLOUT,
     "Time, speed, memory": SPEED,
     "Validation": VALIDATION,
     "SFT, reward models, preferences": SUPERVISED,
 }
 
-# What no reward function may be called, because reward/<reward> or val/<reward>_greedy would be another metric.
+# Names that a reward function cannot have, because reward/<reward> or val/<reward>_greedy would be another metric.
 TAKEN = {name.partition("/")[2] for metric in STEP for name in metric.expanded() if name.startswith("reward/")}
 TAKEN = {name for name in TAKEN if "<" not in name} | {"score"}
 
 ABSENT = {
     "actor/loss (verl), loss (TRL)": "the sum of `loss/policy`, `loss/kl` and the entropy bonus by their weights",
-    "critic/vpred_mean": "`value/mean` says it before the update",
+    "critic/vpred_mean": "`value/mean`, before the update",
     "response/aborted_ratio, response_length_non_aborted/*": "no response is empty: an engine that fails is an error",
     "prompt_length/clip_ratio": "prompts longer than `max_tokens` are left out or refused, and counted before the run",
     "variance_proxy/proxy3_pure_noise": "subtracts a gradient of parameters from one of logits",
     "best@k/std, worst@k/std, maj@k/std": "the spread of resampling; the exact means need no resamples",
     "global_seqlen/{minmax_diff,balanced_*}": "`perf/rank_tokens_*` are those after balancing",
     "timing_s/{save_checkpoint,testing,*_profile}": "Lightning's profilers print these: `trainer.profiler: simple`",
-    "perf/mfu/actor_infer": "the engine's work is told in tokens per second",
+    "perf/mfu/actor_infer": "the engine's speed is logged in tokens per second",
     "training/{global_step,epoch}": "the column `step`, one per prompt batch, and Lightning's `epoch`",
     "num_turns/*, tool_call_counts/*, agent_loop/*, tools/*": "there are no agents yet",
     "training/off_policy/*, fully_async/*, trainer/idle_ratio": "generation and learning take turns: none is stale",
     "rollout/moe/*, aux_loss": "routing of mixtures of experts is not measured, and they train without auxiliary loss",
     "rollout/spec_accept_*": "there is no speculative decoding",
     "distillation/*": "there is no distillation yet",
-    "clip_ratio/{low,high}_*": "`policy/clip_fraction` tells both sides together",
+    "clip_ratio/{low,high}_*": "`policy/clip_fraction` has both sides together",
 }
 
 
 def table() -> str:
-    """The document."""
+    """Return the document."""
     lines = [
         "# Metrics: ours, verl's and TRL's", "",
         "<!-- python -m lightning_rlhf.metric_names > docs/metrics.md -->", "",
         "The x-axis is the step: one prompt batch. `{a,b}` stands for either, `<k>` for 2, 4, 8, ... and the number of",
-        "samples, `<reward>` for each reward function, `<key>` for a number of its own, `<role>` for a model,",
+        "samples, `<reward>` for each reward function, `<key>` for a metric of one, `<role>` for a model,",
         "`<option>` for a rejection such as `sequence_mean_k3`. Means over tokens weigh all tokens the same. A number",
-        "that nothing was there to tell is NaN. Metrics are over all ranks, seconds those of the slowest one;",
+        "without any value is NaN. Metrics are over all ranks, seconds those of the slowest one;",
         "`time/evaluate_s` and `time/update_s` are the first rank's.", "",
         "Where the validation data names two sources or more in a column `source` or `data_source`, all of `val/...`",
-        "is also told of each, as `val/<source>/...`. Compared with verl 0.9.1 and TRL 1.16.0;",
-        "[differences.md](differences.md) tells what differs on purpose.", "",
+        "is also logged for each, as `val/<source>/...`. Compared with verl 0.9.1 and TRL 1.16.0;",
+        "[differences.md](differences.md) lists intended differences.", "",
     ]  # fmt: skip
     for title, metrics in SECTIONS.items():
         lines += [f"## {title}", "", "| ours | unit, meaning | verl | TRL |", "|---|---|---|---|"]

@@ -15,7 +15,6 @@ PENDING = (
     "lightning_rlhf/__main__.py",
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
-    "lightning_rlhf/metric_names.py",
     "lightning_rlhf/planning/",
     "lightning_rlhf/strategies/",
     "callbacks/",

@@ -7,6 +7,7 @@ import torch
 
 from lightning_rlhf import KTOModule, UnpairedDataModule
 from lightning_rlhf.batching.sequences import with_next_rows_response
+from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.preference_losses import KTOLoss
 from lightning_rlhf.types import SequenceBatch, UnpairedBatch
 from tests.data.rows_given import Given, Letters
@@ -64,7 +65,7 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
     batch = batch_of()
     expected = mismatched_by_hand(batch)
     for order in (range(5), (3, 0, 4, 2, 1)):
-        found = with_next_rows_response(batch[list(order)], lambda rows: rows)
+        found = with_next_rows_response(batch[list(order)], ONE_RANK)
         for at, row in enumerate(order):
             length = int(expected.lengths[row])
             assert int(found.lengths[at]) == length
@@ -74,7 +75,7 @@ def test_each_prompt_gets_the_answer_of_the_next_text_whatever_the_order_of_the_
 
 def test_an_answer_is_cut_where_the_text_would_be_longer_than_any_of_the_batch():
     batch = batch_of([4, 9], [3, 1], [True, False])
-    found = with_next_rows_response(batch, lambda rows: rows)
+    found = with_next_rows_response(batch, ONE_RANK)
     assert found.lengths.tolist() == [9, 2]  # 3 + 6 of 8; 1 + 1
     assert found.input_ids[0, 3:9].equal(batch.texts.input_ids[1, 1:7])
 
@@ -149,7 +150,7 @@ def test_judgements_of_one_kind_leave_the_other_kinds_rewards_unknown():
 def test_batches_of_one_text_are_refused_before_any_model_is_made(sizes):
     row = {"prompt": "a", "completion": "b", "label": True}
     module = KTOModule(TinyModel())
-    with pytest.raises(ValueError, match=f"answers of other texts: {list(sizes)[-1]} must be at least 2$"):
+    with pytest.raises(ValueError, match=f"responses of other texts: {list(sizes)[-1]} must be at least 2$"):
         quiet_trainer().fit(module, datamodule=UnpairedDataModule(Given((row,) * 2), Letters(), **sizes))
     assert not module.built
 

@@ -69,7 +69,7 @@ def exported(actor, directory):
     return CausalLM(AutoModelForCausalLM.from_pretrained(directory)).eval()
 
 
-def assert_says_what(model, engine, version, nats=1e-5):
+def assert_says_what(model, engine, version, nats=3e-5):  # float32 sums differ by up to 1.4e-5 on some CPUs
     for _ in range(2):  # the second time from the prefix cache
         completions = engine.generate([*LONG, [5, 6]], GREEDY, [0] * 4)
         assert [c.token_ids for c in completions] == [greedy(model, prompt, 12) for prompt in [*LONG, [5, 6]]]

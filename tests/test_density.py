@@ -16,7 +16,6 @@ PENDING = (
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
     "lightning_rlhf/planning/",
-    "lightning_rlhf/strategies/",
     "callbacks/",
 )
 

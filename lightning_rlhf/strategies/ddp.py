@@ -1,4 +1,4 @@
-"""DDP: every process holds all roles whole and learns from its share of the batch."""
+"""DDP: every process holds all roles whole and trains on its part of the batch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
 
     Args:
-        activation_checkpointing: see :class:`RoleStrategy`.
-        timeout: of a collective.
-        **kwargs: of Lightning's ``DDPStrategy``; what it does not know goes to ``DistributedDataParallel``.
+        activation_checkpointing: attribute of :class:`RoleStrategy`.
+        timeout: longest time of a collective.
+        **kwargs: arguments of Lightning's ``DDPStrategy`` and of ``DistributedDataParallel``.
     """
 
     replicates_roles = True

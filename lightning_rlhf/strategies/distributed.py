@@ -1,4 +1,4 @@
-"""What the strategies over several processes share: sums, maxima and rows over the data ranks."""
+"""Base of the strategies over several processes: sums, maxima and rows over the data ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds of DeepSpeed's C++ extensions: announced, and not waited for behind a lock that nobody holds."""
+"""Builds of DeepSpeed's C++ extensions: log lines, and removal of stale locks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def build_folders(name: str) -> list[Path]:
     """Return the folders in which torch builds, or has built, an extension for this Python.
 
     Args:
-        name: of the extension, such as ``deepspeed_shm_comm``.
+        name: name of the extension, such as ``deepspeed_shm_comm``.
     """
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given is not None:
-        return [Path(given) / name]
+    directory = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if directory is not None:
+        return [Path(directory) / name]
     from torch.utils.cpp_extension import get_default_build_root  # slow to import, and rarely needed
 
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -46,7 +46,7 @@ def await_builds(names: Iterable[str], is_first: bool) -> None:
     torch marks a build by a file ``lock`` and waits for its end without a limit, also where the build was killed.
 
     Args:
-        names: of the extensions.
+        names: names of the extensions.
         is_first: whether this process logs; one of a machine does.
 
     Raises:

@@ -1,11 +1,11 @@
-"""A rank that fails ends all ranks, soon: it shows its traceback, the others say in a sentence whose fault it is.
+"""Fail fast: when a rank fails, all ranks exit; it prints its traceback, the others a line that names it.
 
-Without this, a rank whose peer died shows a long traceback of its own ("Connection closed by peer") that hides the one
+Without this, a rank whose peer died shows a long, different traceback ("Connection closed by peer") that hides the one
 that matters; a rank that gives up waiting for one that hangs leaves it behind; and NCCL notices nothing until its
 timeout.
 
-Every rank keeps a connection to a hub in rank 0's process. Who fails says so there, and the hub tells all. The kernel
-closes the connection of a process that was killed, and within half a minute that of a machine that is gone.
+Every rank keeps a connection to a hub in rank 0's process. A rank that fails reports to the hub, which notifies
+all. The kernel closes the connection of a killed process, and within half a minute that of a lost machine.
 """
 
 from __future__ import annotations
@@ -33,32 +33,34 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from lightning_rlhf import launch_environment
 from lightning_rlhf.expected_errors import exit_code
 from lightning_rlhf.interrupts import Interrupted
-from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from lightning_rlhf.strategies.joining import check_launch, joining
 
 _VERDICT_SECONDS = 5  # a lost connection is somebody's fault: that long to learn whose
 _PATIENCE_SECONDS = 20  # from failing to having ended: engines close, loggers flush, the traceback is written
-_CHILDREN_SECONDS = 3  # what a launcher's children have to end by themselves
+_CHILDREN_SECONDS = 3  # for a launcher's children to exit
 _TORCHRUN_SECONDS = 2  # torchrun takes the first process that it sees ending for the one to blame, then ends the others
 _UNDER_TORCHRUN = "TORCHELASTIC_ERROR_FILE" in os.environ
-# What gloo and NCCL say of a peer that is gone or does not answer; some of it torch raises as a bare RuntimeError.
+# Messages of gloo and NCCL about a missing peer; torch raises some of them as RuntimeError.
 _LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (torch, lightning))
 _LIBRARIES += (typing_extensions.__file__, f"{Path(str(torch.__file__)).parent.parent}/deepspeed/")
 
 
 class FailureWatch:
-    """What one rank does when it or another one fails.
+    """Ends this rank when it or another one fails.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         world_size: number of ranks.
-        node: of this process.
+        node: node of this process.
         children: processes that this one launched; they end with it.
     """
 
     def __init__(self, rank: int, world_size: int, node: int, children: Sequence[subprocess.Popen[Any]] = ()) -> None:
-        self._rank, self._world_size, self._children = rank, world_size, children
+        self._rank = rank
+        self._world_size = world_size
+        self._children = children
         self._name = f"rank {rank} (node {node}, host {socket.gethostname()}, process {os.getpid()})"
         self._node = node
         self._wire: Wire | None = None
@@ -72,7 +74,7 @@ class FailureWatch:
         """Connect this rank. All ranks.
 
         Args:
-            address: of rank 0's machine, as the others know it.
+            address: address of rank 0's machine.
             several_nodes: whether there are other machines; otherwise nothing is reachable from outside.
             broadcast: hands rank 0's object to all ranks.
 
@@ -99,7 +101,7 @@ class FailureWatch:
         """Report to all ranks that this one failed. Where another one failed first, this ends the process.
 
         A mistake in the configuration is usually found by all ranks at once: rank 0 reports it, and the others end
-        without a message of their own.
+        without a message.
 
         Args:
             error: the exception that ends this rank.
@@ -116,7 +118,7 @@ class FailureWatch:
         self._failed = True
         self._code = code
         if code == 1 or self._rank:
-            _say(f"{self._name} failed; the other ranks end with it.")
+            _write_line(f"{self._name} failed; the other ranks end with it.")
         _record_for_torchrun(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
         self._wire.send(kind="failed", text=f"{self._name} failed: {message[:500]}", code=code)
@@ -145,7 +147,7 @@ class FailureWatch:
                 if message["kind"] == "end" and not self._failed:
                     self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
         if not self._closing and not self._failed:
-            self._learn(f"{self._hub_name} {WITHOUT_A_WORD}")
+            self._learn(f"{self._hub_name} {LOST_CONNECTION}")
             self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
 
     def _learn(self, text: str, code: int = 1) -> None:
@@ -157,10 +159,10 @@ class FailureWatch:
             self._end_soon()
             return
         main = sys._current_frames()[threading.main_thread().ident or 0]
-        place = "" if self._reporting else f" in {_place(main)}"
-        sentence = f"{self._name} ends{place}: {text}."
-        _say(sentence)
-        _record_for_torchrun(RuntimeError(sentence))
+        location = "" if self._reporting else f" in {_location(main)}"
+        message = f"{self._name} ends{location}: {text}."
+        _write_line(message)
+        _record_for_torchrun(RuntimeError(message))
         self._end_soon()
 
     def _end_soon(self) -> None:
@@ -177,7 +179,7 @@ class FailureWatch:
         os._exit(self._code)  # the main thread may wait in a collective for ever
 
     def _end_others(self) -> None:
-        """What this rank had to say is said: let the others go, and see to it that its children do."""
+        """Close the connection so that the other ranks exit, and end the child processes."""
         assert self._wire is not None
         if self._children:  # without any, the others wait until this process is gone
             self._wire.hang_up()
@@ -190,7 +192,7 @@ class FailureWatch:
 
 
 class EndsTogether:
-    """What a strategy of several processes inherits from, before one of Lightning's, to have its ranks watched."""
+    """Mixin of strategies over several processes that ends all ranks when one fails."""
 
     _watch: FailureWatch | None = None
 
@@ -226,7 +228,7 @@ class EndsTogether:
         strategy: Any = self
         started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         interrupted = isinstance(exception, Interrupted)
-        if self._watch is not None and not (interrupted and started):  # before the first step nobody has agreed
+        if self._watch is not None and not (interrupted and started):  # before the first step there is no agreement
             code = exception.exit_code if isinstance(exception, Interrupted) else exit_code(exception, started)
             self._watch.report(exception, code)
         super().on_exception(exception)  # type: ignore[misc]
@@ -240,17 +242,17 @@ class EndsTogether:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """Whether the error, or what led to it, says that another rank is gone or does not answer."""
+    """Return whether the error, or a cause of it, is about a missing peer."""
     while error is not None:
-        said = isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _LOST_PEER)
-        if said or isinstance(error, torch.distributed.DistError):
+        is_about_peer = isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _LOST_PEER)
+        if is_about_peer or isinstance(error, torch.distributed.DistError):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def _place(frame: FrameType) -> str:
-    """Where a thread is: its innermost line that is neither torch's nor Lightning's, and what was called from there."""
+def _location(frame: FrameType) -> str:
+    """Return the innermost line of a thread outside of torch and Lightning, and the function called there."""
     stack = traceback.extract_stack(frame)
     line = next((line for line in reversed(stack) if not line.filename.startswith((*_LIBRARIES, "<"))), stack[-1])
     called = "" if line is stack[-1] else f", in {stack[-1].name}()"
@@ -258,11 +260,11 @@ def _place(frame: FrameType) -> str:
 
 
 def _record_for_torchrun(error: BaseException) -> None:
-    """Its summary shows what lies in the error file."""
+    """Write the error file, which torchrun's summary shows."""
     if _UNDER_TORCHRUN:
         ErrorHandler().record_exception(error)
 
 
-def _say(sentence: str) -> None:
-    sys.stderr.write(f"{sentence}\n")
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

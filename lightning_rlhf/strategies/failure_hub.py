@@ -13,8 +13,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-WITHOUT_A_WORD = "ended without a word: killed, or the machine is gone"
-_HELLO_SECONDS = 10  # a stranger who connects and says nothing holds up the others for this long
+LOST_CONNECTION = "ended without a message: killed, or the machine is gone"
+_HELLO_SECONDS = 10  # longest wait for the first message of a connection
 _SETTLE_SECONDS = 0.5  # ranks of one machine vanish one by one: name them together
 _LONGEST_LINE = 1 << 16
 # A machine without power answers nothing: asked after 10 s of silence, then every 5 s, given up after 30 s.
@@ -42,7 +42,7 @@ class Wire:
         self._unread = b""
 
     def send(self, **message: Any) -> None:
-        """Send; a broken connection is noticed by whoever reads."""
+        """Send; the reader notices a broken connection."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -84,7 +84,7 @@ class Hub:
 
     Args:
         world_size: number of ranks.
-        token: what a rank must know to be taken in.
+        token: secret that a rank sends to join.
         several_nodes: listen to other machines, not only to this one.
     """
 
@@ -101,7 +101,7 @@ class Hub:
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._members: dict[int, _Member] = {}
         self._vanished: list[_Member] = []
-        self._guilty: set[int] = set()
+        self._failed_ranks: set[int] = set()
         threading.Thread(target=self._serve, name="failure hub", daemon=True).start()
 
     def _serve(self) -> None:
@@ -114,10 +114,10 @@ class Hub:
                     self._hear(key.data)
             # Lightning's launcher looks after its children every five seconds and kills the parent too: be faster.
             beside = any(member.node == 0 for member in self._vanished)
-            if self._vanished and not self._guilty and (beside or not ready):
-                self._blame(self._vanished, _without_a_word(self._vanished, list(self._members.values())))
-            if self._guilty and self._guilty <= {member.rank for member in self._vanished}:
-                self._tell_all(kind="end")
+            if self._vanished and not self._failed_ranks and (beside or not ready):
+                self._report_failed(self._vanished, _lost_connection(self._vanished, list(self._members.values())))
+            if self._failed_ranks and self._failed_ranks <= {member.rank for member in self._vanished}:
+                self._send_to_others(kind="end")
                 break
         self._selector.close()
         for member in self._members.values():
@@ -130,7 +130,7 @@ class Hub:
             hello = json.loads(connection.makefile("rb", buffering=0).readline(_LONGEST_LINE))
             known = hmac.compare_digest(hello["token"], self.token)
             member = _Member(Wire(connection), int(hello["rank"]), str(hello["name"]), int(hello["node"]))
-        # A stranger: a port scanner, a health check, or somebody who means harm.
+        # Not a rank: a port scanner, a health check, or an attacker.
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             known = False
         if not known:
@@ -144,32 +144,32 @@ class Hub:
 
     def _hear(self, member: _Member) -> None:
         for message in member.wire.receive():
-            if message["kind"] == "failed" and not self._guilty:
-                self._blame([member], message["text"], message.get("code", 1))
+            if message["kind"] == "failed" and not self._failed_ranks:
+                self._report_failed([member], message["text"], message.get("code", 1))
             elif message["kind"] == "done":
                 member.done = True
                 if member.rank == 0:
-                    self._tell_all(kind="done")
+                    self._send_to_others(kind="done")
         if member.wire.ended:
             self._selector.unregister(member.wire.connection)
             self._vanished += [] if member.done else [member]
 
-    def _blame(self, guilty: list[_Member], text: str, code: int = 1) -> None:
-        self._guilty = {member.rank for member in guilty}
-        self._tell_all(kind="failed", text=text, code=code)
+    def _report_failed(self, failed: list[_Member], text: str, code: int = 1) -> None:
+        self._failed_ranks = {member.rank for member in failed}
+        self._send_to_others(kind="failed", text=text, code=code)
 
-    def _tell_all(self, **message: Any) -> None:
+    def _send_to_others(self, **message: Any) -> None:
         for member in self._members.values():
-            if member.rank not in self._guilty:
+            if member.rank not in self._failed_ranks:
                 member.wire.send(**message)
 
 
-def _without_a_word(gone: list[_Member], members: list[_Member]) -> str:
-    """Who vanished: whole nodes by their number, single ranks by their name."""
+def _lost_connection(gone: list[_Member], members: list[_Member]) -> str:
+    """Return the lost ranks: whole nodes by their number, single ranks by their name."""
     gone = sorted(gone, key=lambda member: member.rank)
     nodes = {member.node for member in gone}
     whole = [node for node in sorted(nodes) if {m.rank for m in members if m.node == node} <= {m.rank for m in gone}]
     several = len({member.node for member in members}) > 1
     who = [f"node {node}: " * several + ", ".join(m.name for m in gone if m.node == node) for node in whole]
     who += [member.name for member in gone if member.node not in whole]
-    return f"{'; '.join(who)} {WITHOUT_A_WORD}"
+    return f"{'; '.join(who)} {LOST_CONNECTION}"

@@ -13,40 +13,40 @@ from lightning_rlhf.strategies import ranks
 
 
 def shapes_of(build: Callable[[], nn.Module]) -> Any:
-    """The model without any weights.
+    """Build the model on the meta device, without weights.
 
     Args:
-        build: loads or makes it.
+        build: factory of the model.
     """
     with torch.device("meta"):
         return build()
 
 
 def loaded_by_first_rank(name: str, bare: nn.Module, build: Callable[[], nn.Module]) -> Any:
-    """The model with its weights on rank 0, and elsewhere what it is without them, in the same types. All ranks.
+    """Return the model with its weights on rank 0, and without them elsewhere, with the same dtypes. All ranks.
 
     Args:
-        name: of the role.
-        bare: what :func:`shapes_of` gave.
+        name: name of the role.
+        bare: result of :func:`shapes_of`.
         build: loads or makes the model; called on rank 0 alone.
 
     Raises:
-        OSError, ValueError: rank 0 could not load it, or it is not what its configuration says.
+        OSError, ValueError: rank 0 could not load it, or its tensors differ from its configuration.
     """
     role = ranks.raise_on_all_ranks(lambda: _like(bare, build(), name) if ranks.rank() == 0 else bare)
     types = ranks.on_first_rank(lambda: {key: tensor.dtype for key, tensor in _tensors(role)})
     for key, tensor in _tensors(role):
-        if tensor.is_meta:  # loading keeps some weights in another type than a configuration says
+        if tensor.is_meta:  # some weights are loaded in another dtype than the configuration's
             tensor.data = tensor.data.to(types[key])
     return role
 
 
 def from_first_rank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's tensor, on every rank's own device. All ranks.
+    """Broadcast rank 0's tensor to the device of every rank. All ranks.
 
     Args:
-        tensor: of rank 0; elsewhere only its shape and type are read.
-        device: of this rank.
+        tensor: tensor of rank 0; elsewhere only shape and dtype are used.
+        device: device of this rank.
     """
     if ranks.rank() == 0:
         whole = tensor.detach().to(device).contiguous()
@@ -57,7 +57,7 @@ def from_first_rank(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
-    """The loaded role, which has the same tensors as the bare one that other ranks have."""
+    """Return the loaded role if it has the same tensors as the bare one of other ranks."""
     different = sorted(_layout(loaded) ^ _layout(bare))
     if different:
         raise ValueError(
@@ -68,7 +68,7 @@ def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
 
 
 def _layout(role: nn.Module) -> set[str]:
-    """What must be the same on all ranks before weights are sent: names, shapes, and what is tied to what."""
+    """Return names, shapes and ties of tensors, which must be equal on all ranks."""
     first: dict[Tensor, str] = {}
     return {
         f"{name} {tuple(tensor.shape)} with{'' if tensor.requires_grad else 'out'} gradient"
@@ -78,6 +78,6 @@ def _layout(role: nn.Module) -> set[str]:
 
 
 def _tensors(role: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, tied ones under every name."""
+    """Yield parameters and buffers, tied ones under every name."""
     yield from role.named_parameters(remove_duplicate=False)
     yield from role.named_buffers(remove_duplicate=False)

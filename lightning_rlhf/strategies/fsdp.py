@@ -35,14 +35,14 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     Args:
         tensor_parallel_size: processes that split each layer between them and share their rows; it divides the number
             of processes, and the heads of every model.
-        activation_checkpointing: see :class:`RoleStrategy`.
+        activation_checkpointing: attribute of :class:`RoleStrategy`.
         cpu_offload: whether shards, their gradients and optimizer states lie in host memory; optimizers step there.
         reshard_after_forward: whether a trained role's gathered weights are dropped between forward and backward; None
             drops those of layers, not those of embedding and head. A frozen role's always are.
         reduce_every_micro_batch: whether gradients are reduced with every micro-batch, so that no process ever holds
             those of a whole role; False reduces only with the last one of an update, which saves traffic.
         process_group_backend: None takes NCCL for GPUs, gloo for CPUs.
-        timeout: of a collective.
+        timeout: longest time of a collective.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         return role
 
     def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
-        """Make repeated blocks units of their own, and the role the root that holds the rest.
+        """Shard repeated blocks as separate units, and the rest with the role as root.
 
-        A frozen root must be told to reshard: nothing else would ever free what its forward has gathered.
+        A frozen root must reshard after forward: nothing else would free its gathered weights.
         """
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
@@ -175,7 +175,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """Move what belongs to no role: those lie where they should, in host memory if offloaded."""
         children = dict(self.module.named_children())
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
-            self._reshard(name)  # or optimizers, which are made next, would be given what an earlier run gathered
+            self._reshard(name)  # or the optimizers would get the gathered weights of an earlier run
             delattr(self.module, name)
         super().model_to_device()
         for name, child in children.items():
@@ -217,20 +217,20 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             yield parameter_name, shard.full_tensor()
 
     def _reshard(self, name: str) -> None:
-        """Drop what a forward without backward has gathered and left."""
+        """Free the weights that a forward without backward has gathered."""
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
 
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
-    """Along which dimension FSDP cuts a parameter; None is its own choice, the first.
+    """Return the dimension along which FSDP shards a parameter; None is its default, the first.
 
     Where experts are stored as one tensor and fewer than there are ranks, most ranks would hold nothing but padding.
 
     Args:
         parameter: whole, or already split by tensor parallelism.
-        ranks: that share it.
+        ranks: number of ranks that share it.
     """
     if isinstance(parameter, DTensor) or parameter.ndim < 3 or parameter.shape[0] >= ranks:
         return None
@@ -238,7 +238,7 @@ def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
 
 
 def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:
-    """Members of the outermost module lists that have weights.
+    """Yield the members of the outermost module lists that have weights.
 
     A list inside a block (experts) is not taken apart: which of its members run may differ between ranks, which would
     then wait for each other for ever.

@@ -48,7 +48,7 @@ def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout
         environment: Lightning's cluster environment of this process.
         nodes: number of nodes of the run.
         processes: number of processes per node.
-        timeout: of the wait; None is torch's default.
+        timeout: longest wait; None is torch's default.
 
     Raises:
         RuntimeError: not all processes came within the timeout.

@@ -1,4 +1,4 @@
-"""The layers of a model: what is brought together at a time when it is spread over processes."""
+"""Layers of a model, the units that are gathered when it is sharded."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 def layers(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Named parameters, tied ones once: all of a repeated block together, any other by itself.
+    """Yield named parameters, tied ones once: those of a repeated block together, others separately.
 
     Args:
-        model: may be spread over processes.
-        wanted: which names; None wants all.
+        model: model, sharded or not.
+        wanted: filter of names; None yields all.
     """
     lists = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 

@@ -13,11 +13,11 @@ OURS = {
 
 
 def our_name(strategy: str, processes: int) -> str:
-    """The role strategy that a plain name of Lightning's stands for; any other name is left as it is.
+    """Return the role strategy for a name of Lightning's strategies; other names are returned unchanged.
 
     Args:
-        strategy: what a configuration says: ``auto``, ``ddp``, ``fsdp``, ``deepspeed_stage_2_offload``, ...
-        processes: over all nodes.
+        strategy: name in a configuration: ``auto``, ``ddp``, ``fsdp``, ``deepspeed_stage_2_offload``, ...
+        processes: number of processes over all nodes.
     """
     name = strategy.lower()
     if name == "auto":

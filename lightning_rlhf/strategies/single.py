@@ -15,8 +15,8 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDevic
     """One device, with checkpoints that every other role strategy reads too.
 
     Args:
-        activation_checkpointing: see :class:`RoleStrategy`.
-        **kwargs: of Lightning's ``SingleDeviceStrategy``.
+        activation_checkpointing: attribute of :class:`RoleStrategy`.
+        **kwargs: arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
     def __init__(self, activation_checkpointing: bool = False, **kwargs: Any) -> None:

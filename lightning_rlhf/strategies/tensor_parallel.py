@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.models.lora import adapted_parts
 
-# What a plan calls a style, and what it is in torch. The last is a norm over the width of each head: every rank has
+# Names of styles in a plan, and their classes in torch. The last is a norm over the width of each head: every rank has
 # some heads and the whole weight, whose gradient is the sum over ranks. To such a norm it makes no difference which
 # dimension is split, as long as it is not the last.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -31,10 +31,10 @@ _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[nn.Module, ParallelStyle]:
-    """Which modules of a model are split over tensor-parallel ranks, and how. Embedding and head are not.
+    """Return the modules to split over tensor-parallel ranks, and their styles; not embedding and head.
 
     Args:
-        name: of the role, for the sentences.
+        name: name of the role, for messages.
         model: may be on the meta device.
         size: tensor-parallel ranks, at least 1; nothing is split among one.
 
@@ -58,7 +58,7 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         value = getattr(config, field, size)
         if value % size:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the {name}'s {field}, which is {value}")
-    found = {
+    styles = {
         part: _STYLES[style]()
         for path, module in model.base_model.named_modules()
         for pattern, style in plan.items()
@@ -66,23 +66,23 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         for part in adapted_parts(module, outputs=style == "colwise")
     }
     other = next(
-        (m for m, style in found.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None
+        (m for m, style in styles.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None
     )
     if other is not None:
         raise ValueError(
             f"tensor_parallel_size: {size} splits plain linear layers, but the {name} has {type(other).__name__}: take "
             f"tensor_parallel_size: 1"
         )
-    return found
+    return styles
 
 
 def split(modules: Iterable[nn.Module], plan: dict[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
     """Keep of each planned module what belongs to this rank.
 
     Args:
-        modules: with the same whole weights on all ranks of the mesh.
-        plan: see :func:`tensor_parallel_plan`.
-        mesh: of the tensor-parallel ranks.
+        modules: modules with the same whole weights on all ranks of the mesh.
+        plan: result of :func:`tensor_parallel_plan`.
+        mesh: mesh of the tensor-parallel ranks.
     """
     for module in modules:
         if module in plan:

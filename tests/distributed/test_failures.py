@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     assert seconds < SECONDS
     said = [line for line in err.splitlines() if line.startswith(named(1 - rank, tmp_path))]
     assert len(said) == 1
-    assert said[0].endswith(f": {named(rank, tmp_path)} {failure_hub.WITHOUT_A_WORD}.")
+    assert said[0].endswith(f": {named(rank, tmp_path)} {failure_hub.LOST_CONNECTION}.")
     assert "Traceback" not in err
 
 

@@ -180,7 +180,7 @@ def test_a_node_that_is_killed_ends_the_others_by_name_and_the_run_resumes(tmp_p
     assert len(said) == 2, printed
     for line in said:
         assert re.search(
-            r"rank [01] \(node 0, .*ends.*: node 1: rank 2 .*, rank 3 .* ended without a word: killed", line
+            r"rank [01] \(node 0, .*ends.*: node 1: rank 2 .*, rank 3 .* ended without a message: killed", line
         )
     assert "step 5: " not in printed
     codes, printed = finish(killed, torchrun(killed, "--ckpt_path", "last"))

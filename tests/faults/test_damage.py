@@ -92,7 +92,7 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tm
         (lost, "is damaged: v000002/actor/optimizer.json is missing"),
         (added, "is damaged: v000002/actor/mine.safetensors was added"),
         (garbled, "is damaged: manifest.json does not have the content"),
-        (hostile, "is no checkpoint of tensors and plain values"),
+        (hostile, "is not a checkpoint of tensors and plain values"),
         (with_right_sums("state.pt", {}), "is damaged: state.pt has no 'callbacks', which every run writes"),
         (with_right_sums(SHARD, b"rubbish" * 9), "is not a file of safetensors"),
         (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a file of safetensors"),

@@ -125,7 +125,7 @@ def test_a_truncated_checkpoint_is_detected_with_and_without_its_checksum(io, pa
     with pytest.raises(ValueError, match="is damaged"):
         io.load_checkpoint(path)
     path.with_name("last.ckpt.sha256").unlink()
-    with pytest.raises(ValueError, match="is no checkpoint of tensors and plain values"):
+    with pytest.raises(ValueError, match="is not a checkpoint of tensors and plain values"):
         io.load_checkpoint(path)
 
 
@@ -147,7 +147,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(io, tmp_path,
         path.write_bytes(pickle.dumps(state, protocol=2))
     else:
         torch.save(state, path)
-    with pytest.raises(ValueError, match="is no checkpoint of tensors and plain values, and nothing else is loaded"):
+    with pytest.raises(ValueError, match="is not a checkpoint of tensors and plain values, and nothing else is loaded"):
         io.load_checkpoint(path)
     with pytest.raises(ValueError, match="nothing else is loaded"):
         io.load_checkpoint(path, weights_only=False)

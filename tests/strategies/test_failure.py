@@ -19,7 +19,7 @@ import yaml
 from lightning_rlhf.cli import main
 from lightning_rlhf.strategies import failure, failure_hub
 from lightning_rlhf.strategies.failure import FailureWatch
-from lightning_rlhf.strategies.failure_hub import WITHOUT_A_WORD, Hub, Wire
+from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from tests.cli.conftest import PPO
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,12 +96,12 @@ def test_only_the_first_failure_counts(ranks):
 def test_ranks_that_vanish_are_named_with_their_node_if_it_is_gone(ranks):
     ranks[3].hang_up()
     ranks[2].hang_up()
-    assert next_message(ranks[0])["text"] == f"node 1: rank 2, rank 3 {WITHOUT_A_WORD}"
+    assert next_message(ranks[0])["text"] == f"node 1: rank 2, rank 3 {LOST_CONNECTION}"
 
 
 def test_a_rank_that_vanishes_alone_is_named_alone(ranks):
     ranks[3].hang_up()
-    assert next_message(ranks[0])["text"] == f"rank 3 {WITHOUT_A_WORD}"
+    assert next_message(ranks[0])["text"] == f"rank 3 {LOST_CONNECTION}"
 
 
 def test_a_rank_that_is_done_may_go(ranks):
@@ -204,7 +204,7 @@ def test_an_error_that_follows_from_anothers_end_is_known(error, lost):
 def test_a_place_is_not_in_frozen_code_nor_in_deepspeed():
     places = []
     for library in ("<frozen _collections_abc>", f"{Path(torch.__file__).parent.parent}/deepspeed/runtime/engine.py"):
-        exec(compile("note()", library, "exec"), {"note": lambda: places.append(failure._place(sys._getframe(1)))})
+        exec(compile("note()", library, "exec"), {"note": lambda: places.append(failure._location(sys._getframe(1)))})
     assert len(places) == 2
     assert all(place.startswith(f"{__file__}:") for place in places), places
 
@@ -214,7 +214,7 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
 
     class Spy(torch.nn.Module):
         def forward(self):
-            places.extend([failure._place(sys._getframe()), failure._place(sys._getframe().f_back)])
+            places.extend([failure._location(sys._getframe()), failure._location(sys._getframe().f_back)])
 
     Spy()()
     line = Spy.forward.__code__.co_firstlineno + 1

@@ -1,4 +1,4 @@
-"""Checkpoints written beside training: copies in host memory, one thread, and a process group of its own."""
+"""Checkpoints written during training: copies in host memory, one thread, and a separate process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SaveOptions:
 
     Args:
         keep: versions to keep, at least 1.
-        background: copy the roles to host memory and write them while training goes on. Costs that copy; the next
+        background: copy the roles to host memory and write them while training continues. Costs that copy; the next
             save, and the end of the run, wait for it.
         published: called on rank 0 with the folder of a version once it counts.
         above: number that new versions exceed, because a copy elsewhere has versions up to it.
@@ -43,7 +43,7 @@ class BackgroundSave:
         self._group: Any = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Do the work in the thread. All ranks, and not before :meth:`finish`.
+        """Run a function in the thread. All ranks, and not before :meth:`finish`.
 
         Args:
             work: exchanges values through :mod:`lightning_rlhf.strategies.ranks` only.
@@ -57,7 +57,7 @@ class BackgroundSave:
         self._running = self._executor.submit(self._run, work)
 
     def finish(self, wait: bool = True) -> None:
-        """Wait for the work, and raise what it raised.
+        """Wait for the function, and raise its error.
 
         Args:
             wait: False returns at once where the work is not done yet.

@@ -20,7 +20,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Replace the file in one step; whoever is killed meanwhile leaves the previous one whole."""
+        """Replace the file atomically; a process that is killed meanwhile leaves the previous one."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".new")
@@ -39,11 +39,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Tensors and plain values of a file that is what was written.
+        """Load tensors and plain values of a file whose digest is correct.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: its bytes are not what was written, or it holds more than tensors and plain values.
+            FileNotFoundError: the file does not exist.
+            ValueError: the digest differs, or the file contains other objects than tensors and plain values.
         """
         path = Path(path)
         if not path.is_file():
@@ -62,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def load_plain(path: Path, map_location: Any = None) -> dict[str, Any]:
-    """Tensors and plain values of a file.
+    """Load tensors and plain values of a file.
 
     Raises:
         ValueError: it holds anything else.
@@ -71,14 +71,14 @@ def load_plain(path: Path, map_location: Any = None) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{path} is no checkpoint of tensors and plain values, and nothing else is loaded, because it could run "
-            f"code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
+            f"{path} is not a checkpoint of tensors and plain values, and nothing else is loaded, because it could "
+            f"run code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
         ) from None
     return state
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     total = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

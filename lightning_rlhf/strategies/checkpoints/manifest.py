@@ -37,12 +37,12 @@ _SHARD = re.compile(r"shard-(\d+)-")  # what torch calls the files of rank N - 1
 
 
 def exists(path: Path) -> bool:
-    """Whether a checkpoint was ever finished here."""
+    """Return whether a checkpoint was ever finished here."""
     return (path / NAME).is_file()
 
 
 def is_version(name: str) -> bool:
-    """Whether a folder of this name holds a version."""
+    """Return whether a folder of this name contains a version."""
     return _VERSION.fullmatch(name) is not None
 
 
@@ -60,7 +60,7 @@ def step_of(path: Path) -> int | None:
 
 
 def never_finished(path: Path) -> bool:
-    """Whether there is nothing, or only the files of a first save that was interrupted.
+    """Return whether the folder is empty, or has only the files of an interrupted first save.
 
     A folder without a manifest and without the mark of a first save has lost its manifest.
     """
@@ -75,26 +75,26 @@ def remove_leftovers(path: Path) -> None:
     Nothing is removed where the manifest is lost or cannot be read, because any version may then be the one to keep.
 
     Args:
-        path: of the checkpoint; may be absent.
+        path: folder of the checkpoint; may be absent.
     """
     if not exists(path):
         return
     try:
-        kept = _versions(read(path))
+        versions = _versions(read(path))
     except ValueError:
         return
     for folder in path.iterdir():
-        if _VERSION.fullmatch(folder.name) and folder.name not in kept:
+        if _VERSION.fullmatch(folder.name) and folder.name not in versions:
             shutil.rmtree(folder)
     (path / f"{NAME}.new").unlink(missing_ok=True)
     (path / _FIRST).unlink(missing_ok=True)
 
 
 def begin(path: Path, above: int = 0) -> Path:
-    """The new, empty folder of the next version. All ranks.
+    """Create the empty folder of the next version. All ranks.
 
     Args:
-        path: of the checkpoint.
+        path: folder of the checkpoint.
         above: number that the new version exceeds, because a copy elsewhere has versions up to it.
 
     Raises:
@@ -110,7 +110,7 @@ def begin(path: Path, above: int = 0) -> Path:
             (path / _FIRST).touch()
             for folder in path.glob("v*"):
                 shutil.rmtree(folder)
-        taken = [int(found[1]) for folder in path.glob("v*") if (found := _VERSION.fullmatch(folder.name))]
+        taken = [int(match[1]) for folder in path.glob("v*") if (match := _VERSION.fullmatch(folder.name))]
         folder = path / f"v{max([*taken, above]) + 1:06d}"
         folder.mkdir(parents=True)
         return folder.name
@@ -126,7 +126,7 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
     Args:
         version: folder of it.
         keep: versions to keep, this one included, at least 1.
-        step: of the run, for people; None leaves it out.
+        step: step of the run, for information; None leaves it out.
 
     Raises:
         ValueError: the ranks did not write into one folder.
@@ -155,14 +155,14 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
 
 
 def verified(path: Path) -> Path:
-    """The folder of the version that counts, all of whose bytes are what was written. All ranks share the reading.
+    """Return the folder of the current version after its digests are verified. All ranks share the reading.
 
     Args:
-        path: of the checkpoint, or of one of its kept versions.
+        path: folder of the checkpoint, or of one of its kept versions.
 
     Raises:
         FileNotFoundError: there is nothing.
-        ValueError: it is no checkpoint of this kind, or incomplete, or damaged.
+        ValueError: not a checkpoint of this kind, or incomplete, or damaged.
     """
 
     def look() -> tuple[Path, dict[str, Any]]:
@@ -207,12 +207,12 @@ def verified(path: Path) -> Path:
 
 
 def _versions(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Files of each version that a manifest names, the one that counts first."""
+    """Return the files of each version in a manifest, the current version first."""
     return {content["version"]: content["files"], **content.get("earlier", {})}
 
 
 def _earlier(path: Path) -> dict[str, dict[str, Any]]:
-    """The versions that the present manifest names; none where it is lost or cannot be read."""
+    """Return the versions in the current manifest; none if it is missing or cannot be read."""
     try:
         return _versions(read(path)) if exists(path) else {}
     except ValueError:
@@ -242,7 +242,7 @@ def _summed(version: Path) -> dict[str, dict[str, Any]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a manifest.
+    """Read a manifest.
 
     Raises:
         ValueError: it is damaged, or of another release.
@@ -266,7 +266,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Whether a manifest has the parts of its format, each of its type, and names only files inside its versions."""
+    """Return whether a manifest has the keys and types of its format, and only files inside its versions."""
     earlier = content.get("earlier", {})
     if not isinstance(content.get("version"), str) or not isinstance(earlier, dict):
         return False

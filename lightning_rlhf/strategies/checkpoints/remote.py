@@ -14,7 +14,7 @@ from lightning_rlhf.strategies.checkpoints import manifest
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a path names a place behind a protocol, as in ``s3://bucket/run/last.ckpt``."""
+    """Return whether a path is a URL, such as ``s3://bucket/run/last.ckpt``."""
     return "://" in str(path)
 
 
@@ -22,7 +22,7 @@ def check_url(url: str) -> None:
     """Refuse a URL that fsspec cannot reach, before anything is trained.
 
     Args:
-        url: of a folder.
+        url: URL of a folder.
 
     Raises:
         ValueError: the protocol is unknown, or the package for it is missing.
@@ -55,7 +55,7 @@ def upload(version: Path, url: str) -> None:
 
     Args:
         version: folder of it, in the folder of its checkpoint.
-        url: of the copy of the checkpoint.
+        url: URL of the copy of the checkpoint.
 
     Raises:
         OSError: it could not be written.
@@ -66,16 +66,16 @@ def upload(version: Path, url: str) -> None:
         fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         fs.put_file(str(file), target)
     fs.put_file(str(version.parent / manifest.NAME), f"{root}/{manifest.NAME}")
-    kept = {manifest.NAME, *manifest.kept_versions(version.parent)}
+    current = {manifest.NAME, *manifest.kept_versions(version.parent)}
     fs.invalidate_cache()
     for entry in fs.ls(root, detail=False):
-        if (name := entry.rstrip("/").rpartition("/")[2]) not in kept and manifest.is_version(name):
+        if (name := entry.rstrip("/").rpartition("/")[2]) not in current and manifest.is_version(name):
             fs.rm(entry, recursive=True)
 
 
 @_network_errors()
 def exists(url: str) -> bool:
-    """Whether a copy was ever finished there."""
+    """Return whether a copy was ever finished there."""
     fs, root = fsspec.core.url_to_fs(url)
     return bool(fs.exists(f"{root}/{manifest.NAME}"))
 
@@ -95,7 +95,7 @@ def download(url: str, folder: Path) -> None:
     """Fetch the version that counts of a copy into a local checkpoint folder, to be verified there.
 
     Args:
-        url: of the copy of the checkpoint.
+        url: URL of the copy of the checkpoint.
         folder: replaced.
 
     Raises:

@@ -27,14 +27,14 @@ _FETCHED = "fetched.ckpt"  # a copy from a URL while it is loaded
 
 
 class ReshardableCheckpoints:
-    """Checkpoints of a strategy as folders: the trained roles, each in its own, and all that is no role beside them.
+    """Checkpoints as folders: one per trained role, and a file with the other state.
 
     ::
 
         last.ckpt/manifest.json                     see :mod:`lightning_rlhf.strategies.checkpoints.manifest`
         last.ckpt/v000007/actor/*.safetensors       weights and optimizer, each rank its part
         last.ckpt/v000007/actor/optimizer.json      the optimizer's class and settings
-        last.ckpt/v000007/state.pt                  loops, schedulers, callbacks, what the module has beside its roles
+        last.ckpt/v000007/state.pt                  loops, schedulers, callbacks, other tensors of the module
 
     Frozen roles are not written: their source is in the configuration. To be put in front of one of Lightning's
     strategies, whose module has ``trained_roles``, ``frozen_roles`` and one attribute per role.
@@ -61,30 +61,30 @@ class ReshardableCheckpoints:
         return self.root_device  # type: ignore[attr-defined]
 
     def role_state(self, name: str) -> RoleState:
-        """What to write of a trained role. All ranks."""
+        """Return the state of a trained role. All ranks."""
         return native_state(getattr(self._owner, name), self._optimizer(name))
 
     def load_role_state(self, name: str, folder: Path) -> None:
-        """Put back what was written of a trained role: in a fit its optimizer too, else only weights. All ranks."""
+        """Load the state of a trained role; its optimizer only in a fit. All ranks."""
         native_load(getattr(self._owner, name), self._optimizer(name), folder)
 
-    # -- what the Trainer calls, on all ranks ----------------------------------------------------------------
+    # -- called by the Trainer, on all ranks ----------------------------------------------------------------
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: SaveOptions | None = None
     ) -> None:
-        """Write a new version of the checkpoint; whatever happens meanwhile, the one before stays whole.
+        """Write a new version of the checkpoint; the previous one stays intact if this fails.
 
         A save that is still running in the background is waited for first.
 
         Args:
             checkpoint: the state beside the roles.
             filepath: folder of the checkpoint.
-            storage_options: how to save; None takes those that :attr:`save_options` has for the folder.
+            storage_options: options of the save; None takes those in :attr:`save_options` for the folder.
 
         Raises:
             FloatingPointError: a weight or an optimizer's state is not finite; nothing is written.
-            OSError: it could not be written, on whichever rank.
+            OSError: a rank could not write.
             ValueError: a file is in the way, or an optimizer's state cannot be given to other ranks.
         """
         self.finish_saving()
@@ -97,13 +97,13 @@ class ReshardableCheckpoints:
                 write_role(version / name, self._checked_state(name))
             _finish(rest, version, options, checkpoint["global_step"])
             return
-        # Everything that training changes is copied before it goes on.
+        # Everything that training changes is copied before it continues.
         states = {name: self._checked_state(name) for name in self._owner.trained_roles}
         copied = not self.replicates_roles or ranks.rank() == 0
         states = {name: in_host_memory(state, copied) for name, state in states.items()}
-        kept = io.BytesIO()
-        torch.save(rest, kept)
-        self._background.start(lambda: _save(path, states, kept.getvalue(), options, checkpoint["global_step"]))
+        buffer = io.BytesIO()
+        torch.save(rest, buffer)
+        self._background.start(lambda: _save(path, states, buffer.getvalue(), options, checkpoint["global_step"]))
 
     def finish_saving(self, wait: bool = True) -> None:
         """Wait for a save in the background. All ranks.
@@ -125,14 +125,14 @@ class ReshardableCheckpoints:
         return ranks.raise_on_all_ranks(look)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Put a checkpoint's roles back; what is in no role is returned.
+        """Load the roles of a checkpoint and return the other state.
 
         Args:
             checkpoint_path: its folder, one of its kept versions, or the URL of a copy.
-            weights_only: of no account; nothing but tensors and plain values is ever loaded.
+            weights_only: ignored; only tensors and plain values are ever loaded.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the checkpoint does not exist.
             ValueError: it is incomplete, damaged, or of another kind of run.
         """
         self.finish_saving()
@@ -177,7 +177,7 @@ class ReshardableCheckpoints:
         ranks.on_first_rank(remove)
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """What the module has beside its roles."""
+        """Return the tensors of the module outside of its roles."""
         owner = self._owner
         prefixes = tuple(f"{name}." for name in (*owner.trained_roles, *owner.frozen_roles))
         return {name: value for name, value in owner.state_dict().items() if not name.startswith(prefixes)}
@@ -186,7 +186,7 @@ class ReshardableCheckpoints:
         """Put that back.
 
         Raises:
-            ValueError: it is not what this module has.
+            ValueError: the module has other tensors.
         """
         if "averaging_state" in checkpoint:
             raise ValueError(
@@ -200,7 +200,7 @@ class ReshardableCheckpoints:
         self._owner.load_state_dict(theirs, strict=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: optimizers are written with their roles."""
+        """Return nothing: optimizers are saved with their roles."""
         return {}
 
     # -----------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def check_finite(role: str, state: RoleState, step: int) -> None:
     Args:
         role: name of it.
         state: this rank's part.
-        step: of the checkpoint.
+        step: step of the checkpoint.
 
     Raises:
         FloatingPointError: the first tensor with such a value.

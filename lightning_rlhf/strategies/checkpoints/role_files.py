@@ -34,7 +34,7 @@ _FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
 
 @dataclass(frozen=True)
 class RoleState:
-    """What a role is made of, whatever spreads it.
+    """The state of a role, independent of the strategy.
 
     Attributes:
         tensors: ``model.<name>`` and ``optim.state.<name>.<key>``, as torch flattens them. Ranks may hold parts of a
@@ -50,10 +50,10 @@ class RoleState:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Several files a rank instead of one, so that what is in memory twice stays small."""
+    """Writes several files per rank, so that the buffers of a file stay small."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number the files of each rank's tensors."""
+        """Assign file numbers to each rank's tensors."""
         planned = super().prepare_global_plan(plans)
         return [
             dataclasses.replace(plan, storage_data={**plan.storage_data, "fqn_to_index_mapping": _numbered(plan)})
@@ -64,7 +64,7 @@ class _Writer(HuggingFaceStorageWriter):
 def _numbered(plan: SavePlan) -> dict[str, int]:
     numbers, written = {}, 0
     for item in plan.items:
-        assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+        assert item.tensor_data is not None, f"{item.index.fqn} is not a tensor"
         numbers[item.index.fqn] = 1 + written // _FILE_BYTES
         written += item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
     return numbers
@@ -74,7 +74,7 @@ def write_role(folder: Path, state: RoleState) -> None:
     """Write a role's files. All ranks.
 
     Raises:
-        OSError: they could not be written, on whichever rank.
+        OSError: a rank could not write.
     """
     try:
         writer = _Writer(str(folder), save_distributed=True)
@@ -100,7 +100,7 @@ class _Reader(HuggingFaceStorageReader):
     _found: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """Names, shapes and places of all tensors."""
+        """Read names, shapes and files of all tensors."""
         if self._found is None:
             self._found = super().read_metadata()
         return self._found
@@ -110,19 +110,19 @@ class StoredRole:
     """The files of a role that was written, by any strategy on any number of ranks.
 
     Args:
-        folder: of the role.
+        folder: folder of the role.
 
     Raises:
-        ValueError: a file is not what was written, although its size and checksum agree with the manifest.
+        ValueError: a file is damaged, although its size and digest agree with the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         _check_headers(folder)
         self._reader = _Reader(str(folder))
-        found: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
-        self.shapes: dict[str, torch.Size] = {key: entry.size for key, entry in found.items()}
-        self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in found.items()}
+        metadata: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
+        self.shapes: dict[str, torch.Size] = {key: entry.size for key, entry in metadata.items()}
+        self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in metadata.items()}
         settings = folder / SETTINGS
         try:
             self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
@@ -135,7 +135,7 @@ class StoredRole:
                 self._state.setdefault(name, {})[kind] = key
 
     def state_of(self, name: str) -> dict[str, str]:
-        """Which state the optimizer keeps of a parameter (``exp_avg``, ``step``), and the key of each here."""
+        """Return the optimizer state of a parameter (``exp_avg``, ``step``), and the key of each."""
         return self._state.get(name, {})
 
     def check_weights(self, shapes: dict[str, torch.Size]) -> None:
@@ -149,10 +149,10 @@ class StoredRole:
         """
         stored = {key.removeprefix("model."): shape for key, shape in self.shapes.items() if key.startswith("model.")}
         role = self.folder.name
-        for here, there, says in ((shapes, stored, "lacks"), (stored, shapes, "has, and this run's model has not,")):
+        for here, there, verb in ((shapes, stored, "lacks"), (stored, shapes, "has, and this run's model has not,")):
             if odd := [name for name in here if name not in there]:
                 raise ValueError(
-                    f"the {role} of the checkpoint {says} {len(odd)} weights, the first is {odd[0]}; it was written "
+                    f"the {role} of the checkpoint {verb} {len(odd)} weights, the first is {odd[0]}; it was written "
                     f"by another kind of run"
                 )
         for name, shape in shapes.items():
@@ -163,13 +163,13 @@ class StoredRole:
                 )
 
     def read(self, into: dict[str, Tensor]) -> None:
-        """Fill tensors of this rank, whole ones or DTensors, with what is stored under their keys."""
+        """Fill tensors of this rank, whole ones or DTensors, with the stored values of their keys."""
         with _quiet():
             load(into, storage_reader=self._reader, no_dist=True)
 
 
 def _check_headers(folder: Path) -> None:
-    """Refuse files that are no safetensors, by the library's own reader: torch's trusts the length in the header.
+    """Validate files with the reader of safetensors: torch's reader does not check the length in the header.
 
     Raises:
         ValueError: the first such file.

@@ -19,11 +19,11 @@ _ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # keep the same stat
 
 
 def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
-    """What to write of a role; tensors are this rank's own, not copies.
+    """Return the state of a role; tensors are this rank's shards, not copies.
 
     Args:
-        module: of the role.
-        optimizer: of the role; None writes only weights.
+        module: module of the role.
+        optimizer: optimizer of the role; None writes only weights.
 
     Raises:
         ValueError: the optimizer's state cannot be given to another number of ranks.
@@ -42,12 +42,12 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
 
 
 def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-    """Put a stored role into a module and its optimizer, whoever wrote it.
+    """Load a stored role into a module and its optimizer, from any strategy.
 
     Args:
-        module: of the role.
-        optimizer: of the role; None reads only weights.
-        folder: of the role.
+        module: module of the role.
+        optimizer: optimizer of the role; None reads only weights.
+        folder: folder of the role.
 
     Raises:
         ValueError: weights or optimizer are of another kind of run.
@@ -70,12 +70,12 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
     if optimizer is not None:
         own = optimizer.state_dict()["param_groups"]
         groups_now = [{**group, **values} for group, values in zip(own, settings, strict=True)]
-        kept = {number: state for number, state in states.items() if state}
-        optimizer.load_state_dict({"state": kept, "param_groups": groups_now})
+        not_empty = {number: state for number, state in states.items() if state}
+        optimizer.load_state_dict({"state": not_empty, "param_groups": groups_now})
 
 
 def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What a role's state is made of, by the names of ``state_dict``: parameters that are trained, and stored buffers.
+    """Return the tensors of a role's state by their ``state_dict`` names: trained parameters and persistent buffers.
 
     Tied ones come once, by the first name. What LoRA leaves as it was is in the role's source.
 
@@ -102,10 +102,10 @@ def _empty(stored: StoredRole, key: str, parameter: Tensor) -> Tensor:
 
 
 def settings_of(optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]:
-    """Class and groups of an optimizer in plain values.
+    """Return class and groups of an optimizer as plain values.
 
     Args:
-        optimizer: whose groups they are.
+        optimizer: optimizer of the groups.
         groups: names of the parameters of each of its groups.
     """
     plain = [
@@ -117,20 +117,22 @@ def settings_of(optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]
 
 
 def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: StoredRole) -> list[dict[str, Any]]:
-    """What the groups of an optimizer are to be set to.
+    """Return the stored settings of an optimizer's groups.
 
     Args:
-        optimizer: of this run.
+        optimizer: optimizer of this run.
         groups: names of the parameters of each of its groups.
-        stored: with the settings it was written with.
+        stored: stored role with its settings.
 
     Returns:
         For each group, the stored values of the settings that it has.
 
     Raises:
-        ValueError: there are none, they are another optimizer's, or the parameters were grouped in another way.
+        ValueError: missing settings, another optimizer, or other groups of parameters.
     """
-    role, settings, ours = stored.folder.name, stored.settings, type(optimizer).__name__
+    role = stored.folder.name
+    settings = stored.settings
+    ours = type(optimizer).__name__
     if settings is None:
         raise ValueError(f"the checkpoint has weights of the {role} and no optimizer: it cannot be trained on")
     theirs = settings["optimizer"]
@@ -159,13 +161,13 @@ def _as(present: Any, value: Any) -> Any:
 
 
 def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> Tensor:
-    """One value of an optimizer's state as it is stored: shaped as its parameter, or a number.
+    """Return a value of an optimizer's state as it is stored: shaped as its parameter, or a number.
 
     Args:
-        optimizer: for the message.
-        key: of the value, for example ``exp_avg``.
+        optimizer: optimizer, for the message.
+        key: key of the value, for example ``exp_avg``.
         value: a tensor or a number.
-        shape: of the whole parameter.
+        shape: shape of the whole parameter.
 
     Raises:
         ValueError: it is neither.
@@ -188,11 +190,11 @@ def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: tor
     It is made for a small parameter and stepped once, and its state looked at.
 
     Args:
-        make: makes it from parameters, as a configuration says.
-        device: to try it on.
+        make: factory of the optimizer.
+        device: device of the trial.
 
     Raises:
-        ValueError: what is wrong with its settings; or its name, and which state it is.
+        ValueError: invalid settings, or a state that cannot be stored.
     """
     parameter = nn.Parameter(torch.ones(64, 128, device=device))
     try:

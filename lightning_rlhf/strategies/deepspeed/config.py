@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: defaults, what a user lays over them, and what differs from role to role."""
+"""DeepSpeed configurations: defaults, the user's settings, and the differences between roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 _BUCKET = 500_000_000  # elements, DeepSpeed's default
 
-# What the module and the Trainer say already, and would be overruled by.
+# Settings that the module or the Trainer has already, and their source.
 _SAID_ELSEWHERE = {
     "optimizer": "the module's optimizer",
     "scheduler": "the module's scheduler",
@@ -25,17 +25,17 @@ _SAID_ELSEWHERE = {
 def configuration(
     stage: int, offload_optimizer: bool, offload_params: bool, offload_frozen: bool, over: dict[str, Any]
 ) -> dict[str, Any]:
-    """The configuration that the engines of all roles share.
+    """Return the configuration that the engines of all roles share.
 
     Args:
-        stage: of ZeRO.
-        offload_optimizer: whether the optimizer's state lies on the CPU.
-        offload_params: whether weights lie on the CPU.
-        offload_frozen: whether those of frozen roles do.
-        over: laid over it; dictionaries inside are merged.
+        stage: stage of ZeRO.
+        offload_optimizer: whether the optimizer's state is on the CPU.
+        offload_params: whether weights are on the CPU.
+        offload_frozen: whether weights of frozen roles are on the CPU.
+        over: user's settings; nested dictionaries are merged.
 
     Raises:
-        ValueError: an argument contradicts another, or what the module or the Trainer says.
+        ValueError: an argument contradicts another, or a setting of the module or the Trainer.
     """
     if stage not in (1, 2, 3):
         raise ValueError(f"stage must be 1, 2 or 3, got {stage}; to spread nothing, take rlhf_ddp")
@@ -51,10 +51,10 @@ def configuration(
     if offload_params:
         zero["offload_param"] = _on_cpu()
     ours = {
-        # The module cuts its batches itself and says which micro-batch is the last; only throughput logs read these.
+        # The module splits its batches and marks the last micro-batch; only throughput logs use these.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # The optimizer is the user's, whatever DeepSpeed thinks of it.
+        # Any optimizer of the user is allowed.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -63,12 +63,12 @@ def configuration(
 
 
 def of_role(shared: dict[str, Any], frozen: bool, offload_frozen: bool, bfloat16: bool) -> dict[str, Any]:
-    """The configuration of one role's engine.
+    """Return the configuration of one role's engine.
 
     Args:
-        shared: by all roles.
+        shared: configuration of all roles.
         frozen: whether the role is; then it has no optimizer.
-        offload_frozen: whether its weights lie on the CPU if it is.
+        offload_frozen: whether its weights are on the CPU if it is frozen.
         bfloat16: whether it computes in bfloat16. Gradients of micro-batches are added up in float32 all the same.
     """
     config = copy.deepcopy(shared)
@@ -85,10 +85,10 @@ def of_role(shared: dict[str, Any], frozen: bool, offload_frozen: bool, bfloat16
 
 
 def with_bucket(config: dict[str, Any], learned: list[nn.Parameter]) -> dict[str, Any]:
-    """A role's configuration whose buffer for gradients is no larger than they are; DeepSpeed's own has 5e8 elements.
+    """Limit the gradient buffer to the size of the role's gradients; DeepSpeed's default has 5e8 elements.
 
     Args:
-        config: of a trained role; changed in place.
+        config: configuration of a trained role; changed in place.
         learned: its parameters, spread by ZeRO-3 or not.
     """
     elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in learned)
@@ -101,7 +101,7 @@ def _on_cpu() -> dict[str, Any]:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Both dictionaries, ``above`` winning; dictionaries inside are merged in turn."""
+    """Merge dictionaries recursively; values of ``above`` win."""
     merged = {**below, **copy.deepcopy(above)}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

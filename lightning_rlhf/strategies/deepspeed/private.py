@@ -1,6 +1,6 @@
-"""Every use of what DeepSpeed's optimizers keep to themselves, in one place, so that an upgrade breaks it here.
+"""All uses of private attributes of DeepSpeed's optimizers.
 
-Checked against deepspeed 0.19.8; tests/strategies/test_deepspeed_private.py says what changed when a name is gone.
+Checked against deepspeed 0.19.8; tests/strategies/test_deepspeed_private.py fails when a name is missing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def gradient_norm(engine: Any) -> Tensor:
-    """Norm of an engine's gradients over all ranks, before clipping and before any weight moves. All ranks.
+    """Return the norm of an engine's gradients over all ranks, before clipping and the step. All ranks.
 
     DeepSpeed itself works it out inside ``step()``, too late to refuse it.
 
     Args:
-        engine: behind the backward pass of its last micro-batch.
+        engine: engine after the backward pass of its last micro-batch.
 
     Returns:
         Not negative; infinite where any gradient is infinite or no number.
@@ -44,26 +44,26 @@ def unlink_shared_memory(rank: int) -> None:
     left. Without a name it ends with the processes that have it open, however they end.
 
     Args:
-        rank: of this process; all processes have opened the memory before.
+        rank: rank of this process; all processes have opened the memory before.
     """
-    place = "_".join((str(os.getuid()), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], str(rank)))
-    (_SHARED_MEMORY / f"deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
+    suffix = "_".join((str(os.getuid()), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], str(rank)))
+    (_SHARED_MEMORY / f"deepspeed_allreduce_buffer_{suffix}").unlink(missing_ok=True)
 
 
 def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> None:
-    """Leave every process its share of each of rank 0's parameters, under ZeRO-3. All ranks.
+    """Scatter rank 0's parameters over the processes, under ZeRO-3. All ranks.
 
     DeepSpeed's own way to do that to a whole module knows no ranks that have shapes alone.
 
     Args:
-        role: with weights on rank 0; elsewhere on the meta device.
-        config: of the role's engine.
-        device: of this rank, where one parameter at a time is whole.
+        role: role with weights on rank 0, on the meta device elsewhere.
+        config: configuration of the role's engine.
+        device: device of this rank, where one parameter at a time is whole.
     """
     import deepspeed
 
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
-    shares: dict[Tensor, nn.Parameter] = {}  # by what was there before; tied parameters stay tied
+    shares: dict[Tensor, nn.Parameter] = {}  # by the original parameter; tied parameters stay tied
     for module in role.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in shares:

@@ -1,9 +1,9 @@
-"""The state of a role that DeepSpeed spreads, in the same form as any other's, and all that DeepSpeed keeps to itself.
+"""The state of a role that DeepSpeed shards, in the form of all strategies; uses private attributes of DeepSpeed.
 
-Checked against deepspeed 0.19.8; tests/strategies/test_zero_state.py says what changed when a name is gone. ZeRO lays
+Checked against deepspeed 0.19.8; tests/strategies/test_zero_state.py fails when a name is missing. ZeRO lays
 the parameters of a group end to end, in float32, and cuts them into flat pieces, one or several per rank; the optimizer
-knows nothing but these. Here each parameter is put together, one at a time, and rank ``i % world`` keeps what it will
-write, so that nobody ever holds a whole role.
+knows nothing but these. Here each parameter is gathered, one at a time, and rank ``i % world`` keeps the ones that it
+writes, so that no rank ever holds a whole role.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Pieces:
         zero: the optimizer of a DeepSpeedEngine.
 
     Raises:
-        ValueError: its state lies where it cannot be reached.
+        ValueError: its state cannot be accessed.
     """
 
     def __init__(self, zero: Any) -> None:
@@ -68,16 +68,16 @@ class _Pieces:
         return id(parameter) in self._of
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of the piece that holds this rank's part of the parameter, and of others."""
+        """Return the state of the piece with this rank's part of the parameter."""
         state: dict[str, Any] = self.inner.state[self._of[id(parameter)][0]]
         return state
 
     def flat_of(self, parameter: Tensor) -> Tensor:
-        """The piece itself."""
+        """Return the piece."""
         return self._of[id(parameter)][0]
 
     def groups(self, named: dict[str, Tensor]) -> list[list[str]]:
-        """Names of the parameters of each group of the optimizer."""
+        """Return the names of the parameters of each group of the optimizer."""
         groups: list[list[str]] = [[] for _ in self.inner.param_groups]
         for name, tensor in named.items():
             if tensor in self:
@@ -99,7 +99,7 @@ class _Pieces:
         part.data[: own.numel()].copy_(own)
 
     def link(self) -> None:
-        """Tell ZeRO-1 and ZeRO-2 of state that they did not see made, as they would be told by the first step."""
+        """Register new optimizer state with ZeRO-1 and ZeRO-2, as their first step does."""
         if not isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._lazy_init_hp_params_optimizer_state()
 
@@ -137,10 +137,10 @@ def refuse_swapped(zero: Any) -> None:
 
 
 def zero_state(module: nn.Module, zero: Any) -> RoleState:
-    """What to write of a role: each rank has other parameters, whole and in float32. All ranks.
+    """Return the state of a role: each rank has different parameters, whole and in float32. All ranks.
 
     Args:
-        module: of the role.
+        module: module of the role.
         zero: the optimizer of its DeepSpeedEngine; None writes only weights.
     """
     named = owned_tensors(module)
@@ -156,7 +156,7 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
 
 
 def _values(name: str, tensor: Tensor, pieces: _Pieces | None) -> dict[str, Tensor]:
-    """Whole weight and state of one parameter, on every rank. All ranks."""
+    """Return the whole weight and state of one parameter. All ranks."""
     if pieces is None or tensor not in pieces:
         with deepspeed.zero.GatheredParameters([tensor], enabled=is_zero_param(tensor)):
             return {f"model.{name}": tensor.detach().clone()}
@@ -170,12 +170,12 @@ def _values(name: str, tensor: Tensor, pieces: _Pieces | None) -> dict[str, Tens
 
 
 def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
-    """Put a stored role into a module that DeepSpeed spreads, whoever wrote it. All ranks.
+    """Load a stored role into a module that DeepSpeed shards, from any strategy. All ranks.
 
     Args:
-        module: of the role.
+        module: module of the role.
         zero: the optimizer of its DeepSpeedEngine; None reads only weights.
-        folder: of the role.
+        folder: folder of the role.
 
     Raises:
         ValueError: weights or optimizer are of another kind of run.
@@ -210,7 +210,7 @@ def _shape(tensor: Tensor) -> torch.Size:
 
 
 def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -> None:
-    """Make what the first step would make: zeros for each moment, and the numbers that a piece's parameters share."""
+    """Create the state of a first step: zeros for each moment, and the numbers that the parameters of a piece share."""
     numbers: dict[tuple[int, str], tuple[str, float]] = {}
     for name, tensor in named.items():
         for kind, key in stored.state_of(name).items() if tensor in pieces else ():

@@ -34,11 +34,11 @@ from lightning_rlhf.strategies.layers import layers
 
 
 class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedStrategy):
-    """DeepSpeed with one engine per role; the stage says what of a trained role is spread over the processes.
+    """DeepSpeed with one engine per role; the stage selects the tensors of a trained role that are sharded.
 
     Under stage 3 frozen roles are spread too; below it every process holds them whole.
 
-    ``precision: bf16-mixed`` means what it does in DeepSpeed: weights in bfloat16 to compute with, and a float32 copy
+    ``precision: bf16-mixed`` has the meaning of DeepSpeed: weights in bfloat16 to compute with, and a float32 copy
     of them in the optimizer. So does a source with ``dtype: bfloat16``. Rollout engines are sent the bfloat16 values,
     which are the ones the policy computes with. Exports have these values in the dtype of the source.
 
@@ -53,11 +53,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             toolkit of torch's version (not tried).
         offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
         offload_frozen: the same for frozen roles; None does as ``offload_params``.
-        activation_checkpointing: see :class:`RoleStrategy`.
+        activation_checkpointing: attribute of :class:`RoleStrategy`.
         config: a DeepSpeed configuration laid over this class's, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
-        timeout: of collective operations.
-        cluster_environment: who else takes part; None lets the Trainer find out.
+        timeout: longest time of a collective.
+        cluster_environment: environment of the launcher; None lets the Trainer detect it.
         process_group_backend: ``nccl``, ``gloo``; None takes the device's.
 
     Raises:
@@ -115,7 +115,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         launch_environment.apply(self.num_processes)
         await_builds(["deepspeed_shm_comm"], self.local_rank == 0)
         with self.joining():
-            super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own refuses what is not CUDA
+            super(DeepSpeedStrategy, self).setup_environment()  # Lightning's own method raises without CUDA
         self.watch_ranks()
 
     def setup_distributed(self) -> None:
@@ -145,11 +145,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             self._precision_plugin = RolePrecision(plugin.precision)  # type: ignore[arg-type]
 
     def model_sharded_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Nothing: each role is spread by :meth:`build_role`."""
+        """Return an empty context: :meth:`build_role` shards each role."""
         return nullcontext()
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Under stage 3 load on rank 0 and scatter a parameter at a time; see :meth:`RoleStrategy.build_role`.
+        """Build a role; under stage 3, rank 0 loads it and parameters are scattered one at a time. All ranks.
 
         transformers can spread a model while every rank loads it, but rounds rotary frequencies to bfloat16 then.
         """
@@ -163,7 +163,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return role
 
     def role_config(self, name: str) -> dict[str, Any]:
-        """The DeepSpeed configuration of a role's engine."""
+        """Return the DeepSpeed configuration of a role's engine."""
         assert self.config is not None
         frozen = name in self.module.frozen_roles
         return of_role(self.config, frozen, self._offload_frozen, bfloat16=self._in_bfloat16(name))
@@ -193,16 +193,18 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             super(DeepSpeedStrategy, self).setup_optimizers(trainer)
         optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True)) if fitting else {}
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
-            role, config, learns = getattr(self.module, name), self.role_config(name), {}
+            role = getattr(self.module, name)
+            config = self.role_config(name)
+            trained = {}
             if name in optimizers:
-                learned = [parameter for parameter in role.parameters() if parameter.requires_grad]
-                learns = {"optimizer": optimizers[name], "model_parameters": learned}
-                config = with_bucket(config, learned)
+                parameters = [parameter for parameter in role.parameters() if parameter.requires_grad]
+                trained = {"optimizer": optimizers[name], "model_parameters": parameters}
+                config = with_bucket(config, parameters)
             elif not self.zero_stage_3:
                 role.to(self.root_device)
                 continue
             self._engines[name], *_ = deepspeed.initialize(
-                model=role, config=config, dist_init_required=False, **learns
+                model=role, config=config, dist_init_required=False, **trained
             )
         self.barrier()
 

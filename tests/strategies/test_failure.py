@@ -73,7 +73,7 @@ def test_every_rank_learns_the_exit_code_of_the_one_that_failed(ranks):
 )
 def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, own, code, printed):
     said, left = [], []
-    monkeypatch.setattr(failure, "_say", said.append)
+    monkeypatch.setattr(failure, "_write_line", said.append)
     monkeypatch.setattr(FailureWatch, "_end_soon", lambda watch: None)
     monkeypatch.setattr(FailureWatch, "_end_others", lambda watch: None)
     monkeypatch.setattr(os, "_exit", left.append)

@@ -182,7 +182,7 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     [
         ({"train": "nothing.jsonl"}, "no data at 'nothing.jsonl'"),
         ({"tokenizer": "./nothing"}, "no tokenizer at './nothing'"),
-        ({"batch_size": 3}, "batch_size is 3, but the training data have only 2 rows"),
+        ({"batch_size": 3}, "batch_size is 3, but the training data have only 2 usable rows"),
         ({"rewards": [{"function": "tests.cli.test_data_check.needs_level"}]}, "'level'"),
         ({"columns": {}}, "no column 'prompt', only ['answer', 'question']"),
         ({"tokenzier": "x"}, "did you mean 'tokenizer'?"),

@@ -101,7 +101,7 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files_of(Path("alone")).keys()
     assert "model.safetensors" not in files_of(Path("alone"))
     for name, library, told in (
-        ("alone", "peft", "by itself, to be put onto the base model"),
+        ("alone", "peft", "alone, to be applied to the base model"),
         ("merged", "transformers", "merged into the weights"),
     ):
         card = Path(name, "README.md").read_text()

@@ -113,7 +113,7 @@ def test_any_single_device_will_do(module):
 def test_several_processes_without_roles_are_refused_and_told_what_to_do(theirs, ours):
     strategy = type(theirs, (), {})()
     module = SimpleNamespace(_trainer=SimpleNamespace(strategy=strategy, world_size=2))
-    with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* take strategy='{ours}'$"):
+    with pytest.raises(RuntimeError, match=rf"^{theirs} wraps the whole module, but actor.* use strategy='{ours}'$"):
         role_strategy_of(module)
 
 

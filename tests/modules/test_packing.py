@@ -89,7 +89,7 @@ def test_positions_that_do_not_start_again_would_be_seen(name, attention, monkey
     monkeypatch.setattr(causal, "pack", running_on)
     packed, _ = gradients(module, texts(), True)
     assert float((packed - padded).detach().abs().max()) > 0.1
-    with pytest.raises(ValueError, match=f"with attention '{attention}' does not keep packed texts apart"):
+    with pytest.raises(ValueError, match=f"with attention '{attention}' does not separate packed texts"):
         fit(sft(FromConfig(architecture(name, APART[name], attention), seed=3), packing=True), [texts()])
 
 
@@ -129,7 +129,7 @@ def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, att
 def test_an_architecture_that_would_mix_texts_is_refused_by_name(name):
     module = sft(FromConfig(architecture(name, TOGETHER[name]), seed=3), packing=True)
     weights = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(ValueError, match=r"ForCausalLM with attention 'sdpa' does not keep packed texts apart") as info:
+    with pytest.raises(ValueError, match=r"ForCausalLM with attention 'sdpa' does not separate packed texts") as info:
         fit(module, [texts()])
     assert type(module.actor.lm).__name__ in str(info.value)
     assert str(info.value).endswith("set packing: false")
@@ -139,20 +139,20 @@ def test_an_architecture_that_would_mix_texts_is_refused_by_name(name):
 def test_nothing_is_measured_where_texts_would_be_mixed():
     module = sft(FromConfig(architecture("jamba", {}), seed=3), packing=True)
     loader = DataLoader([texts()], batch_size=None)
-    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not keep packed texts apart"):
+    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not separate packed texts"):
         quiet_trainer().validate(module, loader, verbose=False)
 
 
 def test_a_reference_that_would_mix_texts_is_refused_too():
     module = DPOModule(TinyModel(), ref=FromConfig(architecture("jamba", {}), seed=3), packing=True)
     batch = PreferenceBatch(texts(seed=1), texts(seed=2), torch.zeros(len(LENGTHS)))
-    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not keep packed texts apart"):
+    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not separate packed texts"):
         fit(module, [batch])
 
 
 def test_an_architecture_without_positions_is_refused():
     mamba = {"model_type": "mamba", **SMALL, "state_size": 8}
-    with pytest.raises(ValueError, match=r"^MambaForCausalLM with .* takes no positions"):
+    with pytest.raises(ValueError, match=r"^MambaForCausalLM with .* does not take positions"):
         fit(sft(FromConfig(mamba, seed=3), packing=True), [texts()])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.diagnostics import explained_variance
 from lightning_rlhf.functional.kl import kl_estimate
 from lightning_rlhf.functional.mismatch import maxima_over_ranks, means_over_ranks
@@ -99,7 +99,7 @@ class StepTimes:
     update: float
 
 
-def describe(experience: Experience, roles: Collection[str], ranks: DataRanks) -> dict[str, float]:
+def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = ONE_RANK) -> dict[str, float]:
     """Compute the metrics of one rollout over all ranks; :mod:`~lightning_rlhf.metric_names` defines each.
 
     Metrics of a role are left out where the role does not exist, and differences between the responses to a prompt

@@ -133,7 +133,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             "reshard_after_forward": reshard,
             "mp_policy": self._precision_policy,
             "offload_policy": self._offload_policy,
-            "shard_placement_fn": partial(shard_placement, ranks=self.data_ranks.size),
+            "shard_placement_fn": partial(shard_placement, ranks=self.device_mesh["data_parallel"].size()),
         }
         plan = tensor_parallel_plan(name, role.lm, self.tensor_parallel_size)
         blocks = list(_repeated_blocks(role))

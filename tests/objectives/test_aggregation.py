@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenSum
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, pad_columns, properties, seeds
 
@@ -147,7 +148,12 @@ def test_nothing_to_learn_from_is_loss_0_and_not_nan(aggregation, shape):
 @pytest.mark.parametrize(("aggregation", "of_each_rank"), [(TokenMean(), 6), (SequenceMeanTokenMean(), 2)])
 def test_counts_are_exact_beyond_what_single_precision_counts(aggregation, of_each_rank):
     mask, ranks = torch.ones(2, 3, dtype=torch.bool), 2**24 + 1
-    assert aggregation.denominator(mask, lambda count: count * ranks) == of_each_rank * ranks
+
+    class Many(DataRanks):
+        def sum(self, value):
+            return value * ranks
+
+    assert aggregation.denominator(mask, Many()) == of_each_rank * ranks
     assert aggregation.weights(mask).dtype == torch.float64
 
 

@@ -1,5 +1,7 @@
 """ScalarModel reads transformers' classifier at any position, and keeps its scale with its weights."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -73,10 +75,8 @@ def test_the_scale_is_saved_with_the_weights(tmp_path):
     assert again.score_mean == model.score_mean != 0
     assert again.score_std == model.score_std != 1
     index = torch.arange(7).expand(3, 7)
-    # Not bit-equal on every CPU: the two models' weights are aligned differently in memory.
-    assert_close(again(ids, index), model(ids, index), rtol=1e-6, atol=1e-6)
-    for (name, weight), (_, other) in zip(again.named_parameters(), model.named_parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    # Copied: safetensors maps weights into memory at any offset, and on some CPUs that changes the rounding.
+    assert torch.equal(copy.deepcopy(again)(ids, index), model(ids, index))
     head = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert torch.equal(head.score.weight, model.lm.score.weight)
 

@@ -86,7 +86,7 @@ def assert_says_what(model, engine, version, nats=1e-5):
         assert [c.token_ids for c in completions] == [greedy(model, prompt, 12) for prompt in [*LONG, [5, 6]]]
     prompts = prompts_of(16)
     completions = engine.generate(prompts, SamplingParams(24, stop_token_ids=(END,)), range(16))
-    # Adapters this large make the rounding of transformers itself visible on some CPUs (2e-5): float64 is the reference.
+    # Adapters this large make the rounding of transformers visible on some CPUs (2e-5): float64 is the reference.
     exact = copy.deepcopy(model).double()
     assert largest_gap(exact, prompts, completions) < max(nats, 2 * rounding(model, exact, prompts, completions))
     assert {completion.policy_version for completion in completions} == {version}

@@ -187,7 +187,7 @@ def two_updates(device: str, folder: Path) -> Figures:
     def recorded(role: str, rollout: Any, squares: bool = False) -> Any:
         found = scores(role, rollout, squares)
         if role == "actor":
-            seen.append(found.logprobs.detach().float()[rollout.place.argsort()])
+            seen.append(found.logprobs.detach().float()[rollout.position.argsort()])
         return found
 
     module.actor_scores = recorded

@@ -94,7 +94,7 @@ class DynamicSampling:
             usable += int(rollout.group[contrast].unique().numel())
             generated += wanted
             with_contrast.append(rollout[contrast])
-            without.append(replace(rollout[~contrast], kept=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
+            without.append(replace(rollout[~contrast], included=torch.zeros(int((~contrast).sum()), dtype=torch.bool)))
         every = concatenate([part for part in (*with_contrast, *without) if len(part)])
         size = len(rewards[0]) // wanted
         rows = every[list(range(wanted * size))]

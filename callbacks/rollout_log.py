@@ -111,8 +111,8 @@ def right_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
     if known is None:
         return []
     size = len(rollout) // len(rollout.group.unique())
-    prompts = {position: number for number, position in enumerate(batch.places or range(len(batch)))}
-    return [known[prompts[position // size]] for position in rollout.place.tolist()]
+    prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
+    return [known[prompts[position // size]] for position in rollout.position.tolist()]
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -88,7 +88,7 @@ class PromptBatch:
         texts: the same prompts as text, for rewards and logs.
         columns: further columns of the data, with one value per prompt.
         epoch: number of completed passes over the data, 0 at first.
-        places: position of each prompt in the global batch, if this is the part of one data rank; empty for a global
+        positions: position of each prompt in the global batch, if this is the part of one data rank; empty for a global
             batch.
         messages: chat messages from which each prompt was rendered; empty for plain text.
     """
@@ -98,7 +98,7 @@ class PromptBatch:
     texts: list[str]
     columns: dict[str, list[Any]]
     epoch: int = 0
-    places: list[int] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
     messages: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class PromptBatch:
             texts=self.texts[prompts],
             columns={name: values[prompts] for name, values in self.columns.items()},
             epoch=self.epoch,
-            places=self.places[prompts],
+            positions=self.positions[prompts],
             messages=self.messages[prompts],
         )
 
@@ -138,8 +138,8 @@ class Rollout(TensorBatch):
         group: (B,) int64, equal for responses to the same prompt of this data rank.
         truncated: (B,) bool, True where the length limit cut the response.
         policy_version: (B,) int64, number of weight syncs before each response was sampled.
-        kept: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
-        place: (B,) int64, position among the responses of all ranks, in whose order mini-batches are drawn.
+        included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
+        position: (B,) int64, position among the responses of all ranks, in whose order mini-batches are drawn.
         temperature: temperature of the sampling distribution; the trainer divides its logits by the same number.
     """
 
@@ -154,8 +154,8 @@ class Rollout(TensorBatch):
     group: Tensor
     truncated: Tensor
     policy_version: Tensor
-    kept: Tensor
-    place: Tensor
+    included: Tensor
+    position: Tensor
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ class Experience(TensorBatch):
         token_rewards: (B, T) rewards minus the KL penalty, each at its token.
         advantages: (B, T) advantages, 0 where the mask is False.
         returns: (B, T) returns, 0 where the mask is False.
-        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not kept and tokens
+        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not included and tokens
             that a rollout correction rejected.
         weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
@@ -276,17 +276,17 @@ class UnpairedBatch(TensorBatch):
     Args:
         texts: B prompts with responses; the mask marks the responses.
         desirable: (B,) bool, True for desirable responses.
-        place: (B,) int64, position of each text in the global batch, of which this may be the part of one data rank:
+        position: (B,) int64, position of each text in the global batch, of which this may be the part of one data rank:
             KTO pairs each prompt with the response of the next text in that order.
     """
 
     texts: SequenceBatch
     desirable: Tensor
-    place: Tensor
+    position: Tensor
 
     def __post_init__(self) -> None:
         expect_shape("UnpairedBatch.desirable", self.desirable, self.texts.lengths.shape)
-        expect_shape("UnpairedBatch.place", self.place, self.texts.lengths.shape)
+        expect_shape("UnpairedBatch.position", self.position, self.texts.lengths.shape)
 
     @property
     def total_lengths(self) -> Tensor:

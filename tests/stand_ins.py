@@ -109,8 +109,8 @@ def rollout_of(
         group=torch.arange(len(rows)),
         truncated=torch.tensor([row.truncated for row in rows]),
         policy_version=torch.arange(len(rows)),
-        kept=torch.ones(len(rows), dtype=torch.bool),
-        place=torch.arange(len(rows)),
+        included=torch.ones(len(rows), dtype=torch.bool),
+        position=torch.arange(len(rows)),
         temperature=temperature,
     )
 

@@ -34,8 +34,8 @@ def rollout():
         group=torch.tensor([0, 1, 1]),
         truncated=torch.tensor([True, False, False]),
         policy_version=torch.tensor([7, 7, 8]),
-        kept=torch.tensor([True, False, True]),
-        place=torch.tensor([4, 2, 3]),
+        included=torch.tensor([True, False, True]),
+        position=torch.tensor([4, 2, 3]),
         temperature=0.7,
     )
 
@@ -211,8 +211,8 @@ def test_texts_judged_one_by_one_are_sliced_with_their_judgements():
 
 def test_prompts_are_sliced_with_their_messages():
     chats = [[{"role": "user", "content": letter}] for letter in "ab"]
-    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]}, places=[0, 1], messages=chats)
-    assert (prompts[1:].messages, prompts[1:].columns, prompts[1:].places) == (chats[1:], {"answer": [2]}, [1])
+    prompts = PromptBatch([4, 5], [[1], [1, 2]], ["a", "b"], {"answer": [1, 2]}, positions=[0, 1], messages=chats)
+    assert (prompts[1:].messages, prompts[1:].columns, prompts[1:].positions) == (chats[1:], {"answer": [2]}, [1])
 
 
 def test_a_mask_picks_the_rows_where_it_is_true(rollout):

@@ -76,14 +76,14 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
         ranks: ranks that hold the other rows.
     """
     texts = batch.texts.map(ranks.gather).to("cpu")  # rows are cut one by one
-    positions = ranks.gather(batch.place).cpu()
+    positions = ranks.gather(batch.position).cpu()
     order = positions.argsort()
     next_row = torch.empty_like(order)
     next_row[order] = order.roll(-1)
     starts = torch.where(texts.loss_mask.any(dim=1), texts.loss_mask.long().argmax(dim=1), texts.lengths)
     longest = int(texts.lengths.max())
     rows, masks = [], []
-    for position in batch.place.tolist():
+    for position in batch.position.tolist():
         own = int((positions == position).nonzero())
         other = int(next_row[own])
         prompt_tokens, other_start = int(starts[own]), int(starts[other])
@@ -92,7 +92,7 @@ def with_next_rows_response(batch: UnpairedBatch, ranks: DataRanks) -> SequenceB
         masks.append([*([False] * prompt_tokens), *texts.loss_mask[other, response].tolist()])
     ids, lengths = pad_right(rows)
     mask, _ = pad_right(masks)
-    return SequenceBatch(ids, lengths, mask.bool()).to(batch.place.device)
+    return SequenceBatch(ids, lengths, mask.bool()).to(batch.position.device)
 
 
 def concatenate(rollouts: Sequence[Rollout]) -> Rollout:

@@ -86,6 +86,6 @@ class PromptDataModule(RowsDataModule):
             texts=texts,
             columns=columns,
             epoch=epoch,
-            places=list(positions),
+            positions=list(positions),
             messages=messages if any(messages) else [],
         )

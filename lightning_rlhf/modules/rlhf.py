@@ -187,7 +187,7 @@ class RLHFModule(RoleModule):
         ranks = self.data_ranks
         if ranks.size > 1:  # all ranks' rows are kept in host memory
             experience = experience.map(lambda rows: ranks.gather(rows).cpu())
-        rows: Any = self.select_training_rows(experience[experience.rollout.place.argsort(stable=True)])
+        rows: Any = self.select_training_rows(experience[experience.rollout.position.argsort(stable=True)])
         size = self.minibatch_size * len(rows) // len(experience)  # a row may contain several responses
         for epoch in range(self.update_epochs):
             step = ("minibatches", self.trainer.global_step)
@@ -317,7 +317,7 @@ class RLHFModule(RoleModule):
         """Compute log-probs, values, rewards and advantages of a rollout. All ranks."""
         ranks = self.data_ranks
         old = self.old_scores(rollout)
-        policy_mask = rollout.response_mask & rollout.kept.unsqueeze(1)
+        policy_mask = rollout.response_mask & rollout.included.unsqueeze(1)
         weights, mask, mismatch = self.correction(old.logprobs, rollout.rollout_logprobs, policy_mask, ranks)
         self.evaluation_metrics = {} if self.correction.bypass else mismatch
         ref_logprobs = old.logprobs

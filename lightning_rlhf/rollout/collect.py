@@ -99,8 +99,8 @@ class Collector:
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=torch.tensor([completion.policy_version for completion in completions]),
-            kept=torch.ones(len(completions), dtype=torch.bool),
-            place=torch.tensor([row * size + k for row in batch.places or range(len(batch)) for k in range(size)]),
+            included=torch.ones(len(completions), dtype=torch.bool),
+            position=torch.tensor([row * size + k for row in batch.positions or range(len(batch)) for k in range(size)]),
             temperature=temperature,
         )
         return rollout, scored

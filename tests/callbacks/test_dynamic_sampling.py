@@ -53,7 +53,7 @@ def test_rounds_until_enough_prompts_have_contrast(rewards, rounds, learnt, kept
     assert asked == [[2 * i, 2 * i + 1] for i in range(rounds)]
     assert rollout.prompt_ids[:, 0].tolist() == [i for i in learnt for _ in range(2)]
     assert rollout.group.tolist() == [0, 0, 1, 1]
-    assert rollout.kept.tolist() == [i < kept for i in (0, 0, 1, 1)]
+    assert rollout.included.tolist() == [i < kept for i in (0, 0, 1, 1)]
     generated = rewards[: 2 * rounds]
     assert sampling.metrics(counts) == {
         "rollout/generated_prompts": 2.0 * rounds,
@@ -68,7 +68,7 @@ def test_ranks_find_their_part_of_the_prompts_and_tell_of_all_together():
     shares = [[SAME, DIFFERENT, DIFFERENT, SAME], [SAME] * 4]
     both = [sampling(prompts(4), rolling(rewards, asked), 2) for rewards in shares]
     assert asked == 2 * [[0, 1], [2, 3]]
-    assert [rollout.kept.tolist() for rollout, _ in both] == [[True] * 4, [False] * 4]
+    assert [rollout.included.tolist() for rollout, _ in both] == [[True] * 4, [False] * 4]
     total = {name: both[0][1][name] + both[1][1][name] for name in both[0][1]}
     assert sampling.metrics(total) == {
         "rollout/generated_prompts": 8.0,
@@ -86,7 +86,7 @@ def test_the_reward_that_must_differ_can_be_named():
         return rollout
 
     rollout, _ = DynamicSampling(2, reward="right")(prompts(2), roll)
-    assert rollout.kept.tolist() == [True, True, False, False]
+    assert rollout.included.tolist() == [True, True, False, False]
     assert_close(rollout.reward, [1.0, 1.5, 0.0, 0.5])
 
 
@@ -97,7 +97,7 @@ def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
         rollout.rewards["right"] = torch.tensor([torch.nan, torch.nan, torch.nan, 1.0])
         return rollout
 
-    assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].kept.sum() == 2
+    assert DynamicSampling(2, reward="right")(prompts(2), roll)[0].included.sum() == 2
 
 
 @pytest.mark.parametrize(

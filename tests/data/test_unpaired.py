@@ -14,7 +14,7 @@ def test_answers_are_marked_and_judged_and_know_their_place():
     batch = first_batch(module)
     assert Same is UnpairedDataModule
     assert batch.desirable.tolist() == [True, False]
-    assert batch.place.tolist() == [0, 1]
+    assert batch.position.tolist() == [0, 1]
     assert batch.texts.loss_mask.tolist() == [[False] * 4 + [True] * 4, [False, True, True] + [False] * 5]
     assert module.tokenizer.decode(batch.texts.input_ids[0, :7]) == "who? me"
 
@@ -59,4 +59,4 @@ def test_a_rank_gets_the_places_of_its_share():
     module = UnpairedDataModule(Given(tuple(ROWS)), Letters(), batch_size=2, shuffle=False)
     module.setup("fit")
     shares = [module.collate([module.examples["train"][place]], [place], [place], 0) for place in (0, 1)]
-    assert [share.place.tolist() for share in shares] == [[0], [1]]
+    assert [share.position.tolist() for share in shares] == [[0], [1]]

@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
 @pytest.mark.parametrize("left_out", [BEST[1], WORST[1]])
 def test_a_prompt_of_whose_pair_one_response_is_not_to_be_learnt_from_is_left_out(left_out):
     made = rollout()
-    made.kept[left_out] = False
+    made.included[left_out] = False
     metrics = fit(online(), [made]).callback_metrics
     assert_close(metrics["train/tied_fraction"], 2 / 3)
     assert_close(metrics["train/loss"], expected(rollout(), DPOLoss(0.3))[1][0])

@@ -41,7 +41,7 @@ def logits_of(lm, row):
 
 def test_responses_that_are_not_kept_are_measured_and_not_learnt_from():
     rollout = rollout_of(ROWS, dtype=torch.float64)
-    rollout.kept[1::2] = False
+    rollout.included[1::2] = False
     module = stepped(rollout=rollout)
     experience = module.experience
     assert torch.equal(experience.mask[::2], rollout.response_mask[::2])
@@ -244,7 +244,7 @@ def test_target_kl_with_a_loss_that_measures_no_kl_is_refused_by_the_name_of_the
 
 def test_metrics_of_a_step_without_updates_are_nan_and_not_those_of_the_step_before():
     good = rollout_of(ROWS, dtype=torch.float64)
-    nothing = replace(good, kept=torch.zeros_like(good.kept))
+    nothing = replace(good, included=torch.zeros_like(good.included))
     seen = []
 
     class Recorded(Callback):
@@ -286,7 +286,7 @@ def test_resampling_draws_nothing_that_is_not_kept():
                 yield minibatch
 
     rollout = rollout_of([Response([1], [2, 3], reward) for reward in (1.0, 1.0, 0.0, 0.1)], dtype=torch.float64)
-    rollout.kept[:2] = False
+    rollout.included[:2] = False
     stepped(Recorded, rollout=rollout, minibatch_size=2, critic_optimizer=SGD, resampling=ScoreResampling("max_min"))
     assert len(drawn) == 4
     assert set(drawn) <= {2, 3}

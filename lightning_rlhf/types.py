@@ -187,8 +187,8 @@ class Experience(TensorBatch):
         token_rewards: (B, T) rewards minus the KL penalty, each at its token.
         advantages: (B, T) advantages, 0 where the mask is False.
         returns: (B, T) returns, 0 where the mask is False.
-        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not included and tokens
-            that a rollout correction rejected.
+        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not included
+            and tokens that a rollout correction rejected.
         weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
     """

@@ -79,6 +79,7 @@ class Collector:
             raise ValueError(
                 f"got {len(completions)} completions for {len(batch)} prompts; each needs the same number, at least 1"
             )
+        prompts = batch.positions or range(len(batch))
         prompt_ids, prompt_lengths = pad_right([ids for ids in batch.token_ids for _ in range(size)])
         response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
         mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
@@ -100,7 +101,7 @@ class Collector:
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=torch.tensor([completion.policy_version for completion in completions]),
             included=torch.ones(len(completions), dtype=torch.bool),
-            position=torch.tensor([row * size + k for row in batch.positions or range(len(batch)) for k in range(size)]),
+            position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
         )
         return rollout, scored

@@ -1,7 +1,6 @@
 """Every algorithm has a YAML, a page and a bound it must reach; the YAML runs, and the page says what the YAML says."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,12 +12,10 @@ from lightning_rlhf.objectives.group_advantages import GDPO, GRPO
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
+from tests.algorithm_tables import BASE, CONFIGS, ROOT, arguments, bounds, pages, values
 from tests.cli.conftest import LLAMA
-from tests.learning.test_algorithms import BOUNDS
 from tests.learning.test_preference_tasks import BOUNDS as PREFERENCE_BOUNDS
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs/algorithms").glob("*.yaml"))
 PREFERENCES = [path for path in sorted((ROOT / "configs/preferences").glob("*.yaml")) if path.stem != "sft_packed"]
 PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.name != "README.md")
 OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
@@ -28,8 +25,8 @@ FAST = ("remax", "optimal_token_baseline", "kl_cov", "pf_ppo", "dapo", "gdpo", "
 
 
 def tiny(path):
-    """The configuration with a small random actor, its tokenizer, and no engine process."""
-    config = yaml.safe_load(path.read_text())
+    """Return the values of a run with a small random actor, its tokenizer, and no engine process."""
+    config = values(path)
     config["model"]["init_args"]["actor"] = {
         "class_path": "lightning_rlhf.FromConfig",
         "init_args": {"architecture": LLAMA},
@@ -56,10 +53,10 @@ def stands_in(part, whole):
 def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     made = []
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
-    result = cli("fit", "--config", str(path))
+    result = cli("fit", *arguments(path))
     assert (result.code, result.err) == (0, "")
     (model,) = made
-    given = yaml.safe_load(path.read_text())["model"]["init_args"]
+    given = values(path)["model"]["init_args"]
     for name in ("advantages", "policy_loss", "aggregation"):
         if "class_path" in given.get(name, {}):
             assert type(getattr(model, name)).__name__ == given[name]["class_path"].rpartition(".")[2]
@@ -80,7 +77,7 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
 def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypatch):
     made = []
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
-    assert cli("fit", "--config", str(ROOT / f"configs/algorithms/{name}.yaml")).code == 0
+    assert cli("fit", *arguments(BASE.with_stem(name))).code == 0
     assert {option: getattr(made[0], option) for option in objects} == objects
 
 
@@ -94,7 +91,7 @@ def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
 
 def test_every_configuration_has_a_page_and_a_bound():
     names = {path.stem for path in CONFIGS}
-    assert names == set(BOUNDS)
+    assert all(0.8 < bound < 1 for path in CONFIGS for bound in bounds(path))
     assert {path.stem for path in PREFERENCES} == set(PREFERENCE_BOUNDS)
     assert names | set(PREFERENCE_BOUNDS) | {"ppo"} == {path.stem for path in PAGES}
     for path in PAGES:
@@ -106,18 +103,24 @@ def test_the_page_says_what_the_configuration_says(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 60
     (config,) = set(re.findall(r"\]\((?:\.\./)+(configs/\S+\.yaml)\)", text))
-    given = yaml.safe_load((ROOT / config).read_text())
+    given = values(ROOT / config)
     (snippet,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert stands_in(yaml.safe_load(snippet), given)
     touched = set(re.findall(r"\]\((?:\.\./)+((?:lightning_rlhf|tests|configs|callbacks)/[^)]+)\)", text))
     assert config in touched
     assert any(name.startswith("tests/") for name in touched)
-    assert f"lightning-rlhf fit --config {config}" in text
+    base = "--config configs/algorithms/base.yaml " if ROOT / config in CONFIGS else ""
+    assert f"`lightning-rlhf fit {base}--config {config}`" in text
+
+
+def test_tables_are_generated_from_the_configurations():
+    for page, text in pages().items():
+        assert page.read_text() == text, f"{page}: run python -m tests.algorithm_tables"
 
 
 def test_what_the_overview_puts_together_runs(fit):
     (snippet,) = re.findall(r"```yaml\n(.*?)```", OVERVIEW, re.DOTALL)
-    config, given = tiny(ROOT / "configs/algorithms/grpo.yaml"), yaml.safe_load(snippet)["model"]
+    config, given = tiny(BASE.with_stem("grpo")), yaml.safe_load(snippet)["model"]
     kept = ("actor", "update_epochs", "minibatch_size")
     options = {name: config["model"]["init_args"][name] for name in kept}
     config["model"] = {"class_path": given["class_path"], "init_args": given["init_args"] | options}

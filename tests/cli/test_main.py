@@ -15,6 +15,7 @@ from jsonargparse import Namespace
 from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, set_aside
 from lightning_rlhf.cli.main import SaveRunConfig, is_for_users
 from lightning_rlhf.data.rows import text_of
+from tests import algorithm_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
@@ -379,9 +380,9 @@ def holds(read, given):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_configuration_parses(cli, path):
-    result = cli("fit", "--config", str(path), "--print_config")
+    result = cli("fit", *algorithm_tables.arguments(path), "--print_config")
     assert result.code == 0, result.err
-    read, given = yaml.safe_load(result.out), yaml.safe_load(path.read_text())
+    read, given = yaml.safe_load(result.out), algorithm_tables.values(path)
     assert read["model"]["class_path"].rpartition(".")[2] == given["model"]["class_path"].rpartition(".")[2]
     for name, value in given["trainer"].items():
         if name not in ("callbacks", "logger"):

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from lightning_rlhf.modules.algorithms import SAPOModule as SAPOModule
     from lightning_rlhf.modules.dpo import DPOModule as DPOModule
     from lightning_rlhf.modules.kto import KTOModule as KTOModule
-    from lightning_rlhf.modules.online_dpo import OnlineDPOModule as OnlineDPOModule
     from lightning_rlhf.modules.ppo import PPOModule as PPOModule
+    from lightning_rlhf.modules.response_pairs import OnlineDPOModule as OnlineDPOModule
+    from lightning_rlhf.modules.response_pairs import REBELModule as REBELModule
     from lightning_rlhf.modules.reward import RewardModule as RewardModule
     from lightning_rlhf.modules.rlhf import RLHFModule as RLHFModule
     from lightning_rlhf.modules.sft import SFTModule as SFTModule
@@ -56,9 +57,10 @@ _HOME = {
     "GSPOModule": "lightning_rlhf.modules.algorithms",
     "IPOModule": "lightning_rlhf.modules.algorithms",
     "KTOModule": "lightning_rlhf.modules.kto",
-    "OnlineDPOModule": "lightning_rlhf.modules.online_dpo",
+    "OnlineDPOModule": "lightning_rlhf.modules.response_pairs",
     "OPOModule": "lightning_rlhf.modules.algorithms",
     "PPOModule": "lightning_rlhf.modules.ppo",
+    "REBELModule": "lightning_rlhf.modules.response_pairs",
     "RLHFModule": "lightning_rlhf.modules.rlhf",
     "RLOOModule": "lightning_rlhf.modules.algorithms",
     "ReMaxModule": "lightning_rlhf.modules.algorithms",

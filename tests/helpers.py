@@ -116,3 +116,11 @@ def with_garbage(values: Tensor, mask: Tensor) -> Tensor:
 def pad_columns(tensor: Tensor, columns: int) -> Tensor:
     """The same rows with more columns on the right, filled with zeros."""
     return torch.nn.functional.pad(tensor, (0, columns))
+
+
+def concrete_subclasses(kind):
+    """Yield the classes of the library that derive from ``kind`` and can be instantiated."""
+    for child in kind.__subclasses__():
+        yield from concrete_subclasses(child)
+        if child.__module__.startswith("lightning_rlhf.") and not getattr(child, "__abstractmethods__", None):
+            yield child

@@ -16,6 +16,7 @@ from lightning_rlhf import (
     PPOModule,
     PreferenceDataModule,
     PromptDataModule,
+    REBELModule,
     RewardModule,
     RLHFModule,
     SFTModule,
@@ -25,9 +26,7 @@ from lightning_rlhf import metric_names as names
 from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, Throughput, throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.objectives import covariance_policy_losses as covariance
-from lightning_rlhf.objectives import policy_losses as losses
-from lightning_rlhf.objectives import sequence_policy_losses as sequences
+from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -35,6 +34,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
+from tests.helpers import concrete_subclasses
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,12 +91,8 @@ def dynamic_sampling(directory):
 
 def policy_losses(directory):
     found = {}
-    every = (
-        losses.CISPOLoss(), losses.SAPOLoss(), losses.DROLoss(beta=0.5), losses.DPPOTotalVariationLoss(),
-        sequences.GSPOLoss(), sequences.GMPOLoss(), sequences.VESPOLoss(), covariance.ClipCovLoss(),
-        covariance.KLCovLoss(),
-    )  # fmt: skip
-    for loss in every:
+    for kind in concrete_subclasses(PolicyLoss):
+        loss = kind(beta=0.5) if kind is losses.DROLoss else kind()
         found |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
     return found
 
@@ -129,7 +125,9 @@ def preferences(directory):
     judged = UnpairedDataModule(JUDGED, LETTERS, val=JUDGED, batch_size=2)
     found = dict(run(directory, DPOModule(TinyModel(), optimizer=SGD), pairs, []))
     found |= run(directory, KTOModule(TinyModel(), optimizer=SGD), judged, [])
-    return found | fit(OnlineDPOModule(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
+    for module in (OnlineDPOModule, REBELModule):
+        found |= fit(module(TinyModel(), minibatch_size=8), [rollout()]).callback_metrics
+    return found
 
 
 def rollout():

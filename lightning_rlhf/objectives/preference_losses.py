@@ -183,3 +183,36 @@ class KTOLoss:
         gain = torch.where(desirable, log_ratio - kl, kl - log_ratio)
         weight = torch.where(desirable, self.desirable_weight, self.undesirable_weight).to(gain.dtype)
         return weight * (1 - (self.beta * gain).sigmoid())
+
+
+@dataclass(frozen=True)
+class REBELLoss:
+    """Squared error of the difference in reward between two responses, as the policy's log-ratios imply it.
+
+    L = ((first - second) / eta - (reward_1 - reward_2))^2.
+    See "REBEL: Reinforcement Learning via Regressing Relative Rewards", Gao et al. 2024, eq. 1. The authors' code
+    minimises eta^2 L, with the same minimum.
+
+    Args:
+        eta: size of the step of the policy, nats per reward unit, positive: a response whose reward is larger by 1
+            than the other's is to become exp(eta) times as likely in relation to it.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.eta > 0:
+            raise ValueError(f"eta must be positive, got {self.eta}")
+
+    def __call__(self, first: Tensor, second: Tensor, reward_difference: Tensor) -> Tensor:
+        """Loss of each pair.
+
+        Args:
+            first: (B,) log-ratios of the first responses to the policy that sampled them, summed over tokens, nats.
+            second: (B,) those of the second responses.
+            reward_difference: (B,) reward of the first response minus that of the second, reward units.
+
+        Returns:
+            (B,) squared reward units.
+        """
+        return ((first - second) / self.eta - reward_difference) ** 2

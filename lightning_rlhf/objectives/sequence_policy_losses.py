@@ -165,3 +165,30 @@ class VESPOLoss(PolicyLoss):
         negative = self.k_neg * log_whole + self.lambda_neg * fall
         weight = torch.exp(torch.where(advantages >= 0, positive, negative))
         return -weight * advantages * logprobs, {"sequence_weight": weight, "approx_kl": approx_kl(log_ratio)}
+
+
+@dataclass(frozen=True)
+class TOPRLoss(PolicyLoss):
+    """The policy gradient whose negative responses lose weight as the policy makes them unlikely.
+
+    W = product over tokens of r;   L_t = -sg[w] A_t logprob_t,   w = 1 where A >= 0 and min(W, 1) elsewhere.
+    A good response counts fully however unlikely the policy finds it; a bad one that the policy no longer gives has
+    no weight, so its probability is not pushed towards 0 without end.
+    See "Tapered Off-Policy REINFORCE", Le Roux et al. 2025 (arXiv 2503.14286), section 3, whose sum over a response is
+    ``SequenceMeanTokenSum``. The baseline of the advantages decides which responses are negative.
+    """
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.__call__`; diagnostics: w on each token (``sequence_weight``)."""
+        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
+        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
+        truncated = torch.exp(log_ratio.sum(dim=1, keepdim=True).clamp(max=0))
+        weight = torch.where(advantages >= 0, torch.ones_like(truncated), truncated)
+        return -weight * advantages * logprobs, {"sequence_weight": weight, "approx_kl": approx_kl(log_ratio)}

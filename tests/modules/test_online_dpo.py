@@ -106,10 +106,10 @@ def test_pairs_stay_together_in_mini_batches_of_fewer_prompts():
 
     class Watch(OnlineDPOModule):
         def denominator(self, minibatch):
-            sizes.append((len(minibatch), int(minibatch.decided.sum())))
-            assert minibatch.chosen.rollout.prompt_ids.equal(minibatch.rejected.rollout.prompt_ids)
+            sizes.append((len(minibatch), int(minibatch.included.sum())))
+            assert minibatch.first.rollout.prompt_ids.equal(minibatch.second.rollout.prompt_ids)
             assert bool(
-                (minibatch.chosen.reward[minibatch.decided] > minibatch.rejected.reward[minibatch.decided]).all()
+                (minibatch.first.reward[minibatch.included] > minibatch.second.reward[minibatch.included]).all()
             )
             return super().denominator(minibatch)
 

@@ -11,9 +11,30 @@ from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss, covariance, select_largest
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from tests.helpers import assert_close, float64, golden, masks, normal, over_ranks, properties, seeds, with_garbage
+from tests.objectives.paper_loops import Case, over_tokens, ppo
 
 LN2 = math.log(2)
 RECORDED = golden("policy_losses")
+
+
+CASES = {
+    "clip_cov": Case(
+        ClipCovLoss(0.2, 0.1, 0.4, 1.5),
+        TokenMean(),
+        over_tokens(
+            lambda new, old, a, selected_tokens: 0 * new if selected_tokens else ppo(new, old, a, selected_tokens)
+        ),
+    ),
+    "kl_cov": Case(
+        KLCovLoss(kl_coef=0.3),
+        TokenMean(),
+        over_tokens(
+            lambda new, old, a, selected_tokens: (
+                -a * (new - old).exp() + (0.3 * abs(new - old) if selected_tokens else 0)
+            )
+        ),
+    ),
+}
 
 
 def seeded(seed=0):

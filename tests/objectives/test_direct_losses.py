@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.objectives.base import AdvantageInputs
-from lightning_rlhf.objectives.preference_losses import DPOLoss, HingeLoss, IPOLoss, KTOLoss, RobustDPOLoss
+from lightning_rlhf.objectives.preference_losses import DPOLoss, HingeLoss, IPOLoss, KTOLoss, REBELLoss, RobustDPOLoss
 from lightning_rlhf.objectives.preference_pairs import BestAgainstWorst
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
@@ -58,6 +58,41 @@ def test_single_judgements_worked_by_hand():
     losses = KTOLoss(0.5, 2.0, 3.0)(float64([2, -1]), torch.tensor([True, False]), float64(1))
     assert_close(losses, [0.7550813, 0.8068243])
     assert_close(KTOLoss(0.5, 2.0, 3.0)(float64([1, 1]), torch.tensor([True, False]), float64(1)), [1, 1.5])
+
+
+def test_regression_of_rewards_worked_by_hand():
+    # eta 0.5: ((1 + 2) / 0.5 - 4)^2 = 2^2, ((-1 - 1) / 0.5 + 1)^2 = 3^2, and 0 where the policy implies the difference
+    first, second, difference = float64([1, -1, 0.5]), float64([-2, 1, 0]), float64([4, -1, 1])
+    assert_close(REBELLoss(0.5)(first, second, difference), [4, 9, 0])
+    # gradient 2 (...) / eta: 8 and -8, -12 and 12
+    first.requires_grad_(), second.requires_grad_()
+    gradients = torch.autograd.grad(REBELLoss(0.5)(first, second, difference).sum(), [first, second])
+    assert_close(gradients[0], [8, -12, 0])
+    assert_close(gradients[1], [-8, 12, 0])
+    assert REBELLoss() == REBELLoss(eta=1.0)
+
+
+def test_regression_of_rewards_is_that_of_the_authors():
+    # Lines 774 to 777 of src/tldr/rebel.py in ZhaolinGao/REBEL with eta 0.5; their loss is eta^2 times the paper's
+    first, second = float64([0.5, -1.0, 2.0]), float64([-0.25, 0.75, 2.0])
+    difference = float64([1.0, 0.0, 0.3]) - float64([0.0, 1.0, -0.4])
+    assert_close(0.25 * REBELLoss(0.5)(first, second, difference), [0.0625, 1.5625, 0.1225], rtol=1e-12)
+    assert_close(0.25 * REBELLoss(0.5)(first, second, difference).mean(), 0.5825, rtol=1e-12)
+
+
+@properties
+@given(seeds)
+def test_regression_of_rewards_is_a_loop_and_ignores_what_both_responses_share(seed):
+    first, second, rewards, others = (normal(5, seed=seed + i) for i in range(4))
+    expected = [
+        ((a - b) / 0.7 - (r - o)) ** 2
+        for a, b, r, o in zip(first.tolist(), second.tolist(), rewards.tolist(), others.tolist(), strict=True)
+    ]
+    losses = REBELLoss(0.7)(first, second, rewards - others)
+    assert_close(losses, expected, rtol=1e-9)
+    assert_close(REBELLoss(0.7)(first + 3, second + 3, (rewards + 9) - (others + 9)), losses, rtol=1e-9)
+    assert_close(REBELLoss(0.7)(second, first, others - rewards), losses, rtol=1e-9)
+    assert float((REBELLoss(0.7)(second, first, rewards - others) - losses).abs().max()) > 1e-6  # a turned sign
 
 
 @properties
@@ -150,9 +185,11 @@ def test_only_the_difference_of_log_ratios_counts(seed):
 def test_gradients_raise_the_chosen_and_lower_the_rejected_by_as_much(seed):
     chosen, rejected = (normal(4, seed=seed + i).requires_grad_() for i in range(2))
     for loss in EVERY[:1] + EVERY[2:4]:
-        up, down = torch.autograd.grad(loss(chosen, rejected).sum(), [chosen, rejected])
+        losses = loss(chosen, rejected)
+        up, down = torch.autograd.grad(losses.sum(), [chosen, rejected])
         assert_close(up, -down)
-        assert bool((up < 0).all())
+        assert bool(((up < 0) | (losses == 0)).all())  # the hinge loss is 0 beyond its margin, which few pairs reach
+        assert bool((up < 0).any())
 
 
 def test_ipo_is_content_at_its_distance_and_pulls_back_beyond():
@@ -207,6 +244,7 @@ def test_judgements_push_good_answers_up_and_bad_ones_down_and_stay_within_their
         (lambda: DPOLoss(0.0), "beta must be positive, got 0.0"),
         (lambda: DPOLoss(label_smoothing=0.5), r"label_smoothing must lie in \[0, 0.5\), got 0.5"),
         (lambda: RobustDPOLoss(label_smoothing=-0.1), r"label_smoothing must lie in \[0, 0.5\), got -0.1"),
+        (lambda: REBELLoss(0.0), "eta must be positive, got 0.0"),
         (lambda: KTOLoss(desirable_weight=0.0), "desirable_weight must be positive, got 0.0"),
     ],
 )

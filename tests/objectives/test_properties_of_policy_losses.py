@@ -1,169 +1,44 @@
-"""What every policy loss must keep to: its paper's formula, written as loops over responses, and what no batch changes.
+"""Every policy loss is its paper's formula, written as loops over responses, and no batch layout changes it."""
 
-The loops know no mask, no clamp and no tensor of tokens: they multiply the probabilities of a list of tokens, and
-autograd differentiates what they return.
-"""
-
+import importlib
 import math
 import operator
-from collections.abc import Callable
+import pkgutil
 from dataclasses import FrozenInstanceError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_rlhf import objectives
 from lightning_rlhf.objectives.aggregation import (
-    Aggregation,
     SequenceMeanTokenMean,
     SequenceMeanTokenSum,
     TokenMean,
     TokenSum,
 )
 from lightning_rlhf.objectives.base import PolicyLoss
-from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss, KLCovLoss
+from lightning_rlhf.objectives.covariance_policy_losses import KLCovLoss
 from lightning_rlhf.objectives.policy_losses import (
-    CISPOLoss,
-    ClippedPolicyLoss,
-    DPPOBernoulliKLLoss,
-    DPPOTotalVariationLoss,
     DROLoss,
-    ReinforceLoss,
-    SAPOLoss,
 )
-from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, LUSPOLoss, VESPOLoss
-from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
+from tests.helpers import (
+    assert_close,
+    concrete_subclasses,
+    masks,
+    normal,
+    pad_columns,
+    properties,
+    seeds,
+    with_garbage,
+)
+from tests.objectives import test_covariance_policy_losses as covariance
+from tests.objectives import test_sequence_policy_losses as sequence
+from tests.objectives import test_token_policy_losses as token
 
-
-def bounded(value, low, high):
-    return min(max(value, float64(low)), float64(high))
-
-
-def clipped(ratio, a, low, high):
-    return -min(ratio * a, bounded(ratio, 1 - low, 1 + high) * a)
-
-
-def ppo(new, old, a, selected_tokens):
-    loss = clipped((new - old).exp(), a, 0.1, 0.4)
-    return min(loss, -a * 1.5) if a < 0 else loss
-
-
-def cispo(new, old, a, selected_tokens):
-    return -bounded((new.exp() / old.exp()).detach(), 1 - 0.3, 1 + 0.5) * a * new
-
-
-def sapo(new, old, a, selected_tokens):
-    tau = 1.1 if a > 0 else 1.6
-    return -a * (4 / tau) / (1 + (-tau * (new.exp() / old.exp() - 1)).exp())
-
-
-def dppo(diverged, low, high, cap):
-    def of_token(new, old, a, selected_tokens):
-        p, q = math.exp(new.item()), math.exp(old)
-        leaves = p > q and diverged(p, q) > high if a > 0 else p < q and diverged(p, q) > low
-        return 0 * new if leaves else -a * min(p / q, cap) * new
-
-    return of_token
-
-
-def bernoulli_kl(p, q):
-    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-
-
-def gspo(new, old, a, selected_tokens):
-    ratio = math.prod(n.exp() / o.exp() for n, o in zip(new, old, strict=True)) ** (1 / len(new))
-    return clipped(ratio, a[0], 0.05, 0.1)
-
-
-def gmpo(new, old, a, selected_tokens):
-    product = 1.0
-    for n, o in zip(new, old, strict=True):
-        ratio = n.exp() / o.exp()
-        product = product * (bounded(ratio, 0, math.exp(0.4)) if a[0] > 0 else bounded(ratio, math.exp(-0.3), math.inf))
-    return -a[0] * product ** (1 / len(new))
-
-
-def vespo(new, old, a, selected_tokens):
-    whole = math.prod((n.exp() / o.exp()).item() for n, o in zip(new, old, strict=True))
-    k, decay = (2.0, 3.0) if a[0] >= 0 else (3.0, 2.0)
-    return -(whole**k) * math.exp(decay * (1 - whole)) * a[0] * sum(new)
-
-
-def over_tokens(of_token):
-    """The mean over all tokens."""
-
-    def of_batch(responses):
-        losses = [of_token(*token) for response in responses for token in zip(*response, strict=True)]
-        return sum(losses) / max(len(losses), 1)
-
-    return of_batch
-
-
-def over_responses(of_response):
-    """The mean over responses that have a token."""
-
-    def of_batch(responses):
-        return sum(of_response(*response) for response in responses) / max(len(responses), 1)
-
-    return of_batch
-
-
-def of_mean_token(of_token):
-    """A response's loss: the mean of its tokens'."""
-    return lambda *response: sum(of_token(*token) for token in zip(*response, strict=True)) / len(response[0])
-
-
-class Case(NamedTuple):
-    loss: PolicyLoss
-    aggregation: Aggregation
-    paper: Callable[[list[Any]], Any]
-    whole: bool = False  # one advantage for a response
-
-
-CASES = {
-    "ppo": Case(ClippedPolicyLoss(0.2, 0.1, 0.4, 1.5), TokenMean(), over_tokens(ppo)),
-    "reinforce": Case(ReinforceLoss(), TokenMean(), over_tokens(lambda new, old, a, selected_tokens: -a * new)),
-    "cispo": Case(CISPOLoss(0.3, 0.5), TokenMean(), over_tokens(cispo)),
-    "sapo": Case(SAPOLoss(1.1, 1.6), SequenceMeanTokenMean(), over_responses(of_mean_token(sapo))),
-    "dro": Case(
-        DROLoss(0.7),
-        TokenMean(),
-        over_tokens(lambda new, old, a, selected_tokens: -(new * a - 0.7 / 2 * (new - old) ** 2)),
-    ),
-    "dppo_tv": Case(
-        DPPOTotalVariationLoss(0.05, 0.1, 1.3), TokenMean(), over_tokens(dppo(lambda p, q: abs(p - q), 0.05, 0.1, 1.3))
-    ),
-    "dppo_kl": Case(
-        DPPOBernoulliKLLoss(0.01, 0.03, 1.3), TokenMean(), over_tokens(dppo(bernoulli_kl, 0.01, 0.03, 1.3))
-    ),
-    "gspo": Case(GSPOLoss(0.05, 0.1), SequenceMeanTokenMean(), over_responses(gspo), whole=True),
-    "luspo": Case(
-        LUSPOLoss(0.05, 0.1),
-        SequenceMeanTokenSum(),
-        over_responses(lambda new, *rest: len(new) * gspo(new, *rest)),
-        whole=True,
-    ),
-    "gmpo": Case(GMPOLoss(0.3, 0.4), SequenceMeanTokenMean(), over_responses(gmpo), whole=True),
-    "vespo": Case(VESPOLoss(), SequenceMeanTokenSum(), over_responses(vespo), whole=True),
-    "clip_cov": Case(
-        ClipCovLoss(0.2, 0.1, 0.4, 1.5),
-        TokenMean(),
-        over_tokens(
-            lambda new, old, a, selected_tokens: 0 * new if selected_tokens else ppo(new, old, a, selected_tokens)
-        ),
-    ),
-    "kl_cov": Case(
-        KLCovLoss(kl_coef=0.3),
-        TokenMean(),
-        over_tokens(
-            lambda new, old, a, selected_tokens: (
-                -a * (new - old).exp() + (0.3 * abs(new - old) if selected_tokens else 0)
-            )
-        ),
-    ),
-}
+CASES = token.CASES | sequence.CASES | covariance.CASES
 every_loss = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -365,3 +240,9 @@ def test_only_the_covariance_losses_choose_tokens():
 
 def test_only_the_plain_policy_gradient_has_no_ratio():
     assert [name for name, case in CASES.items() if not case.loss.uses_ratio] == ["reinforce"]
+
+
+def test_every_policy_loss_has_a_case():
+    for module in pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."):
+        importlib.import_module(module.name)
+    assert set(concrete_subclasses(PolicyLoss)) == {type(case.loss) for case in CASES.values()}

@@ -7,11 +7,50 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, LUSPOLoss, VESPOLoss
+from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, LUSPOLoss, TOPRLoss, VESPOLoss
 from tests.helpers import assert_close, float64, golden, masks, normal, properties, seeds
+from tests.objectives.paper_loops import Case, bounded, clipped, over_responses
 
 LN2, LN3 = math.log(2), math.log(3)
 RECORDED = golden("policy_losses")
+
+
+def gspo(new, old, a, selected_tokens):
+    ratio = math.prod(n.exp() / o.exp() for n, o in zip(new, old, strict=True)) ** (1 / len(new))
+    return clipped(ratio, a[0], 0.05, 0.1)
+
+
+def gmpo(new, old, a, selected_tokens):
+    product = 1.0
+    for n, o in zip(new, old, strict=True):
+        ratio = n.exp() / o.exp()
+        product = product * (bounded(ratio, 0, math.exp(0.4)) if a[0] > 0 else bounded(ratio, math.exp(-0.3), math.inf))
+    return -a[0] * product ** (1 / len(new))
+
+
+def vespo(new, old, a, selected_tokens):
+    whole = math.prod((n.exp() / o.exp()).item() for n, o in zip(new, old, strict=True))
+    k, decay = (2.0, 3.0) if a[0] >= 0 else (3.0, 2.0)
+    return -(whole**k) * math.exp(decay * (1 - whole)) * a[0] * sum(new)
+
+
+def topr(new, old, a, selected_tokens):
+    whole = math.prod((n.exp() / o.exp()).item() for n, o in zip(new, old, strict=True))
+    return -(1.0 if a[0] >= 0 else min(whole, 1.0)) * a[0] * sum(new)
+
+
+CASES = {
+    "gspo": Case(GSPOLoss(0.05, 0.1), SequenceMeanTokenMean(), over_responses(gspo), whole=True),
+    "luspo": Case(
+        LUSPOLoss(0.05, 0.1),
+        SequenceMeanTokenSum(),
+        over_responses(lambda new, *rest: len(new) * gspo(new, *rest)),
+        whole=True,
+    ),
+    "gmpo": Case(GMPOLoss(0.3, 0.4), SequenceMeanTokenMean(), over_responses(gmpo), whole=True),
+    "vespo": Case(VESPOLoss(), SequenceMeanTokenSum(), over_responses(vespo), whole=True),
+    "topr": Case(TOPRLoss(), SequenceMeanTokenSum(), over_responses(topr), whole=True),
+}
 
 
 def call(objective, log_ratios, advantages, mask, aggregation):
@@ -127,6 +166,47 @@ def test_vespo_takes_a_response_far_from_the_old_policy_as_20_nats_away(old, exp
         torch.zeros(1, 4), torch.full((1, 4), old), torch.ones(1, 4), torch.ones(1, 4).bool()
     )[1]["sequence_weight"]
     assert_close(weight, [[math.exp(expected)] * 4], rtol=1e-6)  # 40 nats would be e^-4, and 0
+
+
+def test_topr_of_a_case_worked_by_hand():
+    # W = 2 * 3/2 = 3 and 1/2 * 2/3 = 1/3. A = 2 and 0 have the weight 1 whatever W is; A = -2 has min(3, 1) and 1/3.
+    # Losses -w A logprob with logprobs ln 2 - 1 and ln 1.5 - 1, or -ln 2 - 1 and -ln 1.5 - 1
+    more, less = [LN2, 9, LN3 - LN2], [-LN2, 9, LN2 - LN3]
+    log_ratios, mask = [more, less, more, less, more], [[1, 0, 1]] * 5
+    losses, gradient, diagnostics = call(TOPRLoss(), log_ratios, [2, 2, -2, -2, 0], mask, SequenceMeanTokenSum())
+    weight = float64([1, 1, 1, 1 / 3, 1]).unsqueeze(1)
+    slope = weight * float64([[-2], [-2], [2], [2], [0]])
+    assert_close(losses[:, [0, 2]], slope * (float64(log_ratios)[:, [0, 2]] - 1))
+    assert_close(gradient, slope * float64([[1, 0, 1]]) / 5)
+    assert_close(diagnostics["sequence_weight"][:, [0, 2]], weight.expand(5, 2))
+
+
+def test_topr_is_that_of_trinity_rft():
+    # TOPRPolicyLossFn of modelscope/Trinity-RFT (November 2026), which truncates the ratio of each number that it gets,
+    # called with each response's summed log-probabilities: loss and gradient of the mean over responses.
+    logprobs = float64([[-0.5, -1.25, -0.75], [-2.0, -0.25, -9.0], [-0.5, -0.125, -1.5]]).requires_grad_()
+    old = float64([[-1.0, -1.0, -1.5], [-0.75, -1.0, -9.0], [-1.0, -1.0, -1.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    advantages = float64([2.0, -3.0, -0.5]).unsqueeze(1).expand(3, 3)
+    losses, diagnostics = TOPRLoss()(logprobs, old, advantages, mask)
+    loss = losses.masked_fill(~mask, 0).sum() / 3
+    assert_close(loss, -0.05219398435342507, rtol=1e-12)
+    assert_close(diagnostics["sequence_weight"][:, 0].mean(), 0.8688435532375444, rtol=1e-12)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    weight = 0.8688435532375444 * 3 - 2  # of the second response: the other two have 1
+    assert_close(gradient, [[-2 / 3] * 3, [weight, weight, 0], [0.5 / 3] * 3], rtol=1e-12)
+
+
+@pytest.mark.parametrize("old", [-10.0, 10.0])
+def test_topr_of_a_response_far_from_the_old_policy(old):
+    logprobs = torch.zeros(2, 4, requires_grad=True)
+    losses, diagnostics = TOPRLoss()(
+        logprobs, torch.full((2, 4), old), torch.tensor([[1.0] * 4, [-1.0] * 4]), torch.ones(2, 4).bool()
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    negative = 1.0 if old < 0 else math.exp(-40)
+    assert_close(diagnostics["sequence_weight"][:, 0], [1.0, negative], rtol=1e-6)
+    assert_close(gradient[:, 0], [-1.0, negative], rtol=1e-6)
 
 
 @pytest.mark.parametrize("objective", [GSPOLoss(0.1, 0.2), LUSPOLoss(0.1, 0.2), GMPOLoss()])

@@ -17,9 +17,51 @@ from lightning_rlhf.objectives.policy_losses import (
     policy_inputs,
 )
 from tests.helpers import assert_close, float64, golden
+from tests.objectives.paper_loops import Case, bounded, of_mean_token, over_responses, over_tokens, ppo
 
 LN2, LN3 = math.log(2), math.log(3)
 RECORDED = golden("policy_losses")
+
+
+def cispo(new, old, a, selected_tokens):
+    return -bounded((new.exp() / old.exp()).detach(), 1 - 0.3, 1 + 0.5) * a * new
+
+
+def sapo(new, old, a, selected_tokens):
+    tau = 1.1 if a > 0 else 1.6
+    return -a * (4 / tau) / (1 + (-tau * (new.exp() / old.exp() - 1)).exp())
+
+
+def dppo(diverged, low, high, cap):
+    def of_token(new, old, a, selected_tokens):
+        p, q = math.exp(new.item()), math.exp(old)
+        leaves = p > q and diverged(p, q) > high if a > 0 else p < q and diverged(p, q) > low
+        return 0 * new if leaves else -a * min(p / q, cap) * new
+
+    return of_token
+
+
+def bernoulli_kl(p, q):
+    return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+
+
+CASES = {
+    "ppo": Case(ClippedPolicyLoss(0.2, 0.1, 0.4, 1.5), TokenMean(), over_tokens(ppo)),
+    "reinforce": Case(ReinforceLoss(), TokenMean(), over_tokens(lambda new, old, a, selected_tokens: -a * new)),
+    "cispo": Case(CISPOLoss(0.3, 0.5), TokenMean(), over_tokens(cispo)),
+    "sapo": Case(SAPOLoss(1.1, 1.6), SequenceMeanTokenMean(), over_responses(of_mean_token(sapo))),
+    "dro": Case(
+        DROLoss(0.7),
+        TokenMean(),
+        over_tokens(lambda new, old, a, selected_tokens: -(new * a - 0.7 / 2 * (new - old) ** 2)),
+    ),
+    "dppo_tv": Case(
+        DPPOTotalVariationLoss(0.05, 0.1, 1.3), TokenMean(), over_tokens(dppo(lambda p, q: abs(p - q), 0.05, 0.1, 1.3))
+    ),
+    "dppo_kl": Case(
+        DPPOBernoulliKLLoss(0.01, 0.03, 1.3), TokenMean(), over_tokens(dppo(bernoulli_kl, 0.01, 0.03, 1.3))
+    ),
+}
 
 
 def call(objective, logprobs, old_logprobs, advantages):

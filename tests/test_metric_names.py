@@ -30,6 +30,7 @@ from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.policy_losses import DROLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
@@ -92,7 +93,7 @@ def dynamic_sampling(directory):
 def policy_losses(directory):
     found = {}
     for kind in concrete_subclasses(PolicyLoss):
-        loss = kind(beta=0.5) if kind is losses.DROLoss else kind()
+        loss = kind(beta=0.5) if kind is DROLoss else kind()
         found |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
     return found
 

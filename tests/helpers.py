@@ -1,6 +1,9 @@
 """What several tests share: a strict comparison, simulated ranks, recorded numbers, small random batches."""
 
+import importlib
+import inspect
 import json
+import pkgutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_rlhf import objectives
 from lightning_rlhf.data_ranks import DataRanks
 
 T = TypeVar("T")
@@ -118,9 +122,11 @@ def pad_columns(tensor: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, columns))
 
 
-def concrete_subclasses(kind):
-    """Yield the classes of the library that derive from ``kind`` and can be instantiated."""
-    for child in kind.__subclasses__():
-        yield from concrete_subclasses(child)
-        if child.__module__.startswith("lightning_rlhf.") and not getattr(child, "__abstractmethods__", None):
-            yield child
+def concrete_objectives(kind):
+    """Return the classes of lightning_rlhf.objectives that derive from ``kind`` and can be instantiated."""
+    classes = {}
+    for module in pkgutil.iter_modules(objectives.__path__, "lightning_rlhf.objectives."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if isinstance(value, type) and issubclass(value, kind) and not inspect.isabstract(value):
+                classes[name] = value
+    return list(classes.values())

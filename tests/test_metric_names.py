@@ -35,7 +35,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
-from tests.helpers import concrete_subclasses
+from tests.helpers import concrete_objectives
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,7 +92,7 @@ def dynamic_sampling(directory):
 
 def policy_losses(directory):
     found = {}
-    for kind in concrete_subclasses(PolicyLoss):
+    for kind in concrete_objectives(PolicyLoss):
         loss = kind(beta=0.5) if kind is DROLoss else kind()
         found |= fit(RLHFModule(TinyModel(), policy_loss=loss, minibatch_size=4), [rollout()]).callback_metrics
     return found

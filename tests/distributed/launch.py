@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+import unittest.mock
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,41 +60,58 @@ def run_ranks(
     Raises:
         RuntimeError: a rank failed or took too long; the message holds the output of the first that failed.
     """
-    port, environment = free_port(), environment or {}
-    # So many processes on so few cores: one thread each.
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default", **environment}
+    port = free_port()
+    fork = _fork_server()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tests.distributed.launch", folder, function, json.dumps(arguments)]
         processes = []
         for rank in range(ranks):
-            with Path(folder, f"{rank}.log").open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=folder,
-                        env={**base, **rank_environment(rank, ranks, port)},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+            variables = {**os.environ, **rank_environment(rank, ranks, port), **(environment or {})}
+            process = fork.Process(target=_rank, args=(folder, function, json.dumps(arguments), variables))
+            process.start()
+            processes.append(process)
         try:
             failed = _first_failure(processes, time.monotonic() + seconds)
         finally:
             for process in processes:
-                if process.poll() is None:
+                if process.exitcode is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.join()
         if failed is not None:
             log = Path(folder, f"{failed}.log").read_text(errors="replace")
-            code = processes[failed].returncode
+            code = processes[failed].exitcode
             raise RuntimeError(f"rank {failed} of {ranks} ended with {code} in {function}:\n{log[-6000:]}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _first_failure(processes: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
+@functools.cache
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """Start a process that has imported the library; ranks are forked from it instead of importing it each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.preload"])
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # so many processes on so few cores: one thread each
+    with unittest.mock.patch.dict(os.environ, variables):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _rank(folder: str, function: str, arguments: str, variables: dict[str, str]) -> None:
+    """Be one rank: its own session, output and environment; the result becomes a file."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    output = os.open(f"{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    warnings.simplefilter("default")
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
+    Path(folder, f"{variables['RANK']}.json").write_text(json.dumps(result))
+
+
+def _first_failure(processes: list[multiprocessing.context.ForkServerProcess], deadline: float) -> int | None:
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         for rank, code in enumerate(codes):
             if code not in (None, 0):
                 return rank
@@ -100,13 +120,3 @@ def _first_failure(processes: list[subprocess.Popen[bytes]], deadline: float) ->
         if time.monotonic() > deadline:
             return codes.index(None)
         time.sleep(0.05)
-
-
-def _main(folder: str, function: str, arguments: str) -> None:
-    module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(result))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -66,9 +66,7 @@ def built(tmp_path_factory):
     """What each of two ranks says of building models."""
     folder = tmp_path_factory.mktemp("model")
     TinyModel(seed=5).causal().save_pretrained(folder)
-    # What is freed goes back to the system at once, so that what is resident is what is in use.
-    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder), environment=environment)
+    return run_ranks("tests.distributed.fsdp_ranks:build", 2, str(folder))
 
 
 # -- the numbers of one process ---------------------------------------------------------------------------------------

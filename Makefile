@@ -8,6 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Models as small as those of quickstart and tests are fastest on one thread; your own value wins.
 OMP_NUM_THREADS ?= 1
+# Two processes run the tests; PARALLEL= runs them in one.
+PARALLEL ?= --numprocesses 2 --dist loadgroup
 export PYTHON DEVICE OMP_NUM_THREADS
 
 .PHONY: help install quickstart test test-all test-gpu lint lock clean
@@ -24,10 +26,10 @@ quickstart: install  ## a supervised model, a reward model, then PPO: minutes on
 	$(BIN)/lightning-rlhf fit --config configs/quickstart/ppo.yaml
 
 test: install  ## the tests that are quick and need no GPU; ARGS="-k ppo -x" goes to pytest
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL) $(ARGS)
 
 test-all: install  ## all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
 test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 	$(BIN)/lightning-rlhf doctor --try

@@ -10,6 +10,9 @@ import torch
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.stand_ins import TinyModel
 
+# Folders whose tests share engines, or the process that ranks and runs are forked from.
+ONE_WORKER = ("rollout", "distributed", "faults")
+
 # What Lightning says of every small Trainer; an ``error`` in setup.cfg would make it fail the test.
 _NOISE = (
     r"ignore:You defined a `validation_step` but have no `val_dataloader`",
@@ -21,6 +24,13 @@ def pytest_configure(config):
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hints about hardware are no news
     for line in _NOISE:
         config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_modifyitems(items):
+    """Keep tests that share fixtures on one worker of pytest-xdist: those of a file, and those of some folders."""
+    for item in items:
+        folder, _, file = item.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
+        item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_WORKER else f"{folder}/{file}"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.batching.packing import pack
+from lightning_rlhf.batching.sequences import pack
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 

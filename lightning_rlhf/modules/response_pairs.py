@@ -15,11 +15,10 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import SummedLoss
 from lightning_rlhf.objectives.aggregation import TokenMean
 from lightning_rlhf.objectives.base import AdvantageEstimator, approx_kl, log_ratio_of
-from lightning_rlhf.objectives.group_advantages import GRPO
+from lightning_rlhf.objectives.group_advantages import GRPO, BestAgainstWorst
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss, REBELLoss
-from lightning_rlhf.objectives.preference_pairs import BestAgainstWorst
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Experience, Rollout
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
-from lightning_rlhf.functional.masked import masked_whiten
-from lightning_rlhf.functional.returns import discounted_sums
+from lightning_rlhf.functional.masked import discounted_sums, masked_whiten
 from lightning_rlhf.functional.segments import segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 

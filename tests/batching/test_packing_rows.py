@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.batching.packing import pack
+from lightning_rlhf.batching.sequences import pack
 from tests.helpers import properties
 
 

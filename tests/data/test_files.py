@@ -217,8 +217,12 @@ def test_a_url_of_a_kind_that_nobody_knows_is_said_in_one_sentence():
     ("name", "content", "told"),
     [
         ("x.jsonl.gz", b'{"a": 1}\n', "Not a gzipped file"),
-        ("x.csv.gz", gzip.compress(b"a,b\n" * 99)[:-9], "Compressed file ended before the end-of-stream marker"),
-        ("x.jsonl", gzip.compress(b'{"a": 1}\n'), "it is compressed by gzip: rename it to 'x.jsonl.gz'"),
+        (
+            "x.csv.gz",
+            gzip.compress(b"a,b\n" * 99, mtime=0)[:-9],
+            "Compressed file ended before the end-of-stream marker",
+        ),
+        ("x.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), "it is compressed by gzip: rename it to 'x.jsonl.gz'"),
         ("x.csv", "a,b\n1,2\n".encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
         ("x.jsonl", '{"a": 1}'.encode("utf-16"), "it is encoded as UTF-16: save it as UTF-8"),
         ("x.csv", b"question;answer\nq;a\n", "its header 'question;answer' is one cell; separate cells by comm"),

@@ -20,8 +20,8 @@ from lightning_rlhf.objectives.aggregation import (
 )
 from lightning_rlhf.objectives.base import AdvantageEstimator, PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.objectives.preference_pairs import BestAgainstWorst
 from tests.helpers import concrete_objectives
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer, responses, rollout_of
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.objectives.base import AdvantageInputs
+from lightning_rlhf.objectives.group_advantages import BestAgainstWorst
 from lightning_rlhf.objectives.preference_losses import DPOLoss, HingeLoss, IPOLoss, KTOLoss, REBELLoss, RobustDPOLoss
-from lightning_rlhf.objectives.preference_pairs import BestAgainstWorst
 from tests.helpers import assert_close, float64, golden, normal, properties, seeds
 
 RECORDED = golden("preferences")

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
+from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies import registry  # noqa: F401
 from lightning_rlhf.strategies.deepspeed.config import configuration, of_role, with_bucket
 from lightning_rlhf.strategies.deepspeed.strategy import RLHFDeepSpeedStrategy
-from lightning_rlhf.strategies.layers import layers
 from tests.stand_ins import TinyModel
 
 ROOT = Path(__file__).resolve().parents[2]

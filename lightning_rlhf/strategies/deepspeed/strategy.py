@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
+from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
 from lightning_rlhf.strategies.deepspeed.config import configuration, of_role, with_bucket
@@ -30,7 +31,6 @@ from lightning_rlhf.strategies.deepspeed.private import gradient_norm, set_clipp
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.extension_builds import await_builds
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
-from lightning_rlhf.strategies.layers import layers
 
 
 class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedStrategy):

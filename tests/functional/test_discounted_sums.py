@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.functional.returns import discounted_sums
+from lightning_rlhf.functional.masked import discounted_sums
 from tests.helpers import assert_close, float64, masks, normal, pad_columns, properties, seeds, with_garbage
 
 

@@ -12,7 +12,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 2 --dist loadgroup
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all test-gpu lint lock clean
+.PHONY: help install quickstart test test-all test-gpu mutants lint lock clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -34,6 +34,9 @@ test-all: install  ## all tests that need no GPU
 test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 	$(BIN)/lightning-rlhf doctor --try
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: install  ## style, types and spelling
 	$(BIN)/ruff check .

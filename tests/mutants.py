@@ -1,0 +1,194 @@
+"""Mutation test of the mathematics: change one operator, constant or call at a time and see whether a test fails.
+
+    make mutants                                   all of objectives/ and functional/, which takes hours
+    make mutants ARGS="--every 10"                 every tenth mutant
+    make mutants ARGS="objectives/kl_controllers.py"
+
+A mutant is a fork of a process that has imported torch and pytest; it replaces the module while it is imported, so that
+no file changes. The tests of a module are those that import it.
+"""
+
+import argparse
+import ast
+import copy
+import functools
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import hypothesis  # noqa: F401
+import lightning.pytorch  # noqa: F401
+import pytest
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "lightning_rlhf"
+FOLDERS = ("functional", "objectives")
+SECONDS = 120  # of one mutant, after which it counts as killed
+
+OPERATORS = {
+    ast.Add: [ast.Sub], ast.Sub: [ast.Add], ast.Mult: [ast.Div], ast.Div: [ast.Mult], ast.Pow: [ast.Mult],
+    ast.BitAnd: [ast.BitOr], ast.BitOr: [ast.BitAnd], ast.FloorDiv: [ast.Mult], ast.Mod: [ast.Mult],
+    ast.Lt: [ast.LtE, ast.GtE], ast.LtE: [ast.Lt, ast.Gt], ast.Gt: [ast.GtE, ast.LtE], ast.GtE: [ast.Gt, ast.Lt],
+    ast.Eq: [ast.NotEq], ast.NotEq: [ast.Eq], ast.And: [ast.Or], ast.Or: [ast.And],
+}  # fmt: skip
+OTHER_CALL = {
+    "maximum": "minimum", "minimum": "maximum", "max": "min", "min": "max", "amax": "amin", "amin": "amax",
+    "argmax": "argmin", "argmin": "argmax", "sum": "mean", "mean": "sum", "exp": "expm1", "zeros_like": "ones_like",
+    "zeros": "ones",
+}  # fmt: skip
+LEFT_OUT = {"detach", "masked_fill", "clamp", "abs", "sqrt", "unsqueeze", "cumsum", "flip"}
+
+
+def mutations(node):
+    """Yield (description, replacement) of each change of one node."""
+    text = ast.unparse(node)[:60]
+    if isinstance(node, ast.BinOp):
+        for kind in OPERATORS.get(type(node.op), []):
+            yield f"{text}: {kind.__name__}", ast.BinOp(node.left, kind(), node.right)
+        yield f"{text}: left operand", node.left
+        yield f"{text}: right operand", node.right
+    elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for kind in OPERATORS.get(type(node.ops[0]), []):
+            yield f"{text}: {kind.__name__}", ast.Compare(node.left, [kind()], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        (kind,) = OPERATORS[type(node.op)]
+        yield f"{text}: {kind.__name__}", ast.BoolOp(kind(), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert | ast.Not):
+        yield f"{text}: without {type(node.op).__name__}", node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{text}: {not node.value}", ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield f"{text}: + 1", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield f"{text}: branches exchanged", ast.IfExp(node.test, node.orelse, node.body)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        if name in OTHER_CALL:
+            function = ast.Attribute(node.func.value, OTHER_CALL[name], node.func.ctx)
+            yield f"{text}: {OTHER_CALL[name]}", ast.Call(function, node.args, node.keywords)
+        if name in LEFT_OUT and ast.unparse(node.func.value) != "torch":
+            yield f"{text}: without {name}", node.func.value
+
+
+def sites(tree):
+    """Yield the nodes that may change: not annotations, messages of errors, texts, or decorators."""
+    skipped = set()
+    for node in ast.walk(tree):
+        parts = [getattr(node, name, None) for name in ("annotation", "returns", "decorator_list", "exc")]
+        if isinstance(node, ast.JoinedStr):
+            parts.append(node)
+        for part in parts:
+            for inner in part if isinstance(part, list) else [part] if isinstance(part, ast.AST) else []:
+                skipped |= {id(child) for child in ast.walk(inner)}
+    for node in ast.walk(tree):
+        if id(node) not in skipped:
+            yield node
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, number, new):
+        self.number, self.new = number, new
+
+    def visit(self, node):
+        if getattr(node, "number", None) == self.number:
+            return ast.copy_location(self.new, node)
+        return self.generic_visit(node)
+
+
+def mutants(path):
+    """Yield (line, description, source) of every mutant of a file."""
+    tree = ast.parse(path.read_text())
+    for number, node in enumerate(ast.walk(tree)):
+        node.number = number
+    for node in list(sites(tree)):
+        for description, new in mutations(node):
+            mutant = _Replace(node.number, copy.deepcopy(new)).visit(copy.deepcopy(tree))
+            yield node.lineno, description, ast.unparse(ast.fix_missing_locations(mutant))
+
+
+class _Importer(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports one module from a changed source."""
+
+    def __init__(self, name, path, source):
+        self.name, self.path, self.source = name, path, source
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self, origin=str(self.path)) if name == self.name else None
+
+    def get_source(self, name):
+        return self.source
+
+
+def tests_of(path):
+    """Return the test files that import a module, those named after it first."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    folder, _, stem = name.rpartition(".")
+    files = []
+    for file in sorted([*ROOT.glob("tests/objectives/test_*.py"), *ROOT.glob("tests/functional/test_*.py")]):
+        text = file.read_text()
+        if name in text or f"from {folder} import {stem}" in text:
+            files.append(str(file))
+    # An objective that imports a function of functional/ tests it as well.
+    return sorted(files, key=lambda file: stem not in file)
+
+
+def survives(path, tests, source):
+    """Run the tests with one mutant; True if all pass in time."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        sys.meta_path.insert(0, _Importer(name, path, source))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not slow and not gpu"]
+        code = pytest.main([*options, *tests])
+        os._exit(int(code))
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="files below lightning_rlhf/; all of functional/ and objectives/")
+    parser.add_argument("--every", type=int, default=1, help="try one mutant of so many")
+    parser.add_argument("--processes", type=int, default=2, help="mutants at a time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    paths = [PACKAGE / file for file in arguments.files]
+    paths = paths or [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("[a-z]*.py"))]
+    tried = alive = 0
+    for path in paths:
+        tests = tests_of(path)
+        if not survives(path, tests, path.read_text()):
+            raise SystemExit(f"the tests of {path} fail without a change: {' '.join(tests)}")
+        chosen = list(mutants(path))[:: arguments.every]
+        with ThreadPoolExecutor(arguments.processes) as pool:
+            outcomes = list(pool.map(functools.partial(survives, path, tests), [source for _, _, source in chosen]))
+        survivors = [mutant for mutant, survived in zip(chosen, outcomes, strict=True) if survived]
+        tried += len(chosen)
+        alive += len(survivors)
+        print(f"{path.relative_to(PACKAGE)}: {len(chosen)} mutants, {len(chosen) - len(survivors)} killed", flush=True)
+        for line, description, _ in survivors:
+            print(f"    line {line} survives: {description}", flush=True)
+    print(f"all: {tried} mutants, {tried - alive} killed ({(tried - alive) / max(tried, 1):.1%})")
+
+
+if __name__ == "__main__":
+    main()

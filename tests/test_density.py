@@ -15,7 +15,6 @@ PENDING = (
     "lightning_rlhf/__main__.py",
     "lightning_rlhf/callbacks/",
     "lightning_rlhf/cli/",
-    "lightning_rlhf/planning/",
     "callbacks/",
 )
 

@@ -29,25 +29,14 @@ _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
 
 
 class Gradients(NamedTuple):
-    """Bytes of a role's gradients.
-
-    Attributes:
-        always: bytes allocated throughout the run.
-        update: additional bytes while the role is updated.
-    """
+    """Bytes of gradients that always exist, and of those that exist while the role is updated."""
 
     always: int
     update: int
 
 
 class Gathered(NamedTuple):
-    """Bytes of weights and gradients that exist only while a role computes.
-
-    Attributes:
-        at_loss: bytes when the loss is computed.
-        in_layer: bytes while the backward pass is in a layer.
-        at_end: bytes at the end of the backward pass.
-    """
+    """Bytes when the loss is computed, while the backward pass is in a layer, and at its end."""
 
     at_loss: int
     in_layer: int
@@ -79,40 +68,29 @@ class Shard:
         """Bytes per element."""
         return precision(self.strategy, self.role.dtype, self.mixed)
 
-    @property
-    def weight_elements(self) -> int:
-        """Number of parameters that the rank stores."""
+    @cached_property
+    def elements(self) -> tuple[int, int]:
+        """Number of parameters that the rank stores, and of those whose optimizer state it stores."""
         role, strategy = self.role, self.strategy
+        parameters = role.model.parameters
         if strategy.kind == "fsdp":
-            stored = partition.fsdp_elements(role.model.parameters, self.ranks, strategy.tensor_parallel_size)
+            stored = trained = partition.fsdp_elements(parameters, self.ranks, strategy.tensor_parallel_size)
         elif strategy.stage == 3:
-            stored = partition.zero3_elements(role.model.parameters, self.ranks, strategy.zero.persistent)
+            stored = partition.zero3_elements(parameters, self.ranks, strategy.zero.persistent)
+            trained = partition.zero3_elements(parameters, self.ranks)
         else:
             stored = role.model.elements
-        if not role.lora_rank:
-            return stored
-        return stored + (self._adapter_elements if strategy.shards_weights else role.adapters)
+            trained = partition.flat_elements(stored, self.ranks) if strategy.kind == "zero" else stored
+        if role.lora_rank:
+            sharded = strategy.kind in ("fsdp", "zero")
+            trained = partition.flat_elements(role.adapters, self.ranks) if sharded else role.adapters
+            stored += trained if strategy.shards_weights else role.adapters
+        return stored, trained if role.trained else 0
 
     @property
     def trained_elements(self) -> int:
         """Number of parameters whose optimizer state the rank stores."""
-        role, strategy = self.role, self.strategy
-        if not role.trained:
-            return 0
-        if role.lora_rank:
-            return self._adapter_elements
-        if strategy.kind == "fsdp":
-            return partition.fsdp_elements(role.model.parameters, self.ranks, strategy.tensor_parallel_size)
-        if strategy.stage == 3:
-            return partition.zero3_elements(role.model.parameters, self.ranks)
-        if strategy.kind == "zero":
-            return partition.flat_elements(role.model.elements, self.ranks)
-        return role.model.elements
-
-    @property
-    def _adapter_elements(self) -> int:
-        sharded = self.strategy.kind in ("fsdp", "zero")
-        return partition.flat_elements(self.role.adapters, self.ranks) if sharded else self.role.adapters
+        return self.elements[1]
 
     def resting(self) -> Counter[str]:
         """Compute the bytes of parameters and optimizer state, on the GPU or in host memory.
@@ -123,10 +101,9 @@ class Shard:
 
         See Rajbhandari et al. 2020, section 5.
         """
+        stored, trained = self.elements
         state = 2 * self.precision.moment + self.precision.master
-        return Counter(
-            {PARAMETERS: self.precision.weights * self.weight_elements, OPTIMIZER: state * self.trained_elements}
-        )
+        return Counter({PARAMETERS: self.precision.weights * stored, OPTIMIZER: state * trained})
 
     def gradients(self, micro_batches: int) -> Gradients:
         """Compute the bytes of a trained role's gradients.

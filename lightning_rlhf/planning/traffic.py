@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.memory import Shard
-from lightning_rlhf.planning.setup import Role, Run
+from lightning_rlhf.planning.setup import Role, Run, Work
 
 FORWARD = "weights gathered, forward"
 BACKWARD = "weights gathered, backward"
@@ -62,121 +62,107 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
     ranks = run.ranks(gpus)
     sent = Counter[str]()
     for role in run.roles:
-        exchange = _Exchange(role, run, ranks)
-        sent += exchange.weights()
-        sent += exchange.gradients()
-        sent[TENSORS] += exchange.tensors()
+        shard = Shard(role, run.strategy, ranks, run.work.mixed)
+        counts = _counts(role, run.work, ranks)
+        sent += _weights(shard, counts)
+        if role.trained:
+            sent += _gradients(shard, counts)
+        sent[TENSORS] += _tensors(shard, counts, run.work)
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
-                size = exchange.shard.precision.weights * exchange.padded * run.strategy.tensor_parallel_size
+                size = shard.precision.weights * _padded_elements(shard) * run.strategy.tensor_parallel_size
                 sent[PUSH] += all_gather(size, gpus)
             sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
     return +sent
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Communication of one role in a step.
+class _Counts:
+    """Numbers of a role's passes in a step.
 
     Args:
-        role: the model.
-        run: run to plan.
-        ranks: number of data-parallel ranks.
+        evaluations: micro-batches without a backward pass.
+        trained: micro-batches with a backward pass.
+        updates: optimizer steps.
     """
 
-    role: Role
-    run: Run
-    ranks: int
+    evaluations: int
+    trained: int
+    updates: int
 
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.role, self.run.strategy, self.ranks, self.run.work.mixed)
 
-    @property
-    def evaluations(self) -> int:
-        """Micro-batches without a backward pass."""
-        role, work = self.role, self.run.work
-        evaluates = {"actor": work.evaluates_old, "critic": True}
-        passes = int(evaluates.get(role.name, not role.trained))
-        passes += role.is_reference_too
-        if work.evaluates_mismatched:
-            passes += 1 + role.is_reference_too
-        return passes * work.micro_batches(work.responses, self.ranks)
+def _counts(role: Role, work: Work, ranks: int) -> _Counts:
+    """Count the passes of a role in a step."""
+    is_evaluated = {"actor": work.evaluates_old, "critic": True}.get(role.name, not role.trained)
+    evaluations = is_evaluated + role.is_reference_too
+    if work.evaluates_mismatched:
+        evaluations += 1 + role.is_reference_too
+    updates = work.update_epochs * -(-work.responses // work.minibatch_size) if role.trained else 0
+    return _Counts(
+        evaluations=evaluations * work.micro_batches(work.responses, ranks),
+        trained=updates * work.micro_batches(work.minibatch_size, ranks),
+        updates=updates,
+    )
 
-    @property
-    def updates(self) -> int:
-        """Optimizer steps."""
-        work = self.run.work
-        minibatches = -(-work.responses // work.minibatch_size)
-        return work.update_epochs * minibatches if self.role.trained else 0
 
-    @property
-    def trained_micro_batches(self) -> int:
-        """Micro-batches with a backward pass."""
-        return self.updates * self.run.work.micro_batches(self.run.work.minibatch_size, self.ranks)
+def _weights(shard: Shard, counts: _Counts) -> Counter[str]:
+    """Compute the all-gathers of parameters."""
+    if not shard.strategy.shards_weights:
+        return Counter()
+    whole = shard.precision.compute * _padded_elements(shard)
+    outside = 0  # bytes of parameters outside the layers, which FSDP keeps for the backward pass
+    if shard.strategy.kind == "fsdp":
+        parameters = shard.role.model.units[None]
+        elements = partition.fsdp_elements(parameters, shard.ranks, shard.strategy.tensor_parallel_size)
+        outside = shard.precision.compute * shard.ranks * elements
+    return Counter(
+        {
+            FORWARD: (counts.evaluations + counts.trained) * all_gather(whole, shard.ranks),
+            BACKWARD: counts.trained * all_gather(whole - outside, shard.ranks),
+        }
+    )
 
-    @property
-    def padded(self) -> int:
-        """Elements of all shards of one tensor-parallel rank together, padding included."""
-        parameters = self.role.model.parameters
-        if self.run.strategy.kind == "fsdp":
-            split = self.run.strategy.tensor_parallel_size
-            return self.ranks * partition.fsdp_elements(parameters, self.ranks, split)
-        return self.ranks * partition.zero3_elements(parameters, self.ranks)
 
-    def weights(self) -> Counter[str]:
-        """Compute the all-gathers of parameters."""
-        strategy, compute = self.run.strategy, self.shard.precision.compute
-        if not strategy.shards_weights:
-            return Counter()
-        whole = compute * self.padded
-        outside = 0
-        if strategy.kind == "fsdp":
-            split = strategy.tensor_parallel_size
-            outside = compute * self.ranks * partition.fsdp_elements(self.role.model.units[None], self.ranks, split)
-        forward = self.evaluations + self.trained_micro_batches
-        return Counter(
-            {
-                FORWARD: forward * all_gather(whole, self.ranks),
-                BACKWARD: self.trained_micro_batches * all_gather(whole - outside, self.ranks),
-            }
-        )
+def _gradients(shard: Shard, counts: _Counts) -> Counter[str]:
+    """Compute the sums of a trained role's gradients over ranks, and the exchange of updated weights."""
+    strategy, precision = shard.strategy, shard.precision
+    whole = shard.role.adapters or shard.role.model.elements
+    if strategy.kind == "fsdp":
+        reductions = counts.trained if strategy.reduce_every else counts.updates
+        size = precision.reduce * shard.ranks * shard.trained_elements
+        return Counter({SUMS: reductions * all_gather(size, shard.ranks)})
+    if strategy.kind != "zero":
+        return Counter({SUMS: counts.updates * all_reduce(precision.reduce * whole, shard.ranks)})
+    part = all_gather(whole, shard.ranks)
+    if strategy.stage == 1:  # next to bfloat16 weights, float32 gradients are summed on every rank
+        has_float32_copy = precision.weights == 2 and not strategy.offload_optimizer
+        sums = counts.updates * (2 * 4 if has_float32_copy else precision.weights) * part
+    else:
+        sums = counts.trained * precision.compute * part
+    if strategy.stage == 3:
+        return Counter({SUMS: sums})
+    return Counter({SUMS: sums, UPDATED: counts.updates * precision.compute * part})
 
-    def gradients(self) -> Counter[str]:
-        """Compute the sums of gradients over ranks, and the exchange of updated weights."""
-        strategy = self.run.strategy
-        precision = self.shard.precision
-        whole = self.role.adapters or self.role.model.elements
-        if not self.role.trained:
-            return Counter()
-        if strategy.kind == "fsdp":
-            reductions = self.trained_micro_batches if strategy.reduce_every else self.updates
-            size = precision.reduce * self.ranks * self.shard.trained_elements
-            return Counter({SUMS: reductions * all_gather(size, self.ranks)})
-        if strategy.kind != "zero":
-            return Counter({SUMS: self.updates * all_reduce(precision.reduce * whole, self.ranks)})
-        part = all_gather(whole, self.ranks)
-        if strategy.stage == 1:  # next to bfloat16 weights, float32 gradients are summed on every rank
-            has_float32_copy = precision.weights == 2 and not strategy.offload_optimizer
-            sums = self.updates * (2 * 4 if has_float32_copy else precision.weights) * part
-        else:
-            sums = self.trained_micro_batches * precision.compute * part
-        if strategy.stage == 3:
-            return Counter({SUMS: sums})
-        return Counter({SUMS: sums, UPDATED: self.updates * precision.compute * part})
 
-    def tensors(self) -> int:
-        """Compute the all-reduces of split layers: outputs in the forward pass, gradients of inputs in the backward.
+def _tensors(shard: Shard, counts: _Counts, work: Work) -> int:
+    """Compute the all-reduces of split layers: outputs in the forward pass, gradients of inputs in the backward.
 
-        Megatron sums once for all projections of one input; torch's ColwiseParallel sums for each of query, key, value,
-        gate and up, five sums per backward pass and layer. Recomputation of a layer stops before its last sum.
-        """
-        work = self.run.work
-        texts = work.minibatch_size if self.role.trained else work.responses
-        forward = 2
-        backward = 6 if self.run.strategy.checkpointing else 5
-        rows = forward * self.evaluations * work.micro_batch_rows(work.responses, self.ranks)
-        rows += (forward + backward) * self.trained_micro_batches * work.micro_batch_rows(texts, self.ranks)
-        model = self.role.model
-        row = self.shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
-        return all_reduce(row * rows, self.run.strategy.tensor_parallel_size)
+    Megatron sums once for all projections of one input; torch's ColwiseParallel sums for each of query, key, value,
+    gate and up, five sums per backward pass and layer. Recomputation of a layer stops before its last sum.
+    """
+    model = shard.role.model
+    texts = work.minibatch_size if shard.role.trained else work.responses
+    forward = 2
+    backward = 6 if shard.strategy.checkpointing else 5
+    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, shard.ranks)
+    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, shard.ranks)
+    row = shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
+    return all_reduce(row * rows, shard.strategy.tensor_parallel_size)
+
+
+def _padded_elements(shard: Shard) -> int:
+    """Count the elements of all shards of one tensor-parallel rank together, padding included."""
+    parameters = shard.role.model.parameters
+    if shard.strategy.kind == "fsdp":
+        return shard.ranks * partition.fsdp_elements(parameters, shard.ranks, shard.strategy.tensor_parallel_size)
+    return shard.ranks * partition.zero3_elements(parameters, shard.ranks)

@@ -1,4 +1,4 @@
-"""Stand-ins for many processes, and small models of each kind that the formulas know."""
+"""Stand-ins for many processes, and small models of each supported kind."""
 
 import contextlib
 

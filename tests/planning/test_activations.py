@@ -1,4 +1,4 @@
-"""The activation formulas against what autograd saves, and against the peak that torch's memory tracker sees."""
+"""Activation formulas against tensors that autograd saves, and against the peak of torch's memory tracker."""
 
 import pytest
 import torch

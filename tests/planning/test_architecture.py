@@ -72,7 +72,7 @@ def test_units_are_the_layers_and_the_rest():
     assert [parameter.shape for parameter in units[None]] == [(97, 64), (64,), (97, 64)]
 
 
-def test_tensor_parallelism_splits_what_the_models_own_plan_says():
+def test_tensor_parallelism_splits_by_the_plan_of_the_model():
     model = architecture(source("qwen2").hf_config(), tensor_parallel_size=2)
     layer = [(parameter.shape, parameter.split) for parameter in model.units[0]]
     assert layer == [

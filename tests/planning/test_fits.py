@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.scaling_tables import MODELS
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import ACTIVATIONS, OPTIMIZER, TERMS
 from lightning_rlhf.planning.plan import _REMEDIES, GIB, misfit_message, plan, smallest_gpu_count
-from lightning_rlhf.planning.scaling_tables import MODELS
 from lightning_rlhf.planning.setup import Engine, Role, Run, Work, strategy
 
 SEVEN = architecture(MODELS["7B"].hf_config())

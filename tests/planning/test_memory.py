@@ -33,7 +33,7 @@ def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_real_step_of_adamw_leaves_the_planned_state_and_takes_the_planned_copy(dtype):
+def test_a_real_step_of_adamw_has_the_planned_state_and_copy(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # what torch takes on a GPU
     for parameter in model.parameters():
@@ -175,7 +175,7 @@ def test_frozen_roles_alone_can_be_offloaded():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_planned_copy_of_a_checkpoint_is_what_a_save_in_the_background_holds(dtype):
+def test_a_background_save_copies_the_planned_bytes(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Shares of a model against what the libraries store, for more ranks than there are processes."""
+"""Parts of a model against tensors that the libraries store, for more ranks than there are processes."""
 
 import os
 import subprocess

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.planning import scaling_tables
+from benchmarks import scaling_tables
 from lightning_rlhf.planning.memory import _RUNTIME_BYTES
 from lightning_rlhf.planning.plan import GIB, plan
 

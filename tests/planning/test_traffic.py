@@ -1,4 +1,4 @@
-"""Bytes that are sent against those that the libraries hand to their collectives."""
+"""Bytes that are sent against the arguments of the libraries' collectives."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Tables of ``docs/scaling.md``: ``python -m lightning_rlhf.planning.scaling_tables docs/scaling.md`` rewrites them."""
+"""Tables of ``docs/scaling.md``: ``python -m benchmarks.scaling_tables docs/scaling.md`` rewrites them."""
 
 from __future__ import annotations
 

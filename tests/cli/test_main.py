@@ -110,7 +110,7 @@ def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
     assert fit(config).code == 0
     optimizers(config, {"lr": 1e-6}, {"name": "LinearLR", "total_iters": 5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
-    assert (result.code, "(1 in the checkpoint, 1 asked for)" in result.err) == (2, True)
+    assert (result.code, "(1 in the checkpoint, 1 configured)" in result.err) == (2, True)
 
 
 def test_the_saved_configuration_gives_the_same_run(fit, cli, config):

@@ -161,7 +161,7 @@ def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     trainer = quiet_trainer(callbacks=[kept], enable_checkpointing=True, default_root_dir=tmp_path / "run")
     assert checkpoint_to_resume(trainer) is None
     best = finished(tmp_path / "run/checkpoints/best.ckpt", 1)
-    with pytest.raises(ValueError, match=r"has best\.ckpt and no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
+    with pytest.raises(ValueError, match=r"has best\.ckpt but no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
         checkpoint_to_resume(trainer)
     remote.upload(best, f"{url}/last.ckpt")
     assert checkpoint_to_resume(trainer) == f"{url}/last.ckpt"

@@ -25,7 +25,7 @@ from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.setup import Role, Work, strategy
+from lightning_rlhf.planning.setup import Role, Run, Work, strategy
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype
 from tests.stand_ins import ScriptedEngine
@@ -112,9 +112,9 @@ def memory(device: str, folder: Path) -> Figures:
         adam.zero_grad()
         peaks.append(_peak(device, reset=True))
     role = Role("actor", architecture(worker.source.hf_config(), False, 1, "actor"), trained=True)
-    work = Work(worker.rows, worker.rows, 1, worker.width, worker.rows * worker.width, asks_old=False)
+    work = Work(worker.rows, worker.rows, 1, worker.width, worker.rows * worker.width, evaluates_old=False)
     kind = strategy("rlhf_single", checkpointing=True)
-    planned, _, when = terms.memory([role], kind, work, None, 1, 0)
+    planned, _, when = terms.memory(Run([role], kind, work), 1)
     expected = planned.total() - planned[terms.RUNTIME]
     tokens, vocabulary, width = (64, 500, 64) if worker.small else (8192, 152_000, 1536)
     del adam, worker

@@ -29,7 +29,7 @@ from benchmarks.acceptance_runs import (
 )
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import RunCheckpoint
-from lightning_rlhf.callbacks.engine_check import gap_statistics
+from lightning_rlhf.callbacks.checks import gap_statistics
 from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows
 from lightning_rlhf.cli.doctor_try import digest
 from lightning_rlhf.models.loading import Pretrained, save_architecture

@@ -1,10 +1,10 @@
-"""Callbacks: everything around the update. Installed as ``lightning_rlhf.callbacks``."""
+"""Callbacks: rollouts, checkpoints, metrics and logs. Installed as ``lightning_rlhf.callbacks``."""
 
 if __name__ != "lightning_rlhf.callbacks":
     raise ImportError("import lightning_rlhf.callbacks, not the folder name 'callbacks'")
 
 from .checkpoint import RunCheckpoint
-from .console import Console
+from .console import Console, StepProgressBar
 from .defaults import complete
 from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
@@ -12,7 +12,6 @@ from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
-from .progress import StepProgressBar
 from .report import Report
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop

@@ -1,4 +1,4 @@
-"""RunCheckpoint: the last checkpoints, and the best by a metric."""
+"""RunCheckpoint: saves the last checkpoints, or the best by a metric."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 
+from .checks import check_at_least
+
 log = logging.getLogger(__name__)
-_NO_CHECKPOINT = "%s has no last.ckpt yet: training starts at the beginning."
+_NO_CHECKPOINT = "%s has no last.ckpt yet: training starts from the beginning."
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Keeps ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt`` instead.
+    """Saves ``checkpoints/last.ckpt`` every n steps; with a metric, ``checkpoints/best.ckpt`` instead.
 
-    Under a role strategy these are folders, which any other role strategy on any number of processes resumes from.
-    Steps are the Trainer's ``global_step``, one per training batch; the state after the run's last step is kept too.
-    Resume with ``--ckpt_path last``, or from the best with its path.
+    With a role strategy these are folders, which any role strategy on any number of processes can resume from. Steps
+    are the Trainer's ``global_step``, one per training batch; the last step is always saved. Resume with
+    ``--ckpt_path last``, or from the best with its path.
 
     Args:
-        every_n_steps: between two saves of the last checkpoint, at least 1.
-        best: metric whose best validation is kept, for example ``val/sampled``; None keeps the last state.
+        every_n_steps: steps between two saves of the last checkpoint, at least 1.
+        best: metric by which the best validation is saved, for example ``val/sampled``; None saves the last state.
         mode: whether the largest or the smallest value is best.
-        every_n_minutes: save also whenever so many minutes have passed since the last save, positive; None does not.
-        keep_last: versions of the last checkpoint to keep, at least 1; an earlier one is resumed from by its path,
+        every_n_minutes: longest time between two saves, minutes, positive; None has no limit.
+        keep_last: number of versions of the last checkpoint, at least 1; resume from an earlier one with its path,
             ``checkpoints/last.ckpt/v000006``.
         copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``, to which each finished checkpoint
-            is copied; ``--ckpt_path last`` takes the copy where the run directory has no checkpoint. None: no copy.
-        background: write a copy of the trained roles and their optimizers in host memory while training continues;
-            False makes training wait instead of the copy, as does a signal that ends the run.
+            is copied; ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy.
+        background: whether training continues while a copy in host memory of trained roles and optimizers is written;
+            False makes no copy and training waits, as it does after a signal that ends the run.
     """
 
     def __init__(
@@ -52,15 +54,11 @@ class RunCheckpoint(ModelCheckpoint):
         copy_to: str | None = None,
         background: bool = True,
     ) -> None:
-        for name, value in (("every_n_steps", every_n_steps), ("keep_last", keep_last)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(1, every_n_steps=every_n_steps, keep_last=keep_last)
         if every_n_minutes is not None and not every_n_minutes > 0:
             raise ValueError(f"every_n_minutes must be positive or null, got {every_n_minutes}")
         if best is not None and (every_n_minutes is not None or keep_last != 1):
-            raise ValueError(
-                "every_n_minutes and keep_last are for the last checkpoint, and this RunCheckpoint has best"
-            )
+            raise ValueError("every_n_minutes and keep_last apply to the last checkpoint: remove them, or best")
         super().__init__(
             filename="best" if best else "last",
             monitor=best,
@@ -72,11 +70,14 @@ class RunCheckpoint(ModelCheckpoint):
             auto_insert_metric_name=False,
             enable_version_counter=False,
         )
-        self.every_n_steps, self.every_n_minutes, self.keep_last = every_n_steps, every_n_minutes, keep_last
-        self.copy_to, self.background = copy_to.rstrip("/") if copy_to else None, background
-        self._own_steps: set[int] = set()  # that this run has saved, or was resumed from
-        self._saved_step: int | None = None  # of the newest checkpoint that is a single file
-        self._state: dict[str, Any] | None = None  # of the last finished step, while nothing has changed since
+        self.every_n_steps = every_n_steps
+        self.every_n_minutes = every_n_minutes
+        self.keep_last = keep_last
+        self.copy_to = copy_to.rstrip("/") if copy_to else None
+        self.background = background
+        self._own_steps: set[int] = set()  # steps that this run has saved, and the one it was resumed from
+        self._saved_step: int | None = None  # step of the newest checkpoint that is a single file
+        self._state: dict[str, Any] | None = None  # state after the last step, until the next update begins
         self._saved_at = 0.0
         self._copy_failed: OSError | None = None
 
@@ -90,7 +91,7 @@ class RunCheckpoint(ModelCheckpoint):
         return f"{self.copy_to}/{self.filename}.ckpt"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put checkpoints under the run's directory, and remove incomplete files of a killed run.
+        """Set the run's folder of checkpoints, and remove incomplete files of a killed run.
 
         Raises:
             ValueError: another RunCheckpoint writes the same file, or the strategy's checkpoints are single files.
@@ -99,41 +100,45 @@ class RunCheckpoint(ModelCheckpoint):
         if any(other.filename == self.filename for other in others):
             raise ValueError(f"two RunCheckpoint callbacks would write {self.filename}.ckpt: keep one of them")
         self.dirpath = str(_directory(trainer))
-        self._state, self._saved_step, self._copy_failed = None, None, None
+        self._state = None
+        self._saved_step = None
+        self._copy_failed = None
         self._own_steps.clear()
         if isinstance(trainer.strategy, ReshardableCheckpoints):
-            above, published = 0, None
+            options = SaveOptions(self.keep_last, self.background)
             if self.copy_to:
                 remote.check_url(self.copy_to)
-                above, published = ranks.on_first_rank(lambda: remote.newest(self._url)), self._copy
-            options = SaveOptions(self.keep_last, self.background, published, above)
+                newest = ranks.on_first_rank(lambda: remote.newest(self._url))
+                options = SaveOptions(self.keep_last, self.background, self._copy, newest)
             trainer.strategy.save_options[self.path] = options
         elif self.keep_last > 1 or self.copy_to:
             raise ValueError(
-                f"keep_last and copy_to need checkpoints that are folders, and {type(trainer.strategy).__name__} "
-                f"writes single files: take a strategy whose name begins with rlhf_"
+                f"keep_last and copy_to need checkpoints that are folders; {type(trainer.strategy).__name__} writes "
+                f"single files: use a strategy whose name begins with rlhf_"
             )
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             manifest.remove_leftovers(self.path)
-            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):  # of a checkpoint that is one file
+            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):  # of single files
                 draft.unlink()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*exists and is not empty")  # of course, in a resumed run
+            warnings.filterwarnings("ignore", message=".*exists and is not empty")  # as in every resumed run
             super().setup(trainer, pl_module, stage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the best so far; a run directory that was moved is where the run is now."""
+        """Restore the best so far, with paths in the current run directory, which may have been moved."""
 
-        def here(path: str) -> str:
+        def moved(path: str) -> str:
             return str(Path(str(self.dirpath)) / Path(path).name) if path else path
 
-        moved = {name: here(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **moved, "best_k_models": best, "dirpath": self.dirpath})
+        paths = {
+            name: moved(state_dict[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")
+        }
+        best = {moved(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": best, "dirpath": self.dirpath})
         self.current_score = state_dict["current_score"]
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        # Lightning asks for the last checkpoint before setup() sets its path, and would look below the logger.
+        # Lightning calls this before setup() has set the path, and would search the logger's folder.
         if self.monitor is not None:
             return set()
         last = _directory(trainer) / "last.ckpt"
@@ -146,23 +151,23 @@ class RunCheckpoint(ModelCheckpoint):
     # -- saving ------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count minutes."""
+        """Start to count minutes; raise if the copy of an earlier run would be replaced."""
         super().on_train_start(trainer, pl_module)
         self._saved_at = time.monotonic()
         if trainer.ckpt_path is None:
-            refuse_earlier_copies(trainer)
+            check_copies(trainer)
         elif not remote.is_url(trainer.ckpt_path) and Path(trainer.ckpt_path) == self.path:
             self._own_steps.add(trainer.global_step)
             self._saved_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Clear the state of the last step before an update changes it; this callback runs last."""
+        """Discard the state of the last step, which the update will change; this callback runs last."""
         self._state = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save when due; remember the state of this step, for an end that comes before the next update."""
+        """Save when due; store the state of this step, in case the run ends before the next update."""
         if self.monitor is not None or trainer.fast_dev_run:
             return
         self._finish(trainer, wait=False)
@@ -175,7 +180,8 @@ class RunCheckpoint(ModelCheckpoint):
 
     def _save_now(self, trainer: Trainer) -> None:
         if save_checkpoint_now(self, trainer):
-            self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+            self._saved_step = trainer.global_step
+            self._saved_at = time.monotonic()
             self._own_steps.add(trainer.global_step)
 
     def _due(self, trainer: Trainer) -> bool:
@@ -188,22 +194,20 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest finished checkpoint of this run; None before there is one."""
+        """Step of the newest finished checkpoint of this run; None without one."""
         newest = self._saved_step if self.path.is_file() else manifest.step_of(self.path)
         return newest if newest in self._own_steps else None
 
     @property
     def between_steps(self) -> bool:
-        """Whether nothing of the state after the last finished step has changed since."""
+        """Whether the state is still that after the last finished step."""
         return self._state is not None
 
     def save_between_steps(self, trainer: Trainer) -> None:
-        """Finish a save in the background; save the state after the last finished step where none has changed it.
-
-        In a single process, or on all ranks.
+        """Wait for a background save; save the state after the last finished step if it is unchanged. All ranks.
 
         Raises:
-            OSError, ValueError, FloatingPointError: it could not be saved.
+            OSError, ValueError, FloatingPointError: the state could not be saved.
         """
         self._finish(trainer)
         if self._state is None or self.saved_step == trainer.global_step:
@@ -218,7 +222,7 @@ class RunCheckpoint(ModelCheckpoint):
         """Save the last step if the validation after it ended the run; wait for running saves.
 
         Raises:
-            OSError, ValueError: it could not be written, or not be copied.
+            OSError, ValueError: a checkpoint could not be written or copied.
         """
         super().on_train_end(trainer, pl_module)
         if self.monitor is None and not trainer.fast_dev_run and trainer.global_step not in {0, *self._own_steps}:
@@ -232,7 +236,7 @@ class RunCheckpoint(ModelCheckpoint):
             trainer.strategy.finish_saving(wait)
 
     def _save_in_foreground(self, trainer: Trainer) -> None:
-        """Write the next checkpoints without a copy in host memory: nothing is trained after them."""
+        """Write the next checkpoints without a copy in host memory, because training has ended."""
         if isinstance(trainer.strategy, ReshardableCheckpoints):
             options = trainer.strategy.save_options
             options[self.path] = replace(options[self.path], background=False)
@@ -247,18 +251,22 @@ class RunCheckpoint(ModelCheckpoint):
             self._copy_failed = None
 
 
+def last_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
+    """Return the callback that saves the last checkpoint, if there is one."""
+    callbacks = (c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c.monitor is None)
+    return next(callbacks, None)
+
+
 def checkpoint_to_resume(trainer: Trainer) -> str | None:
     """Return the path, or the URL of the copy, of the last checkpoint of a run; None without a finished save.
 
     Raises:
-        ValueError: there are other checkpoints, and no last one.
+        ValueError: there are other checkpoints, but no last one.
     """
     folder = _directory(trainer)
-    callback = next(
-        (c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c.monitor is None), None
-    )
+    callback = last_checkpoint(trainer)
     if callback is None and not any(isinstance(c, RunCheckpoint) for c in trainer.checkpoint_callbacks):
-        return "last"  # Lightning's own callbacks know where theirs are
+        return "last"  # found by Lightning's own callback
     if not manifest.never_finished(folder / "last.ckpt"):
         return str(folder / "last.ckpt")
     if callback is not None and callback.copy_to:
@@ -268,26 +276,26 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
     others = sorted(path for path in folder.glob("*.ckpt") if not manifest.never_finished(path))
     if others:
         raise ValueError(
-            f"{folder} has {others[0].name} and no last.ckpt: resume with --ckpt_path {others[0]}, or choose another "
-            f"trainer.default_root_dir to start at the beginning"
+            f"{folder} has {others[0].name} but no last.ckpt: resume with --ckpt_path {others[0]}, or choose another "
+            f"trainer.default_root_dir to start a new run"
         )
     log.info(_NO_CHECKPOINT, folder)
     return None
 
 
-def refuse_earlier_copies(trainer: Trainer) -> None:
-    """Refuse a run from the beginning whose saves would replace the copy of an earlier run. All ranks.
+def check_copies(trainer: Trainer) -> None:
+    """Validate that a new run would not replace the copied checkpoints of an earlier run. All ranks.
 
     Raises:
-        ValueError: there is such a copy.
+        ValueError: ``copy_to`` has a checkpoint of an earlier run.
     """
 
     def look() -> None:
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, RunCheckpoint) and callback.copy_to and remote.exists(callback._url):
                 raise ValueError(
-                    f"{callback._url} holds a checkpoint of an earlier run, which this run would replace: resume with "
-                    f"--ckpt_path last, or give RunCheckpoint another copy_to"
+                    f"{callback._url} is a checkpoint of an earlier run, which this run would replace: resume with "
+                    f"--ckpt_path last, or set another copy_to of RunCheckpoint"
                 )
 
     if not trainer.fast_dev_run:

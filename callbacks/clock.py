@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step, and reductions of named numbers over ranks."""
+"""Clock for the parts of a step, and reductions of named numbers over ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time spent inside ``with``."""
+        """Measure the time inside a ``with`` block."""
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
@@ -31,16 +32,15 @@ def means_over_ranks(metrics: Sequence[Mapping[str, tuple[float, float]]]) -> di
     """Average metrics over ranks, which may have different names. All ranks.
 
     Args:
-        metrics: sums and numbers of terms by name, of this rank; a name may occur several times.
+        metrics: sums and counts by name, of this rank; a name may occur several times.
     """
-    totals: dict[str, list[float]] = {}
-    for rank_metrics in from_all_ranks([dict(part) for part in metrics]):
-        for part in rank_metrics:
-            for name, (total, count) in part.items():
-                sums = totals.setdefault(name, [0.0, 0.0])
-                sums[0] += total
-                sums[1] += count
-    return {name: total / count for name, (total, count) in sorted(totals.items()) if count}
+    sums = defaultdict[str, float](float)
+    counts = defaultdict[str, float](float)
+    for part in chain.from_iterable(from_all_ranks([dict(part) for part in metrics])):
+        for name, (total, count) in part.items():
+            sums[name] += total
+            counts[name] += count
+    return {name: sums[name] / count for name, count in sorted(counts.items()) if count}
 
 
 def sum_over_ranks(values: Mapping[str, float], ranks: DataRanks, device: torch.device) -> dict[str, float]:

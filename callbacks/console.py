@@ -1,4 +1,4 @@
-"""Console: a description of the run, and one line per step where no progress bar can be drawn."""
+"""Console and StepProgressBar: a description of the run, then a line per step or a progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from lightning_rlhf.models.loading import Pretrained
@@ -21,12 +22,12 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rewards.function import RewardFunction
 
-from .module_check import check_module
+from .checks import check_at_least, check_module
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _FIRST_STEPS = 3
-_MOST_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
+_MAX_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
 _HEARTBEAT_SECONDS = 60.0
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
@@ -34,20 +35,33 @@ _LINE_METRICS = (
 )  # fmt: skip
 
 
+class StepProgressBar(RichProgressBar):
+    """Lightning's rich progress bar, which counts steps and omits the logger's version number."""
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Return the metrics of the progress bar."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        epochs = self.trainer.max_epochs or 1
+        return "Steps" if epochs <= 1 else f"Epoch {current_epoch + 1} of {epochs}, steps"
+
+
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
     Args:
-        every_n_steps: between two lines, at least 1.
+        every_n_steps: number of steps between two lines, at least 1.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._ended: threading.Event | None = None  # of the step under way
-        self._far_from_ref = False  # whether the run was warned of its KL
-        self._flat: Counter[tuple[str, str]] = Counter()  # steps at which a reward gave all responses this value
+        self._step_ended: threading.Event | None = None
+        self._warned_of_kl = False
+        self._constant_rewards = Counter[tuple[str, str]]()  # steps by reward and by its value for all responses
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Validate the module."""
@@ -55,13 +69,13 @@ class Console(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
-        self._flat.clear()
-        self._far_from_ref = False
+        self._constant_rewards.clear()
+        self._warned_of_kl = False
         if trainer.is_global_zero:
-            print("\n".join(self.first_screen(trainer, pl_module)), flush=True)
+            print("\n".join(self.description(trainer, pl_module)), flush=True)
 
-    def first_screen(self, trainer: Trainer, module: RoleModule) -> list[str]:
-        """Return lines on models, data, batch arithmetic, engine and device."""
+    def description(self, trainer: Trainer, module: RoleModule) -> list[str]:
+        """Return lines about models, data, batch arithmetic, engine and device."""
         data = trainer.datamodule
         sizes = [f"{name} {_count(n)}" for name, n in module.parameter_counts().items()]
         threads = f"{module.device.type}, {torch.get_num_threads()} threads"
@@ -72,19 +86,19 @@ class Console(Callback):
             lines.append(f"{type(trainer.strategy).__name__}: {trainer.world_size} processes on {nodes}")
         lines += [str(report) for report in data.reports.values()]
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
-        if isinstance(module, RLHFModule) and any(isinstance(callback, RolloutLoop) for callback in trainer.callbacks):
-            loop = next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
+        loop = _rollout_loop(trainer)
+        if isinstance(module, RLHFModule) and loop is not None:
             prompts = loop.prompts_per_step(data)
             responses = prompts * loop.group_size
             minibatches = responses // module.minibatch_size
-            of_up_to = f" of up to {data.batch_size}" if data.batch_size > prompts else ""
+            candidates = f" of up to {data.batch_size}" if data.batch_size > prompts else ""
             lines.append(
-                f"one step: {prompts}{of_up_to} prompts x {loop.group_size} = {responses} responses, learnt from in "
+                f"one step: {prompts}{candidates} prompts x {loop.group_size} = {responses} responses, "
                 f"{module.update_epochs} x {minibatches} mini-batches of {module.minibatch_size} "
                 f"= {minibatches * module.update_epochs} updates; {steps} steps"
             )
             lines.append(f"rollouts: {loop.engine_description}, at most {loop.max_response_tokens} tokens")
-            lines += trust_in_reward_model(module)
+            lines += reward_model_accuracy(module)
         else:
             lines.append(f"one step: {data.batch_size} rows, one update; {steps} steps")
         if unused := unused_validation(trainer, steps):
@@ -93,51 +107,53 @@ class Console(Callback):
         return lines
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
-        """Begin to print a line for every minute that the step takes."""
+        """Start to print a line for every minute that the step takes."""
         if trainer.is_global_zero and not _draws_a_bar(trainer):
             self._stop_heartbeat()
-            self._ended = threading.Event()
-            beat = threading.Thread(target=_heartbeat, args=(trainer.global_step + 1, self._ended), daemon=True)
+            self._step_ended = threading.Event()
+            beat = threading.Thread(target=_heartbeat, args=(trainer.global_step + 1, self._step_ended), daemon=True)
             beat.start()
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
-        """Print no more."""
+        """Stop the lines of a step."""
         self._stop_heartbeat()
 
     def _stop_heartbeat(self) -> None:
-        if self._ended is not None:
-            self._ended.set()
+        if self._step_ended is not None:
+            self._step_ended.set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Print one line; warn of a reward that is the same for all responses, and of a large KL to the reference."""
+        """Print one line; warn about constant rewards and a large KL to the reference."""
         self._stop_heartbeat()
-        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
-        rewards = [reward for loop in loops for reward in loop.rewards]
+        loop = _rollout_loop(trainer)
+        rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
         if trainer.is_global_zero and trainer.global_step <= _FIRST_STEPS:
-            self._warn_of_flat([reward for reward in rewards if reward.weight], trainer.callback_metrics)
-        if trainer.is_global_zero and not self._far_from_ref:
-            self._far_from_ref = warn_of_kl(trainer.global_step, trainer.callback_metrics)
+            self._warn_of_constant_rewards([reward for reward in rewards if reward.weight], trainer.callback_metrics)
+        if trainer.is_global_zero and not self._warned_of_kl:
+            self._warned_of_kl = warn_of_kl(trainer.global_step, trainer.callback_metrics)
 
-    def _warn_of_flat(self, rewards: list[RewardFunction], metrics: Mapping[str, Tensor]) -> None:
-        for label in [reward.label for reward in rewards]:
-            mean, spread = (float(metrics.get(f"reward/{label}{end}", math.nan)) for end in ("", "_std"))
-            if not spread <= 1e-6 * abs(mean):  # NaN where it applied to no response
+    def _warn_of_constant_rewards(self, rewards: list[RewardFunction], metrics: Mapping[str, Tensor]) -> None:
+        for reward in rewards:
+            mean = float(metrics.get(f"reward/{reward.label}", math.nan))
+            deviation = float(metrics.get(f"reward/{reward.label}_std", math.nan))
+            if not deviation <= 1e-6 * abs(mean):  # NaN if it applied to no response
                 continue
-            self._flat[label, f"{mean:.6g}"] += 1
-            if self._flat[label, f"{mean:.6g}"] == _FIRST_STEPS:
+            value = f"{mean:.6g}"
+            self._constant_rewards[reward.label, value] += 1
+            if self._constant_rewards[reward.label, value] == _FIRST_STEPS:
                 log.warning(
-                    "reward %s gave every response %.6g for %d steps: nothing is learnt from that; if it should tell "
-                    "them apart, look at what it compares (the number 7 is not the text '7'), and at the responses, "
-                    "which RolloutLog writes to rollouts/",
-                    *(label, mean, _FIRST_STEPS),
+                    "reward %s was %s for all responses of %d steps: the policy learns nothing from it. If it should "
+                    "differ, look at the values that it compares (the number 7 is not the text '7'), and at the "
+                    "responses, which RolloutLog writes to rollouts/",
+                    *(reward.label, value, _FIRST_STEPS),
                 )
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Print one line."""
+        """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
             self._line(trainer, tuple(name for name in trainer.callback_metrics if name.startswith("val/")))
 
@@ -153,19 +169,23 @@ def warn_of_kl(step: int, metrics: Mapping[str, Tensor]) -> bool:
     """Log a warning and return True if the policy is more than 0.1 nats per response token from the reference.
 
     Args:
-        step: number of the step, from 1.
-        metrics: metrics of the step; without ``kl/ref`` in a run without a reference.
+        step: number of the step, starting at 1.
+        metrics: metrics of the step; ``kl/ref`` is missing in a run without a reference.
     """
     kl, tokens = (float(metrics.get(name, math.nan)) for name in ("kl/ref", "rollout/response_tokens_mean"))
-    if not kl > _MOST_KL_PER_TOKEN * tokens:  # NaN where one is missing
+    if not kl > _MAX_KL_PER_TOKEN * tokens:  # NaN if one is missing
         return False
     log.warning(
         "step %d: kl/ref is %.3g nats per response, %.2g per token, above %g: the policy moves away from the "
-        "reference, which often ends in worse responses. Lower the learning rate "
+        "reference, and responses often become worse. Lower the learning rate "
         "(model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward",
-        *(step, kl, kl / tokens, _MOST_KL_PER_TOKEN),
+        *(step, kl, kl / tokens, _MAX_KL_PER_TOKEN),
     )
     return True
+
+
+def _rollout_loop(trainer: Trainer) -> RolloutLoop | None:
+    return next((callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)), None)
 
 
 def _draws_a_bar(trainer: Trainer) -> bool:
@@ -177,33 +197,34 @@ def _heartbeat(step: int, ended: threading.Event) -> None:
     minutes = 0
     while not ended.wait(_HEARTBEAT_SECONDS):
         minutes += 1
-        print(f"step {step}: under way for {minutes * _HEARTBEAT_SECONDS:.0f} s", flush=True)
+        print(f"step {step}: running for {minutes * _HEARTBEAT_SECONDS:.0f} s", flush=True)
 
 
 def unused_validation(trainer: Any, steps: float) -> str:
-    """Return a line about validation data that the run ends too early for; empty where they are used.
+    """Return a line about validation data that the run is too short to use; empty if they are used.
 
     Args:
-        trainer: at the start of a fit.
-        steps: steps of the run.
+        trainer: trainer at the start of a fit.
+        steps: number of steps of the run.
     """
     every = trainer.val_check_batch
-    at_ends = any(isinstance(callback, RolloutLoop) and callback.validate_at_ends for callback in trainer.callbacks)
+    loop = _rollout_loop(trainer)
+    at_ends = loop is not None and loop.validate_at_ends
     if at_ends or "val" not in trainer.datamodule.reports or not math.isfinite(every) or steps >= every:
         return ""
     return f"val data: not used, because the run ends after {steps} steps: set trainer.val_check_interval below {every}"
 
 
-def trust_in_reward_model(module: RLHFModule) -> list[str]:
-    """Return a line on the metrics that were exported with the reward model, if any."""
+def reward_model_accuracy(module: RLHFModule) -> list[str]:
+    """Return a line about the accuracies that were exported with the reward model, if any."""
     source = module.sources.get("reward_model")
     path = Path(source.path) / "metrics.json" if isinstance(source, Pretrained) else Path()
     if not path.is_file():
         return []
     exported = json.loads(path.read_text())
-    known = {"held-out pairs": "val/pair_accuracy", "samples of the policy": "val/policy_order"}
-    figures = [f"{exported[name]:.3f} of {what}" for what, name in known.items() if name in exported]
-    return [f"reward model: orders rightly {', '.join(figures)}"] if figures else []
+    labels = {"val/pair_accuracy": "held-out pairs", "val/policy_order": "samples of the policy"}
+    figures = [f"{exported[name]:.3f} of {label}" for name, label in labels.items() if name in exported]
+    return [f"reward model: orders correctly {', '.join(figures)}"] if figures else []
 
 
 def _count(number: int) -> str:

@@ -1,4 +1,4 @@
-"""The callbacks every run wants, and the order in which all of them take their turn."""
+"""Default callbacks of a run, and the order of all callbacks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .throughput import Throughput
 
 
 def complete(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Add the missing default callbacks and sort; a callback of a default's class or a subclass replaces it.
+    """Add missing default callbacks and sort; a callback of a default's class or of a subclass replaces the default.
 
-    Signals come first, the clock starts before the rollout, callbacks that measure come before those that write, and a
-    checkpoint is taken when all else of its step is on disk. Where no checkpoint is configured, Lightning adds one that
-    keeps the end of each epoch; in its place the state is kept every hundred steps and at the end.
+    Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
+    a checkpoint is saved after all other files of its step. Without a configured checkpoint, Lightning adds one that
+    saves at the end of each epoch; RunCheckpoint, which saves every hundred steps and at the end, replaces it.
 
     Args:
         callbacks: callbacks of the Trainer.
     """
     checkpoints = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
-    if len(checkpoints) == 1 and _lightnings_own(checkpoints[0]):
+    if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
     defaults = (GracefulShutdown, Throughput, Console, MetricsCSV, RunState, HFExport)
@@ -37,14 +37,15 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     first = (GracefulShutdown, Throughput, Console, RolloutLoop)
     order = (*first, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
 
-    def turn(callback: Callback) -> int:
-        turns = [turn for turn, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
-        return turns[0] if turns else order.index(Callback)
+    def position(callback: Callback) -> int:
+        positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]
+        return positions[0] if positions else order.index(Callback)
 
-    return sorted([*callbacks, *missing], key=turn)
+    return sorted([*callbacks, *missing], key=position)
 
 
-def _lightnings_own(callback: Callback) -> bool:
+def _is_lightning_default(callback: Callback) -> bool:
+    """Return whether Lightning added a checkpoint callback, because none was configured."""
     if type(callback) is not ModelCheckpoint:
         return False
     return callback.state_key == ModelCheckpoint().state_key and callback.dirpath is None and callback.filename is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
-from lightning_rlhf.objectives.base import AdvantageEstimator
+from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch, Rollout
 
@@ -18,13 +18,13 @@ from lightning_rlhf.types import PromptBatch, Rollout
 class DynamicSampling:
     """Generates until enough prompts have responses of differing reward ("DAPO", Yu et al. 2025, section 3.2).
 
-    Each batch of the data is generated for in rounds of ``prompts_per_step`` prompts, until that many have contrast or
-    the batch is used up: its size is the bound. Unused prompts of the batch are used in another epoch.
-    If too few have contrast, others fill the step: they are measured, not trained on.
+    Responses are generated in rounds of ``prompts_per_step`` prompts, until that many have contrast or the batch of the
+    data has no more prompts. Unused prompts of the batch occur again in a later epoch. If too few have contrast,
+    others fill the step; they count in metrics, but are not trained on.
 
     Args:
-        prompts_per_step: prompts to learn from in a step, at least 1; the data's ``batch_size`` is a multiple of it.
-        reward: name of the reward whose values must differ; None takes the weighted sum of all reward functions.
+        prompts_per_step: prompts that a step trains on, at least 1; the data's ``batch_size`` is a multiple of it.
+        reward: name of the reward whose values must differ; None is the weighted sum of all reward functions.
     """
 
     prompts_per_step: int
@@ -34,18 +34,22 @@ class DynamicSampling:
         if self.prompts_per_step < 1:
             raise ValueError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
 
-    def check(
-        self, batch_size: int, group_size: int, rewards: list[RewardFunction], advantages: AdvantageEstimator
-    ) -> None:
+    def check(self, batch_size: int, group_size: int, rewards: list[RewardFunction], module: RLHFModule) -> None:
         """Validate the settings before anything is generated.
 
+        Args:
+            batch_size: batch size of the data.
+            group_size: responses per prompt.
+            rewards: reward functions of the run.
+            module: module of the run.
+
         Raises:
-            ValueError: sizes that do not fit, no reward function to compare, or greedy responses are needed.
+            ValueError: sizes do not divide each other, no reward can be compared, or greedy responses are needed.
         """
         if batch_size % self.prompts_per_step:
             raise ValueError(
                 f"dynamic sampling generates in rounds of prompts_per_step={self.prompts_per_step}, which does not "
-                f"divide the data's batch_size {batch_size}: give a multiple of it"
+                f"divide the data's batch_size {batch_size}: use a multiple of it"
             )
         if group_size < 2:
             raise ValueError(
@@ -54,19 +58,25 @@ class DynamicSampling:
         names = [reward.label for reward in rewards if self.reward is not None or reward.weight]
         if not names or (self.reward is not None and self.reward not in names):
             raise ValueError(
-                f"dynamic sampling needs a reward function that tells right from wrong: {self.reward or 'any'} is not "
-                f"among {names}; a reward model's score is known only when the module asks it"
+                f"dynamic sampling compares the values of a reward function: {self.reward or 'any'} is not among "
+                f"{names}; the score of a reward model is computed later"
             )
-        if advantages.needs_greedy:
+        if module.advantages.needs_greedy:
             raise ValueError(
-                f"dynamic sampling does not go with the greedy responses of {type(advantages).__name__}: "
+                f"dynamic sampling does not support the greedy responses of {type(module.advantages).__name__}: "
                 f"leave dynamic_sampling out"
+            )
+        ranks = module.data_ranks.size
+        if batch_size % ranks or self.prompts_per_step % ranks:
+            raise ValueError(
+                f"with dynamic sampling {ranks} ranks share batch_size {batch_size} and prompts_per_step "
+                f"{self.prompts_per_step} equally: use multiples of {ranks}"
             )
 
     def __call__(
         self,
         batch: PromptBatch,
-        roll: Callable[[PromptBatch], Rollout],
+        generate: Callable[[PromptBatch], Rollout],
         ranks: int = 1,
         any_rank: Callable[[bool], bool] = bool,
     ) -> tuple[Rollout, dict[str, float]]:
@@ -74,10 +84,10 @@ class DynamicSampling:
 
         Args:
             batch: prompts, a multiple of that part.
-            roll: generates and scores the responses to some prompts.
+            generate: function that generates and scores the responses to some prompts.
             ranks: number of ranks that share the step.
-            any_rank: from whether this rank needs another round to whether all take one; ranks that share an engine
-                must call it equally often.
+            any_rank: function that returns whether any rank needs another round; ranks that share an engine must call
+                it equally often.
 
         Returns:
             The rollout, and counts of generated prompts and rewards, for :meth:`metrics`.
@@ -88,7 +98,7 @@ class DynamicSampling:
         rewards = list[Tensor]()
         usable = generated = 0
         while any_rank(usable < wanted) and generated < len(batch):
-            rollout = roll(batch[generated : generated + wanted])
+            rollout = generate(batch[generated : generated + wanted])
             rewards.append(rollout.reward)
             contrast = self._contrast(rollout)
             usable += int(rollout.group[contrast].unique().numel())
@@ -102,7 +112,7 @@ class DynamicSampling:
         reward = torch.cat(rewards)
         return rows, {
             "generated": float(generated),
-            "found": float(usable),
+            "contrast": float(usable),
             "missing": float(max(wanted - usable, 0)),
             "reward": reward.double().sum().item(),
             "responses": float(len(reward)),
@@ -112,7 +122,7 @@ class DynamicSampling:
         """Return the metrics of a step from the counts of all ranks."""
         return {
             "rollout/generated_prompts": counts["generated"],
-            "rollout/contrast_fraction": counts["found"] / counts["generated"],
+            "rollout/contrast_fraction": counts["contrast"] / counts["generated"],
             "rollout/filled_fraction": counts["missing"] / self.prompts_per_step,
             "reward/generated_mean": counts["reward"] / counts["responses"],
         }

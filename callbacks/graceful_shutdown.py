@@ -1,4 +1,4 @@
-"""GracefulShutdown: a run that is asked to end writes a checkpoint first, and is gone within the grace period."""
+"""GracefulShutdown: saves a checkpoint after a signal and ends the run within the grace period."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from lightning_rlhf.compat import disable_signal_handlers
 from lightning_rlhf.interrupts import Interrupted, signal_name
 from lightning_rlhf.strategies import ranks
 
-from .checkpoint import RunCheckpoint
+from .checkpoint import last_checkpoint
 
 log = logging.getLogger(__name__)
 _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set by SLURM since 22.05
-_MARGIN_SECONDS = 30.0  # to write the checkpoint and to end
-_SAME_SECONDS = 1.0  # a scheduler signals all processes of a run, and so does the one that launched the others
+_MARGIN_SECONDS = 30.0  # time to write the checkpoint and to exit
+_SAME_SECONDS = 1.0  # a scheduler signals all processes of a run, and the launching process forwards it to the others
 
 
 class GracefulShutdown(Callback):
-    """Ends a run on SIGTERM, on Ctrl-C, and before a SLURM job's time is over, with a checkpoint to resume from.
+    """Saves a checkpoint and ends the run on SIGTERM, on Ctrl-C, and before the time limit of a SLURM job.
 
-    In a single process a signal that comes while responses are generated or scored, or while the run validates, ends
-    it there, with a checkpoint of the last finished step. Within an update, and on several ranks, the run continues to
-    the end of its step; all ranks agree on which. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second
-    signal, a second or more later, ends the process at once.
+    In a single process, a signal during generation, scoring or validation ends the run immediately, with a checkpoint
+    of the last finished step. During an update, and with several ranks, the run ends after the step; all ranks end
+    after the same one. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second signal, at least one second
+    later, ends the process immediately.
 
     Kubernetes sends SIGTERM 30 seconds before SIGKILL, SLURM does so 30 seconds before the end of a preempted job
-    (``KillWait``). A process that is still there when the grace period is over, because a step or an engine takes
-    longer, ends with its last checkpoint and the same exit code.
+    (``KillWait``). A process that still runs at the end of the grace period, because a step or an engine takes longer,
+    exits with the same code; its last checkpoint remains.
 
-    An engine or a reward function that fails between two steps, in a single process, also leaves a checkpoint of the
-    last finished step.
+    If an engine or a reward function fails between two steps, a single process also saves the last finished step.
 
     Args:
-        grace_seconds: longest time from SIGTERM to the end, positive.
+        grace_seconds: longest time between SIGTERM and the exit, positive.
     """
 
     def __init__(self, grace_seconds: float = 25.0) -> None:
@@ -53,30 +52,31 @@ class GracefulShutdown(Callback):
         self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._trainer: Trainer | None = None
-        self._signal, self._signalled_at = 0, 0.0  # number and time of the signal that this process received
-        self._agreed: Interrupted | None = None  # by all ranks, at the end of a step
-        self._began = 0.0
-        self._longest = 0.0  # seconds of a step
+        self._signal = 0  # number of the signal that this process received
+        self._signalled_at = 0.0
+        self._interrupt: Interrupted | None = None  # the reason on which all ranks agreed at the end of a step
+        self._step_started = 0.0
+        self._longest_step = 0.0  # seconds
 
     # -- signals ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take over the signals from Lightning, which would end with exit code 0, or save within an update."""
+        """Replace Lightning's signal handlers, which would exit with code 0, or save during an update."""
         if stage != "fit" or threading.current_thread() is not threading.main_thread():
             return
         disable_signal_handlers(trainer)
         self._trainer = trainer
         self._signal = 0
-        self._agreed = None
-        self._longest = 0.0
+        self._interrupt = None
+        self._longest_step = 0.0
         numbers = [signal.SIGINT, signal.SIGTERM]
         if "SLURM_JOB_ID" in os.environ:
-            numbers.append(signal.SIGUSR1)  # sbatch --signal=USR1@90, which Lightning's users know
+            numbers.append(signal.SIGUSR1)  # sbatch --signal=USR1@90, as in Lightning's documentation
         for number in numbers:
             self._previous[number] = signal.signal(number, self._receive)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -88,117 +88,107 @@ class GracefulShutdown(Callback):
         if self._signal and now - self._signalled_at < _SAME_SECONDS:
             return
         if self._signal:
-            _print(f"second signal ({signal_name(number)}): ended at once")
-            _leave(128 + number)
-        self._signal, self._signalled_at = number, now
+            _print(f"second signal ({signal_name(number)}): the process ends immediately")
+            os._exit(128 + number)  # engines and reward workers exit when this process is gone
+        self._signal = number
+        self._signalled_at = now
         if number == signal.SIGTERM:
             timer = threading.Timer(self.grace_seconds, self._give_up, [number])
             timer.daemon = True
             timer.start()
         if number != signal.SIGINT and (launcher := self._trainer.strategy.launcher) is not None:
-            launcher.kill(number)  # a terminal sends Ctrl-C to the whole group, a scheduler only to this process
+            launcher.kill(number)  # a terminal signals the whole group, a scheduler only this process
         last = last_checkpoint(self._trainer)
         started = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         between_steps = self._trainer.world_size == 1 and last is not None and last.between_steps
         if between_steps or not started:
             raise Interrupted(number)
         if self._trainer.is_global_zero:
-            again = "another Ctrl-C" if number == signal.SIGINT else "a second signal"
+            second = "another Ctrl-C" if number == signal.SIGINT else "a second signal"
             step = self._trainer.global_step + 1
-            _print(f"{signal_name(number)}: the run ends after step {step}; {again} ends it at once")
+            _print(f"{signal_name(number)}: the run ends after step {step}; {second} ends it immediately")
 
     def _give_up(self, number: int) -> None:
-        unfinished = f"ended {self.grace_seconds:g} s after {signal_name(number)}, before the step and its checkpoint"
         try:
             resume = f"; {how_to_resume(self._trainer)}" if self._trainer is not None else ""
-            _print(f"{unfinished} were finished{resume}")
+            _print(f"ended {self.grace_seconds:g} s after {signal_name(number)}, during an unfinished step{resume}")
         finally:
-            _leave(128 + number)
+            os._exit(128 + number)
 
-    # -- the ends of steps -------------------------------------------------------------------------------------
+    # -- ends of steps ------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure steps."""
-        self._began = time.monotonic()
+        """Start to measure the duration of steps."""
+        self._step_started = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Agree with the other ranks on whether the run ends here; RunCheckpoint, which comes last, then saves."""
+        """Decide on all ranks whether the run ends after this step; RunCheckpoint, which runs last, then saves."""
         now = time.monotonic()
-        self._longest, self._began = max(self._longest, now - self._began), now
-        wish = self._signal, self._job_ends_within(self._longest + _MARGIN_SECONDS)
-        numbers, over = zip(*ranks.from_all_ranks(wish), strict=True)
-        if number := max(numbers):
-            self._agreed = Interrupted(number)
-        elif any(over):
-            self._agreed = Interrupted(signal.SIGTERM, "because the job's time is nearly over")
+        self._longest_step = max(self._longest_step, now - self._step_started)
+        self._step_started = now
+        out_of_time = self._job_ends_within(self._longest_step + _MARGIN_SECONDS)
+        reasons = ranks.from_all_ranks((self._signal, out_of_time))
+        if number := max(number for number, _ in reasons):
+            self._interrupt = Interrupted(number)
+        elif any(out_of_time for _, out_of_time in reasons):
+            self._interrupt = Interrupted(signal.SIGTERM, "because the job's time is nearly over")
 
     @property
     def ends_now(self) -> bool:
-        """Whether the run ends with the step that has just been made."""
-        return self._agreed is not None
+        """Whether the run ends after the step that has just finished."""
+        return self._interrupt is not None
 
     def _job_ends_within(self, seconds: float) -> bool:
         end = os.environ.get(_SLURM_END, "")
         return end.isdecimal() and int(end) - time.time() < seconds
 
-    def _end_if_agreed(self) -> None:
-        if self._agreed is not None:
-            raise self._agreed
+    def _raise_interrupt(self) -> None:
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """End before the next step."""
-        self._end_if_agreed()
+        self._raise_interrupt()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End before a validation; the resumed run makes it."""
-        self._end_if_agreed()
+        """End before a validation, which the resumed run does."""
+        self._raise_interrupt()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End before the next epoch."""
-        self._end_if_agreed()
+        self._raise_interrupt()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the state of the last finished step, where nothing has changed since; then give the signals back."""
+        """Save the last finished step if the state is unchanged; then restore the signal handlers."""
         last = last_checkpoint(trainer)
-        if last is not None and (trainer.world_size == 1 or exception is self._agreed):
+        if last is not None and (trainer.world_size == 1 or exception is self._interrupt):
             try:
                 last.save_between_steps(trainer)
             except (OSError, ValueError, FloatingPointError, SafetensorError) as error:
-                log.warning("No checkpoint could be written before the end: %s", error)
+                log.warning("The last step could not be saved: %s", error)
         if not isinstance(exception, Interrupted):
             self.teardown(trainer, pl_module, "fit")
 
 
-def last_checkpoint(trainer: Trainer) -> RunCheckpoint | None:
-    """Return the callback that saves the last checkpoint, if there is one."""
-    callbacks = (c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c.monitor is None)
-    return next(callbacks, None)
-
-
 def can_resume(trainer: Trainer) -> bool:
-    """Return whether there is a checkpoint of this run to resume from."""
+    """Return whether this run has saved a checkpoint."""
     last = last_checkpoint(trainer)
     return last is not None and last.saved_step is not None
 
 
 def how_to_resume(trainer: Trainer) -> str:
-    """Return one line on the step from which an interrupted run can be resumed."""
+    """Return one line about resuming an interrupted run."""
     last = last_checkpoint(trainer)
     path = Path(trainer.default_root_dir) / "checkpoints/last.ckpt"
     if last is None:
-        return "this run has no RunCheckpoint to resume from"
+        return "it cannot be resumed, because it has no RunCheckpoint"
     if last.saved_step is None:
-        return "no checkpoint was written yet, the same command starts again"
-    return f"the same command with --ckpt_path last goes on from step {last.saved_step} ({path})"
+        return "no checkpoint was saved yet: the same command starts from the beginning"
+    return f"to resume from step {last.saved_step}, add --ckpt_path last to the same command ({path})"
 
 
 @rank_zero_only
-def _print(sentence: str) -> None:
-    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning-rlhf: {sentence}\n".encode())
-
-
-def _leave(code: int) -> None:
-    """End this process without waiting for anything; engines and reward workers end with it."""
-    os._exit(code)
+def _print(message: str) -> None:
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"lightning-rlhf: {message}\n".encode())

@@ -1,50 +1,56 @@
-"""HFExport: the trained model in the format everything else reads."""
+"""HFExport: writes the trained model as transformers loads it, with tokenizer, metrics and model card."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from lightning_rlhf.models.loading import quiet_transformers
+from lightning_rlhf.__about__ import __version__
+from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.strategies.checkpoints.io import digest
 
-from .exported import Origin, check_adapter, complete_export
-from .module_check import check_module
+from .checks import check_module
 
 log = logging.getLogger(__name__)
 
 
 class HFExport(Callback):
-    """Writes the trained model and its tokenizer to ``export/`` when training ends, and every n steps if asked.
+    """Writes the trained model and its tokenizer to ``export/`` when training ends, and optionally every n steps.
 
-    ``transformers``, vLLM and the configuration of another run load the directory.
-    ``metrics.json`` in it holds the run's last metrics, ``README.md`` describes the origin of the model. The command
-    ``export`` makes the same of a checkpoint.
+    ``transformers``, vLLM and the configuration of another run load the directory. It also contains the last metrics in
+    ``metrics.json`` and a model card in ``README.md``. The command ``export`` writes the same from a checkpoint.
 
     Args:
-        every_n_steps: also write ``export-<step>/`` every so many steps; 0 only at the end.
-        adapter: write LoRA adapters by themselves, for peft and vLLM to put onto the model they were trained on; else
-            they are merged into its weights.
+        every_n_steps: steps between exports to ``export-<step>/``; 0 exports only at the end.
+        adapter: write only the LoRA adapters, which peft and vLLM add to the base model; False merges them into the
+            weights.
     """
 
     def __init__(self, every_n_steps: int = 0, adapter: bool = False) -> None:
         if every_n_steps < 0:
             raise ValueError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
-        self.every_n_steps, self.adapter = every_n_steps, adapter
+        self.every_n_steps = every_n_steps
+        self.adapter = adapter
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Raise if adapters alone cannot be exported."""
+        """Validate the module, and that it has adapters if only they are exported."""
         check_module(self, pl_module, RoleModule)
         if self.adapter:
             check_adapter(pl_module, pl_module.trained_roles[0], "HFExport(adapter=True)")
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Remove an export that an earlier part of this run has written."""
+        """Rename the export of an earlier part of this run."""
         target = Path(trainer.default_root_dir) / "export"
         if not trainer.is_global_zero or trainer.fast_dev_run or 0 < trainer.max_steps <= trainer.global_step:
             return
@@ -54,17 +60,17 @@ class HFExport(Callback):
         older = target.with_name(f"export-{step}")
         shutil.rmtree(older, ignore_errors=True)
         target.rename(older)
-        log.info("%s is of step %d: it is now %s, until this run has ended.", target, step, older)
+        log.info("%s is from step %d; it was renamed to %s.", target, step, older)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write when due."""
+        """Export the model every ``every_n_steps`` steps."""
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0 and not trainer.fast_dev_run:
             self._write(trainer, pl_module, f"export-{trainer.global_step}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Write the final model."""
+        """Export the final model."""
         if not trainer.fast_dev_run:
             self._write(trainer, pl_module, "export")
 
@@ -77,9 +83,128 @@ class HFExport(Callback):
             module.export(draft, trainer.is_global_zero, self.adapter)
         if not trainer.is_global_zero:
             return
-        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        config = target.parent / "config.yaml"
-        origin = Origin(module, module.trained_roles[0], trainer.datamodule, config, trainer.global_step, metrics)
+        origin = Origin(
+            module=module,
+            role=module.trained_roles[0],
+            data=trainer.datamodule,
+            config=target.parent / "config.yaml",
+            step=trainer.global_step,
+            metrics={key: float(value) for key, value in trainer.callback_metrics.items()},
+        )
         complete_export(draft, origin, trainer.datamodule.tokenizer)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Origin of an exported model.
+
+    Args:
+        module: module that trained it.
+        role: role of the model.
+        data: data module of the run.
+        config: path of the run's configuration; the file may be absent.
+        step: number of training steps.
+        metrics: last metrics of the run.
+    """
+
+    module: RoleModule
+    role: str
+    data: RowsDataModule
+    config: Path
+    step: int
+    metrics: Mapping[str, float]
+
+
+def check_adapter(module: RoleModule, role: str, option: str) -> None:
+    """Validate that a role can be exported as adapters alone.
+
+    Args:
+        module: module of the run.
+        role: role to export.
+        option: option that requests adapters, for the message.
+
+    Raises:
+        ValueError: the role has no adapters, or its head was trained too.
+    """
+    if role != "actor" or module.sources[role].lora is None:
+        reason = "whose head is trained too" if role != "actor" else "which has no adapters"
+        raise ValueError(
+            f"{option} exports only LoRA adapters, and this run exports its {role}, {reason}: leave adapter out"
+        )
+
+
+def complete_export(directory: Path, origin: Origin, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write tokenizer, metrics and model card next to exported weights, and update the generation configuration.
+
+    Args:
+        directory: directory with the weights.
+        origin: origin of the model.
+        tokenizer: tokenizer of the run, with its chat template.
+    """
+    tokenizer.save_pretrained(directory)
+    if (directory / "generation_config.json").is_file():
+        _add_end_token(directory, tokenizer)
+    metrics = {"step": origin.step, **origin.metrics}
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    adapter_only = (directory / "adapter_config.json").is_file()
+    (directory / "README.md").write_text(model_card(origin, adapter_only), encoding="utf-8")
+    for weights in directory.glob("*.safetensors"):  # safetensors creates files that only their owner can read
+        shutil.copymode(directory / "README.md", weights)
+
+
+def _add_end_token(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokenizer's end token, which ended responses in training, to the generation configuration."""
+    config = GenerationConfig.from_pretrained(directory)
+    ends = config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    if tokenizer.eos_token_id not in ends:
+        config.eos_token_id = [tokenizer.eos_token_id, *ends]
+        config.save_pretrained(directory)
+
+
+def model_card(origin: Origin, adapter_only: bool) -> str:
+    """Return the model card, in Markdown with the hub's header.
+
+    Args:
+        origin: origin of the model.
+        adapter_only: whether only LoRA adapters are exported.
+    """
+    source = origin.module.sources[origin.role]
+    algorithm = type(origin.module).__name__.removesuffix("Module")
+    header = {
+        "library_name": "peft" if adapter_only else "transformers",
+        "pipeline_tag": "text-generation" if origin.role == "actor" else "text-classification",
+        "tags": ["lightning-rlhf", algorithm.lower()],
+    }
+    base = f"random weights, {source.hf_config().model_type}"
+    if isinstance(source, Pretrained):
+        base = source.path + (f", revision {source.revision}" if source.revision else "")
+        if not Path(source.path).exists():  # an id of the hub
+            header["base_model"] = source.path
+    data = origin.data.sources["train"]
+    versions = {"lightning-rlhf": __version__}
+    versions |= {package: metadata.version(package) for package in ("lightning", "torch", "transformers")}
+    facts = {
+        "base model": base,
+        "algorithm": f"{algorithm}, its {origin.role}, after {origin.step} steps",
+        "data": data if isinstance(data, str) else repr(data),
+        "configuration": f"SHA-256 {digest(origin.config)}" if origin.config.is_file() else "from Python",
+        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
+    }
+    if source.lora is not None:
+        export = "alone, to be added to the base model" if adapter_only else "merged into the weights"
+        facts["LoRA"] = f"rank {source.lora.rank}, alpha {source.lora.alpha}, {export}"
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
+    lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
+    if origin.metrics:
+        lines += ["", "Last metrics of the run:", "", "| metric | value |", "|---|---|"]
+        lines += [f"| `{_cell(name)}` | {value:.6g} |" for name, value in sorted(origin.metrics.items())]
+    return "\n".join([*lines, "", "Written by lightning-rlhf.", ""])
+
+
+def _cell(text: str) -> str:
+    return " ".join(str(text).replace("|", "\\|").split())

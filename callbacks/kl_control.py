@@ -1,4 +1,4 @@
-"""KLControl: steers the KL coefficient towards a target."""
+"""KLControl: adapts the KL coefficient to reach a target."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
-from .module_check import check_module
+from .checks import check_module
 
 
 class KLControl(Callback):
-    """Moves ``kl_reward``'s coefficient after each rollout; the coefficient is part of the checkpoint.
+    """Updates the coefficient of ``kl_reward`` after each rollout; checkpoints contain it.
 
     Args:
-        controller: the rule.
+        controller: rule of the update.
     """
 
     def __init__(self, controller: AdaptiveKL) -> None:
@@ -31,11 +31,12 @@ class KLControl(Callback):
             check_module(self, pl_module, RLHFModule)
         if pl_module.kl_reward.coef <= 0:
             raise ValueError(
-                "KLControl steers the KL penalty in the reward: give the module kl_reward with a coef above 0"
+                f"KLControl needs a KL penalty in the reward: set kl_reward with a positive coef, got "
+                f"{pl_module.kl_reward.coef}"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Continue where a checkpoint stopped."""
+        """Set the coefficient of the checkpoint."""
         if self._restored is not None:
             pl_module.kl_coef = self._restored
         self._coef = pl_module.kl_coef
@@ -51,7 +52,7 @@ class KLControl(Callback):
         responses = int(pl_module.data_ranks.sum(count))
         if pl_module.kl_to_ref is None:
             raise RuntimeError(f"KLControl needs the KL to the reference: {type(pl_module).__name__} sets no kl_to_ref")
-        kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, as it is logged
+        kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, like the logged value
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 
     def state_dict(self) -> dict[str, float]:
@@ -59,5 +60,5 @@ class KLControl(Callback):
         return {"kl_coef": self._coef}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Take it over when training starts."""
+        """Store the coefficient until training starts."""
         self._restored = state_dict["kl_coef"]

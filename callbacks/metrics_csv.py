@@ -1,4 +1,4 @@
-"""MetricsCSV: every metric of every step in one table that survives a crash."""
+"""MetricsCSV: writes the metrics of every step to a table that survives a crash."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from .checks import check_at_least
+
 _VALIDATION = "val/"
 
 
 class MetricsCSV(Callback):
     """Writes ``metrics.csv``: one row per training step and one per validation, the step in the first column.
 
-    A row is on disk before the checkpoint of its step, so a resumed run continues the table without gap; rows of steps
-    that the checkpoint does not know are dropped then.
+    A row is written before the checkpoint of its step, so that a resumed run continues the table without a gap; rows
+    after the step of the checkpoint are then removed.
 
     Args:
-        every_n_steps: training rows are written for steps that this divides, at least 1.
+        every_n_steps: steps between two training rows, at least 1.
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
+        check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._columns: list[str] = ["step"]
+        self._columns = ["step"]
         self._path: Path | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset the table of an earlier fit with the same callback."""
+        """Reset the state of an earlier fit with the same callback."""
         if stage == "fit":
-            self._path, self._columns = None, ["step"]
+            self._path = None
+            self._columns = ["step"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a table, or continue that of the resumed run."""
+        """Create the table, or continue that of the resumed run."""
         self._table(trainer)
 
     def on_train_batch_end(
@@ -57,10 +59,10 @@ class MetricsCSV(Callback):
         path = self._table(trainer)
         metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith(_VALIDATION) == validation}
         row = {"step": str(trainer.global_step), **{name: repr(float(value)) for name, value in metrics.items()}}
-        new = [name for name in row if name not in self._columns]
-        if new:
+        added = sorted(name for name in row if name not in self._columns)
+        if added:
             rows = read_metrics(path)
-            self._columns += sorted(new)
+            self._columns += added
             self._rewrite(path, [*rows, row])
         else:
             with path.open("a", newline="", encoding="utf-8") as file:
@@ -73,7 +75,7 @@ class MetricsCSV(Callback):
             if trainer.is_global_zero and not trainer.fast_dev_run:
                 rows = read_metrics(self._path) if trainer.ckpt_path is not None else []
                 self._columns = list(rows[0]) if rows else ["step"]
-                self._rewrite(self._path, [row for row in rows if _known(row, trainer.global_step)])
+                self._rewrite(self._path, [row for row in rows if _precedes(row, trainer.global_step)])
         return self._path
 
     def _rewrite(self, path: Path, rows: list[dict[str, str]]) -> None:
@@ -87,14 +89,14 @@ class MetricsCSV(Callback):
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table without an incomplete last line."""
+    """Return the rows of a table; an incomplete last line is ignored."""
     if not path.is_file():
         return []
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    return list(csv.DictReader(whole))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return list(csv.DictReader(line for line in lines if line.endswith("\n")))
 
 
-def _known(row: dict[str, str], step: int) -> bool:
+def _precedes(row: dict[str, str], step: int) -> bool:
     """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
-    validation = all(not value for name, value in row.items() if name != "step" and not name.startswith(_VALIDATION))
-    return int(row["step"]) < step if validation and step > 0 else int(row["step"]) <= step
+    is_validation = all(not value for name, value in row.items() if name != "step" and not name.startswith(_VALIDATION))
+    return int(row["step"]) < step if is_validation and step > 0 else int(row["step"]) <= step

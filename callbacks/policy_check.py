@@ -1,4 +1,4 @@
-"""PolicyCheck: whether a reward model can be trusted with the policy it is about to teach."""
+"""PolicyCheck: tests and scales a reward model on samples of the policy that it will train."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import PromptBatch, Rollout, SamplingParams
 
+from .checks import check_at_least
+
 log = logging.getLogger(__name__)
 
 
 class PolicyCheck(Callback):
-    """Scores fresh samples of a policy when a reward model is trained, and sets the reward model's scale by them.
+    """Scores samples of a policy after a reward model is trained, and normalizes the reward model with them.
 
-    Accuracy on held-out pairs misleads: a reward model can order every pair and still fail on the policy's responses.
-    With a rule that knows right from wrong, ``val/policy_order`` is the share of (right, wrong) pairs of samples that
-    the reward model orders correctly. The samples' scores are made to have mean 0 and deviation 1, so that reward and
-    critic start on one scale.
+    A reward model can order every held-out pair correctly and still fail on the policy's responses. With a rule that
+    recognises correct responses, ``val/policy_order`` is the fraction of (correct, incorrect) pairs of samples that the
+    reward model orders correctly. The scores of the samples get mean 0 and standard deviation 1, so that reward and
+    critic start on the same scale.
 
     Args:
         policy: policy that PPO will start from.
         prompts: rows with ``prompt`` and the columns of the rule.
-        rule: gives at least 1 to right answers; None only sets the scale.
-        num_samples: prompts used, one sample each, at least 2.
-        max_response_tokens: longest response.
+        rule: reward function that is at least 1 for correct responses; None only normalizes.
+        num_samples: number of prompts, one sample each, at least 2.
+        max_response_tokens: longest response, at least 1.
         min_pair_accuracy: accuracy on held-out pairs below which the run warns.
         min_policy_order: accuracy on samples below which the run warns.
     """
@@ -57,18 +59,19 @@ class PolicyCheck(Callback):
         min_pair_accuracy: float = 0.95,
         min_policy_order: float = 0.98,
     ) -> None:
-        if num_samples < 2 or max_response_tokens < 1:
-            raise ValueError(
-                f"num_samples must be at least 2 and max_response_tokens at least 1, "
-                f"got {num_samples} and {max_response_tokens}"
-            )
-        self.policy, self.prompts, self.rule = as_source(policy), prompts, rule
-        self.num_samples, self.max_response_tokens = num_samples, max_response_tokens
-        self.min_pair_accuracy, self.min_policy_order = min_pair_accuracy, min_policy_order
+        check_at_least(2, num_samples=num_samples)
+        check_at_least(1, max_response_tokens=max_response_tokens)
+        self.policy = as_source(policy)
+        self.prompts = prompts
+        self.rule = rule
+        self.num_samples = num_samples
+        self.max_response_tokens = max_response_tokens
+        self.min_pair_accuracy = min_pair_accuracy
+        self.min_policy_order = min_policy_order
         self._rows: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: RewardModule, stage: str) -> None:
-        """Refuse before training what could not be checked after it."""
+        """Validate prompts, rule and vocabularies before training."""
         rows, _ = use_rows(self.prompts, "policy check", dict, on_bad_row="error")
         if len(rows) < 2:
             raise ValueError(f"PolicyCheck needs at least 2 prompts, got {len(rows)}")
@@ -79,21 +82,21 @@ class PolicyCheck(Callback):
         check_vocabularies(roles, trainer.datamodule.tokenizer)
 
     def on_train_end(self, trainer: Trainer, pl_module: RewardModule) -> None:
-        """Sample, score, scale, and log the metrics."""
+        """Sample, score, normalize, and log the metrics."""
         if trainer.fast_dev_run:
             return
         samples: Any = self._samples(trainer) if trainer.is_global_zero else None
-        rollout: Rollout = trainer.strategy.broadcast(samples)  # one judge, and one copy of the policy
+        rollout: Rollout = trainer.strategy.broadcast(samples)  # one copy of the policy, one call of the rule
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
         reward_model: Any = pl_module.reward_model
         reward_model.normalize(scores.to(pl_module.device))
         metrics = {"val/policy_score_mean": scores.mean(), "val/policy_score_std": scores.std()}
         if self.rule is not None:
-            right = rollout.rewards[self.rule.label] >= 1
-            metrics["val/policy_accuracy"] = right.float().mean()
-            metrics["val/policy_order"] = torch.tensor(ordered_share(scores[right], scores[~right]))
+            correct = rollout.rewards[self.rule.label] >= 1
+            metrics["val/policy_accuracy"] = correct.float().mean()
+            metrics["val/policy_order"] = torch.tensor(ordered_share(scores[correct], scores[~correct]))
         trainer.callback_metrics.update(metrics)
-        self._say({**trainer.callback_metrics, **metrics})
+        self._report({**trainer.callback_metrics, **metrics})
 
     def _samples(self, trainer: Trainer) -> Rollout:
         tokenizer = trainer.datamodule.tokenizer
@@ -116,27 +119,25 @@ class PolicyCheck(Callback):
     @torch.no_grad()
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
-        for rows, _ in module.equalize_over_ranks(
-            token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)
-        ):
+        reward_model = module.role_strategy.role("reward_model")
+        batches = token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)
+        for rows, _ in module.equalize_over_ranks(batches):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
             with module.trainer.precision_plugin.forward_context():
-                scores[rows.to(scores.device)] = module.role_strategy.role("reward_model")(join(part)[0], ends).squeeze(
-                    1
-                )
+                scores[rows.to(scores.device)] = reward_model(join(part)[0], ends).squeeze(1)
         return scores
 
-    def _say(self, metrics: dict[str, Tensor]) -> None:
+    def _report(self, metrics: dict[str, Tensor]) -> None:
         bounds = {"val/pair_accuracy": self.min_pair_accuracy, "val/policy_order": self.min_policy_order}
         for name, bound in bounds.items():
             if name not in metrics:
                 continue
             value = float(metrics[name])
-            log.info("%s = %.3f (at least %.2f is wanted)", name, value, bound)
+            log.info("%s = %.3f (recommended: at least %.2f)", name, value, bound)
             if not value >= bound:
                 log.warning(
-                    "%s is %.3f, below %.2f: PPO would learn to exploit this reward model rather than the task. "
-                    "Train it longer, or on pairs closer to what the policy writes.",
-                    name, value, bound,
-                )  # fmt: skip
+                    "%s is %.3f, below %.2f: PPO would learn to exploit this reward model instead of the task. "
+                    "Train it longer, or on pairs that are closer to the policy's responses.",
+                    *(name, value, bound),
+                )

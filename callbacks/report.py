@@ -1,4 +1,4 @@
-"""Report: a summary at the end of a run."""
+"""Report: prints a summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ _LABELS = {
     "val/score_sampled": "reward model's score, sampled",
     "val/score_orders_right_first": "reward model orders right before wrong",
     "val/response_tokens_mean": "tokens per response",
-    "val/truncated_fraction": "cut by the length limit",
+    "val/truncated_fraction": "cut at the length limit",
 }
-_TIMES = ("time/sync_s", "time/generate_s", "time/reward_s", "time/check_s", "time/evaluate_s", "time/update_s")
+_TIMES = {
+    "time/sync_s": "sync weights",
+    "time/generate_s": "generate",
+    "time/reward_s": "compute rewards",
+    "time/check_s": "compare engine and actor",
+    "time/evaluate_s": "evaluate the models",
+    "time/update_s": "update",
+}
 
 
 class Report(Callback):
-    """Prints validation before and after, problems with the answers before and after, and where the time went.
+    """Prints the first and the last validation, responses of both, and the time of each part of the steps.
 
-    Reads ``metrics.csv``, so it needs MetricsCSV.
+    It reads ``metrics.csv``, so it needs MetricsCSV.
 
     Args:
-        num_samples: problems shown: first those whose reward changed.
+        num_samples: number of prompts to print, those with changed responses first.
     """
 
     def __init__(self, num_samples: int = 4) -> None:
@@ -43,15 +50,15 @@ class Report(Callback):
         self._started = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Raise without the callbacks that measure the figures of the report."""
+        """Validate that the callbacks exist whose results the report contains."""
         for kind in (RolloutLoop, MetricsCSV):
             if not any(isinstance(callback, kind) for callback in trainer.callbacks):
                 raise ValueError(f"Report needs {kind.__name__} among the trainer's callbacks")
 
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Keep the answers of the first validation."""
+        """Store the responses of the first validation."""
         if not self._before:
-            # Only JSON values of the data: a checkpoint with others could not be loaded.
+            # Columns of the data may have other values than JSON, which a checkpoint must not contain.
             self._before = json.loads(json.dumps(self._loop(trainer).validation_samples, default=str))
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,23 +66,23 @@ class Report(Callback):
         return {"before": self._before}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take them over."""
+        """Restore the responses of the first validation."""
         self._before = state_dict["before"]
 
     def on_fit_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Print everything."""
+        """Print the tables and write ``report.json``."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         screen = RichConsole(highlight=False, markup=False)
         rows = read_metrics(Path(trainer.default_root_dir) / "metrics.csv")
-        for part in (self.progress(rows), self.answers(self._loop(trainer).validation_samples), self.times(rows)):
+        for part in (self.progress(rows), self.responses(self._loop(trainer).validation_samples), self.times(rows)):
             if part is not None:
                 screen.print(part)
         summary = {"seconds": time.perf_counter() - self._started, "before": self._before}
         (Path(trainer.default_root_dir) / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     def progress(self, rows: list[dict[str, str]]) -> Table | None:
-        """Return a table of the first and last validation, and of KL and speed."""
+        """Return a table of the first and last validation, with reward, KL and speed of training."""
         validations = [row for row in rows if any(k.startswith("val/") and v for k, v in row.items())]
         training = [row for row in rows if row.get("reward/mean")]
         if not validations or not training:
@@ -86,13 +93,13 @@ class Report(Callback):
             table.add_column(heading, justify="right" if heading else "left")
         for name in _shown_metrics(first):
             row = (first[name], last.get(name, ""))
-            # A reward that is 0 or 1 is its own share of right answers: once is enough.
-            share = f"val/{name.rpartition('_')[2]}"
-            twin = share != name and share in first and row == (first[share], last.get(share))
-            if all(row) and not twin:
+            # A reward that is 0 or 1 equals the fraction of correct responses, which has a row already.
+            correct = f"val/{name.rpartition('_')[2]}"
+            repeated = correct != name and correct in first and row == (first[correct], last.get(correct))
+            if all(row) and not repeated:
                 table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
         table.add_section()
-        # Under dynamic sampling the reward of trained responses is biased: only prompts with contrast are used.
+        # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
         reward = "reward/generated_mean" if training[0].get("reward/generated_mean") else "reward/mean"
         for name, label in ((reward, "training reward"), ("kl/ref", "KL to the reference, nats per response")):
             if training[0].get(name):
@@ -104,40 +111,37 @@ class Report(Callback):
             table.add_row("generated per second, median", "", f"{sorted(generated)[len(generated) // 2]:.0f}")
         return table
 
-    def answers(self, after: list[dict[str, Any]]) -> Table | None:
-        """Return greedy responses to the same prompts in the first and in the last validation."""
+    def responses(self, after: list[dict[str, Any]]) -> Table | None:
+        """Return a table of greedy responses to the same prompts in the first and the last validation."""
         pairs = list(zip(self._before, after, strict=False))
         if not pairs:
             return None
         pairs.sort(key=lambda pair: pair[0]["response"] == pair[1]["response"])
-        table = Table(title="Greedy answers to held-out problems", title_justify="left")
+        table = Table(title="Greedy responses to held-out problems", title_justify="left")
         for heading in ("prompt", "before", "after"):
             table.add_column(heading, overflow="fold")
-        right = ["ground_truth"] if "ground_truth" in after[0] else []  # the data's column may have another name
-        for _ in right:
+        has_answers = "ground_truth" in after[0]  # the data's column may have another name
+        if has_answers:
             table.add_column("right answer", overflow="fold")
-        for before, now in pairs[: self.num_samples]:
-            texts = [now["prompt"], before["response"], now["response"], *(now[name] for name in right)]
+        for first, last in pairs[: self.num_samples]:
+            texts = [last["prompt"], first["response"], last["response"]]
+            texts += [last["ground_truth"]] if has_answers else []
             table.add_row(*(str(text).strip()[-300:].encode(errors="backslashreplace").decode() for text in texts))
         return table
 
     def times(self, rows: list[dict[str, str]]) -> Table | None:
-        """Return the seconds of all steps by part."""
+        """Return a table of the seconds of all steps by part."""
         totals = {name: sum(float(row[name]) for row in rows if row.get(name)) for name in _TIMES}
         whole = sum(float(row["time/step_s"]) for row in rows if row.get("time/step_s"))
         if not whole:
             return None
-        table = Table(title="Where the time of the steps went", title_justify="left")
+        table = Table(title="Time of the steps", title_justify="left")
         for heading in ("", "seconds", "share"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name, label in zip(
-            _TIMES,
-            ("push weights", "generate", "judge", "compare engine and actor", "ask the models", "update"),
-            strict=True,
-        ):
+        for name, label in _TIMES.items():
             table.add_row(label, f"{totals[name]:.1f}", f"{totals[name] / whole:.0%}")
         rest = whole - sum(totals.values())
-        table.add_row("the rest", f"{rest:.1f}", f"{rest / whole:.0%}")
+        table.add_row("other", f"{rest:.1f}", f"{rest / whole:.0%}")
         return table
 
     def _loop(self, trainer: Trainer) -> RolloutLoop:
@@ -145,6 +149,6 @@ class Report(Callback):
 
 
 def _shown_metrics(row: dict[str, str]) -> list[str]:
-    """Return the names of the validation metrics in the table: those with a label, and of each reward."""
-    own = [name for name in row if name.startswith("val/") and name.endswith(("_greedy", "_sampled"))]
-    return [name for name in dict.fromkeys((*_LABELS, *own)) if name in row and name.count("/") == 1]
+    """Return the validation metrics in the table: those with a label, and those of each reward."""
+    of_rewards = [name for name in row if name.startswith("val/") and name.endswith(("_greedy", "_sampled"))]
+    return [name for name in dict.fromkeys((*_LABELS, *of_rewards)) if name in row and name.count("/") == 1]

@@ -1,4 +1,4 @@
-"""RolloutLog: prompts, responses and rewards, in files and as a table on the screen."""
+"""RolloutLog: writes prompts, responses and rewards to files, and prints some of them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from rich.table import Table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.types import PromptBatch, Rollout
 
-from .module_check import check_module
+from .checks import check_at_least, check_module
 
 
 class RolloutLog(Callback):
-    """Writes each step's responses to ``rollouts/step-000001.jsonl``, and shows some as a table.
+    """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and prints some as a table.
 
     Args:
-        max_rows: responses written per step and rank, at least 1.
-        table_every_n_steps: steps between tables; 0 shows none.
-        table_rows: responses in it: the best, the worst and those between, at equal distances.
+        max_rows: number of responses to write per step and rank, at least 1.
+        table_every_n_steps: steps between tables; 0 prints none.
+        table_rows: number of responses in a table, equally spaced from the best to the worst, at least 1.
     """
 
     def __init__(self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4) -> None:
-        if max_rows < 1 or table_rows < 1 or table_every_n_steps < 0:
-            raise ValueError(
-                f"max_rows and table_rows must be at least 1 and table_every_n_steps at least 0, "
-                f"got {max_rows}, {table_rows} and {table_every_n_steps}"
-            )
-        self.max_rows, self.table_every_n_steps, self.table_rows = max_rows, table_every_n_steps, table_rows
+        check_at_least(1, max_rows=max_rows, table_rows=table_rows)
+        check_at_least(0, table_every_n_steps=table_every_n_steps)
+        self.max_rows = max_rows
+        self.table_every_n_steps = table_every_n_steps
+        self.table_rows = table_rows
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
         """Validate the module."""
@@ -40,27 +39,27 @@ class RolloutLog(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Write a file, and show a table when it is due."""
+        """Write the file of a step, and print a table when it is due."""
         if trainer.fast_dev_run:
             return
-        rows = self.rows(trainer, pl_module, right_answers(pl_module.experience.rollout, batch))
+        rows = self.rows(trainer, pl_module, correct_answers(pl_module.experience.rollout, batch))
         directory = Path(trainer.default_root_dir) / "rollouts"
         directory.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         path = directory / f"step-{trainer.global_step:06d}{rank}.jsonl"
-        # Correct answers may be any value of the data: dates and decimals of a parquet file, invalid Unicode.
+        # Answers may be any value of the data, such as dates of a parquet file or invalid Unicode.
         lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
-            self._show(rows, trainer.global_step)
+            self._print_table(rows, trainer.global_step)
 
-    def rows(self, trainer: Trainer, module: RLHFModule, right: list[Any]) -> list[dict[str, Any]]:
+    def rows(self, trainer: Trainer, module: RLHFModule, answers: list[Any]) -> list[dict[str, Any]]:
         """Return the first responses of the step as plain values.
 
         Args:
             trainer: trainer of the run.
             module: module with the experience of the step.
-            right: correct answer to each response's prompt; empty if the data has none.
+            answers: correct answer to each response's prompt; empty if the data has no answers.
         """
         count = min(self.max_rows, len(module.experience.rollout))
         experience = module.experience[list(range(count))].to("cpu")
@@ -75,7 +74,7 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
-                    **({"ground_truth": right[i]} if right else {}),
+                    **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
                     "kl": kl[i].item(),
@@ -86,7 +85,7 @@ class RolloutLog(Callback):
             )
         return rows
 
-    def _show(self, rows: list[dict[str, Any]], step: int) -> None:
+    def _print_table(self, rows: list[dict[str, Any]], step: int) -> None:
         ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
         shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
@@ -100,21 +99,21 @@ class RolloutLog(Callback):
         RichConsole(highlight=False, markup=False).print(table)
 
 
-def right_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
-    """Return the correct answer to the prompt of each response; an empty list if the data has none.
+def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
+    """Return the correct answer to the prompt of each response; an empty list if the data has no answers.
 
     Args:
         rollout: rollout of this rank.
-        batch: this rank's prompts.
+        batch: prompts of this rank.
     """
-    known = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
-    if known is None:
+    answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
+    if answers is None:
         return []
     size = len(rollout) // len(rollout.group.unique())
     prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
-    return [known[prompts[position // size]] for position in rollout.position.tolist()]
+    return [answers[prompts[position // size]] for position in rollout.position.tolist()]
 
 
 def _short(text: str, limit: int = 300) -> str:
-    text = text.strip().encode(errors="backslashreplace").decode()  # data may hold halves of letters
+    text = text.strip().encode(errors="backslashreplace").decode()  # data may contain invalid Unicode
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.models.loading import save_architecture
-from lightning_rlhf.models.positions import max_positions
+from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
@@ -34,10 +35,9 @@ from lightning_rlhf.rollout.engine import (
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
+from .checks import check_at_least, check_batch_sizes, check_engine, check_reward_functions, tensor_ranks
 from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .dynamic_sampling import DynamicSampling
-from .engine_check import compare
-from .rollout_checks import check_run, tensor_ranks
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -88,14 +88,8 @@ class RolloutLoop(Callback):
         stop_token_ids: list[int] | None = None,
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
-        for name, value, least in (
-            ("group_size", group_size, 1),
-            ("max_response_tokens", max_response_tokens, 1),
-            ("val_samples", val_samples, 1),
-            ("check_rows", check_rows, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
+        check_at_least(0, check_rows=check_rows)
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
@@ -132,7 +126,7 @@ class RolloutLoop(Callback):
         """
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
-        check_run(self, trainer, pl_module)
+        self._check(trainer, pl_module)
         self._synced_step = self._validated_step = None  # the callback may have been used in an earlier run
         self.engine_description = ""
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
@@ -142,8 +136,8 @@ class RolloutLoop(Callback):
         reason = "chosen in the configuration"
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
         if self._engine_choice == "auto":
-            actor = source.hf_config()
-            self.engine, reason = choose_engine(actor, tensor_ranks(trainer, pl_module), dtype, trainer.world_size)
+            splitting = tensor_ranks(trainer, pl_module)
+            self.engine, reason = choose_engine(source.hf_config(), splitting, dtype, trainer.world_size)
         else:
             self.engine = self._engine_choice
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
@@ -151,9 +145,9 @@ class RolloutLoop(Callback):
         self.engine.check(sampling)
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
-        longest = trainer.datamodule.max_tokens + self.max_response_tokens
         self._vocabulary = vocab_size(source)
-        longest = min(longest, max_positions(source.hf_config()) or longest)  # check_run saw that all prompts fit
+        longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        longest = min(longest, max_positions(source.hf_config()) or longest)  # no prompt is too long for the model
         setup = EngineSetup(
             model=directory,
             dtype=dtype,
@@ -168,6 +162,33 @@ class RolloutLoop(Callback):
             trainer.strategy.barrier("rollout engines")
             limit_gpu_memory(device, self.engine.gpu_share)
             self._let_engine_sleep(device)
+
+    def _check(self, trainer: Trainer, module: RLHFModule) -> None:
+        """Validate loop, module, data and strategy; warn about doubtful settings.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        data = trainer.datamodule
+        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
+            raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+        if not self.rewards and "reward_model" not in module.sources:
+            raise ValueError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
+        labels = [reward.label for reward in self.rewards]
+        if self.val_metric is not None and self.val_metric not in labels:
+            raise ValueError(f"val_metric must be the name of a reward, one of {labels}, got {self.val_metric!r}")
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module)
+        check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
+        roles = {f"the {name}": source for name, source in module.sources.items()}
+        check_positions(roles, data.longest_text, self.max_response_tokens)
+        check_reward_functions(self.rewards, self.reward_executor, data)
+        splitting = tensor_ranks(trainer, module)
+        if self._engine_choice != "auto" and self._engine_choice.ranks % splitting:
+            raise ValueError(
+                f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
+                f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+            )
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
@@ -213,11 +234,12 @@ class RolloutLoop(Callback):
         with clock("time/sync_s"):
             self.sync_weights(trainer, pl_module)
         sampling = _Sampling(self, trainer, pl_module, clock)
-        metrics = dict[str, float]()
+        metrics: dict[str, float] = {}
         if self.dynamic_sampling is None:
             rollout = sampling.rollout(batch, self.group_size, self.temperature)
         else:
-            rollout, counts = self.dynamic_sampling(batch, sampling.group_rollout, ranks.size, sampling.any_rank)
+            generate = partial(sampling.rollout, samples=self.group_size, temperature=self.temperature)
+            rollout, counts = self.dynamic_sampling(batch, generate, ranks.size, sampling.any_rank)
             metrics = self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, pl_module.device))
         greedy = sampling.rollout(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
         with clock("time/check_s"):
@@ -290,7 +312,7 @@ class RolloutLoop(Callback):
         if self.check_rows:
             assert self.engine is not None
             rows = rollout[list(range(min(self.check_rows, len(rollout))))]
-            compare(self.engine, module, rows, self.max_logprob_diff)
+            check_engine(self.engine, module, rows, self.max_logprob_diff)
 
     # -- validation -------------------------------------------------------------------------------------------
 
@@ -313,7 +335,7 @@ class RolloutLoop(Callback):
     ) -> None:
         """Generate and score a greedy response and samples of each prompt, with the same seeds in every validation."""
         assert self._validation is not None
-        if _averages(trainer) and batch_idx == 0:  # the averaged weights have just been put in
+        if _averages(trainer) and batch_idx == 0:  # Lightning has replaced the actor's weights by the average
             self._synced_step = None
             self.sync_weights(trainer, pl_module)
         size = self.val_samples
@@ -349,7 +371,7 @@ class RolloutLoop(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Log the metrics of the validation."""
         assert self._validation is not None
-        if _averages(trainer):  # the actor's weights are about to be restored
+        if _averages(trainer):  # Lightning will restore the actor's weights
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
         for name, value in self._validation.metrics(pl_module.data_ranks).items():
@@ -362,23 +384,16 @@ class RolloutLoop(Callback):
         return [] if self._validation is None else self._validation.samples
 
 
+@dataclass
 class _Sampling:
-    """Rollouts of one training step, with their tokens and reward metrics.
+    """Rollouts of one training step, with their tokens and reward metrics."""
 
-    Args:
-        loop: callback that generates.
-        trainer: trainer of the run.
-        module: module of the run.
-        clock: clock of the step.
-    """
-
-    def __init__(self, loop: RolloutLoop, trainer: Trainer, module: RLHFModule, clock: Clock) -> None:
-        self.tokens = 0
-        self.reward_metrics: list[MetricSums] = []
-        self._loop = loop
-        self._trainer = trainer
-        self._module = module
-        self._clock = clock
+    loop: RolloutLoop
+    trainer: Trainer
+    module: RLHFModule
+    clock: Clock
+    tokens: int = 0
+    reward_metrics: list[MetricSums] = field(default_factory=list)
 
     def rollout(self, prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
         """Generate and score responses. All ranks that share an engine.
@@ -388,30 +403,26 @@ class _Sampling:
             samples: responses per prompt.
             temperature: temperature of the sampling.
         """
-        roles = self._module.role_strategy
-        collector = self._loop._collector(self._trainer, prompts, samples)
-        with self._clock("time/generate_s"):
+        roles = self.module.role_strategy
+        collector = self.loop._collector(self.trainer, prompts, samples)
+        with self.clock("time/generate_s"):
             on_finished = collector.add if roles.is_group_leader else None
-            completions = self._loop._generate(
+            completions = self.loop._generate(
                 prompts, "train", epoch=prompts.epoch, samples=samples, temperature=temperature, on_finished=on_finished
             )
         self.tokens += sum(len(completion.token_ids) for completion in completions)
-        with self._clock("time/reward_s"):  # rewards that were not computed during generation
+        with self.clock("time/reward_s"):  # rewards that were not computed during generation
             rollout, scored = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
         self.reward_metrics.append(scored.metrics)
         return rollout
 
-    def group_rollout(self, prompts: PromptBatch) -> Rollout:
-        """Generate and score a group of training samples for each prompt."""
-        return self.rollout(prompts, self._loop.group_size, self._loop.temperature)
-
     def any_rank(self, needs_more: bool) -> bool:
         """Return whether any rank that shares the engine needs another round; all of them then take one."""
-        assert self._loop.engine is not None
-        if self._loop.engine.ranks <= tensor_ranks(self._trainer, self._module):
+        assert self.loop.engine is not None
+        ranks = self.module.data_ranks
+        if self.loop.engine.ranks <= tensor_ranks(self.trainer, self.module):
             return needs_more
-        value = torch.tensor(float(needs_more), device=self._module.device)
-        return bool(self._module.data_ranks.max(value))
+        return bool(ranks.max(torch.tensor(float(needs_more), device=self.module.device)))
 
 
 def _averages(trainer: Trainer) -> bool:

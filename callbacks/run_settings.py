@@ -1,4 +1,4 @@
-"""A description of a run's data, models and settings, so that a resume can report each change since its checkpoint."""
+"""Settings of a run as short texts, which a resumed run compares with those of its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_rlhf.seeding import run_seed
 
 from .rollout_loop import RolloutLoop
 
-# The place in the data that a checkpoint holds is a number of batches: under another of these it means other rows.
+# Settings that decide which rows a checkpoint's number of batches means.
 WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
 _ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling")
-_NOT_THE_RESULT = ("micro_batch_tokens", "kl_coef")  # how a step is computed; steered by a callback, and restored
+_IGNORED = ("micro_batch_tokens", "kl_coef")  # the first does not change the result, KLControl restores the second
 
 
 def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
     """Describe data, seed, batch sizes, sampling, rewards, models and algorithm of a run, each as a short text.
 
-    Rows, and the source code of reward functions, are described by the beginning of their SHA-256.
+    The texts of rows and of reward functions' source code contain the first digits of their SHA-256.
 
     Args:
         trainer: trainer with its data module set up.
@@ -44,15 +44,15 @@ def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
     return settings | _module_settings(module)
 
 
-def changes(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """Name each setting that differs, with a sentence part that gives both values.
+def changes(stored: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
+    """Describe each setting that differs, by name.
 
     Args:
-        then: settings of the run that wrote the checkpoint.
-        now: settings of this run.
+        stored: settings of the run that wrote the checkpoint.
+        current: settings of this run.
     """
-    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-    return {name: f"{name} is {now.get(name, 'absent')}, and was {then.get(name, 'absent')}" for name in names}
+    names = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
+    return {name: f"{name} is {current.get(name, 'absent')}, was {stored.get(name, 'absent')}" for name in names}
 
 
 def _data_settings(data: Any) -> dict[str, str]:
@@ -75,7 +75,7 @@ def _module_settings(module: RoleModule) -> dict[str, str]:
             for name in inspect.signature(kind.__init__).parameters:
                 value = vars(module).get(name)
                 plain = value is None or isinstance(value, (bool, int, float, str)) or dataclasses.is_dataclass(value)
-                if name in vars(module) and plain and name not in _NOT_THE_RESULT:
+                if name in vars(module) and plain and name not in _IGNORED:
                     settings[name] = _text(value)
     return settings
 
@@ -84,7 +84,7 @@ def _reward(reward: RewardFunction) -> str:
     function = reward.target
     try:
         code = _digest(inspect.getsource(function if inspect.isroutine(function) else type(function)))
-    except (OSError, TypeError):  # no source: built in, or made at run time
+    except (OSError, TypeError):  # built in, or created at run time
         code = "unknown"
     return f"weight {reward.weight:g}, source code {code}"
 
@@ -98,7 +98,7 @@ def _source(source: ModelSource) -> str:
 
 def _text(value: Any) -> str:
     text = repr(value)
-    return f"a {type(value).__name__}" if " at 0x" in text else text  # an address differs in every process
+    return f"a {type(value).__name__}" if " at 0x" in text else text  # the address is different in each process
 
 
 def _digest(value: Any) -> str:

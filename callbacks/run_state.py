@@ -1,7 +1,8 @@
-"""RunState: the random states that a resumed run continues from, and a record of where a run came from."""
+"""RunState: random states and settings in checkpoints, and a record of the environment."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import platform
@@ -21,11 +22,12 @@ from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
 
 from .run_settings import WHICH_ROWS, changes, run_settings
-from .settings_in_force import Settings, check_schedules, overruled, rates, settings_of
 
 log = logging.getLogger(__name__)
 _KEY = "lightning_rlhf"
-_REPORTED = (
+# Options of optimizers that change how a step is computed, not its result.
+_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+_PACKAGES = (
     "lightning-rlhf",
     "lightning",
     "torch",
@@ -39,51 +41,51 @@ _REPORTED = (
 
 
 class RunState(Callback):
-    """Adds to each checkpoint what Lightning leaves out, and writes ``env.json``.
+    """Adds to each checkpoint the state that Lightning leaves out, and writes ``env.json``.
 
-    Lightning restores models, optimizers, schedulers, counters and, through the loader's own state, the place in the
-    data. This adds the state of every random generator, the metrics last measured, and whether a validation was still
-    to come, which is then run. The policy version is the Trainer's ``global_step``; the KL coefficient is kept by
-    KLControl. A checkpoint taken while validating is that of the validation's start: it is run again.
+    Lightning restores models, optimizers, schedulers, counters and the position in the data. This adds the state of
+    every random generator, the last metrics, and whether a validation was due, which then runs. The policy version is
+    the Trainer's ``global_step``; KLControl stores the KL coefficient. A checkpoint saved during a validation has the
+    state at its start: the validation runs again.
 
-    A checkpoint also holds a description of what the run is made of: data, seed, batch sizes, sampling, rewards,
-    models, algorithm. Each part that a resumed run changes is one line of warning. Another seed, other training rows,
-    another order or another batch size are refused, because the place in the data would mean other rows: some would be
-    learnt from twice, and others never.
+    A checkpoint also contains a description of data, seed, batch sizes, sampling, rewards, models and algorithm. A
+    resumed run logs a warning for each change. Another seed, other training rows, another order or another batch size
+    raise an error, because the position in the data would then mean other rows: some would be used twice, others never.
 
-    Random states, the policy: a checkpoint holds those of every rank. Resumed on as many ranks, each gets its own back,
-    and on a CPU the run continues with the bits of an undisturbed one. Resumed on another number, each rank's
-    generators are seeded anew, from the run's seed, the step and the rank, so the same resume always draws the same;
-    prompts, responses and mini-batches come from derived seeds and do not change.
+    A checkpoint contains the random state of each rank. If the number of ranks is the same, each restores its state,
+    and on a CPU the run continues bit for bit. With another number of ranks, each rank's generators are seeded from the
+    run's seed, the step and the rank, so that every resume draws the same numbers; prompts, responses and mini-batches
+    have derived seeds and do not change.
 
     Args:
-        allow_other_data: resume although the place in the data means other rows.
+        allow_other_data: whether to resume although the position in the data means other rows.
     """
 
     def __init__(self, allow_other_data: bool = False) -> None:
         self.allow_other_data = allow_other_data
         self._settings: dict[str, str] = {}
         self._restored: dict[str, Any] | None = None
-        self._asked: Settings = {}
-        self._asked_schedules: list[dict[str, Any]] | None = None
-        self._kept_schedules: list[dict[str, Any]] | None = None  # of the checkpoint that is resumed
+        self._configured: dict[tuple[str, str], Any] = {}  # optimizer settings before the checkpoint is loaded
+        self._schedules: list[dict[str, Any]] | None = None  # states of this run's schedules
+        self._stored_schedules: list[dict[str, Any]] | None = None  # states in the checkpoint
         self._before_validation: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write ``env.json``; forget an earlier fit with the same callback."""
+        """Write ``env.json``; reset the state of an earlier fit with the same callback."""
         finish_when_resumed(trainer)
-        self._asked_schedules = self._kept_schedules = None
+        self._schedules = None
+        self._stored_schedules = None
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             directory = Path(trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "env.json").write_text(json.dumps(environment(), indent=2) + "\n")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what a validation that is run again must start from."""
+        """Store the random state for a checkpoint that is saved during the validation."""
         self._before_validation = random_state()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add what is missing, and count every batch as done or not begun."""
+        """Add random states, metrics and settings; count every batch as finished or not started."""
         checkpoint[_KEY] = {
             "random": ranks.from_all_ranks(self._before_validation if trainer.validating else random_state()),
             "metrics": {name: value.detach().cpu().clone() for name, value in trainer.callback_metrics.items()},
@@ -93,78 +95,125 @@ class RunState(Callback):
         settle_progress(checkpoint, trainer.num_training_batches)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: RoleModule, checkpoint: dict[str, Any]) -> None:
-        """Keep it until training starts.
+        """Compare the run with that of the checkpoint; store the state until training starts.
 
         Raises:
-            ValueError: the checkpoint was made without this callback, or with schedules of other kinds.
+            ValueError: the checkpoint was written without this callback, or does not fit this run's schedules or data.
         """
         if _KEY not in checkpoint:
-            raise ValueError("this checkpoint holds no random state: it was written without the RunState callback")
+            raise ValueError("this checkpoint has no random state: it was written without the RunState callback")
         self._restored = checkpoint[_KEY]
         if trainer.state.fn == "fit":
-            step, last = checkpoint["global_step"], trainer.max_steps
-            self._kept_schedules = checkpoint["lr_schedulers"]
-            if self._asked_schedules is not None:  # under a strategy of Lightning's own they are made later
-                check_schedules(self._asked_schedules, self._kept_schedules)
+            step = checkpoint["global_step"]
+            self._stored_schedules = checkpoint["lr_schedulers"]
+            self._check_schedules()
             self._settings = run_settings(trainer, pl_module)
             self._compare(self._restored.get("settings", {}))
-            if 0 < last <= step:
-                log.info("Nothing is left to do: max_steps is %d, and the checkpoint is of step %d.", last, step)
+            if 0 < trainer.max_steps <= step:
+                log.info(
+                    "Nothing to train: max_steps is %d, and the checkpoint is from step %d.", trainer.max_steps, step
+                )
 
-    def _compare(self, then: dict[str, str]) -> None:
-        """Warn of each setting that has changed since the checkpoint.
+    def _check_schedules(self) -> None:
+        """Validate that schedules can load the checkpoint's; strategies of Lightning create them after it is read.
 
         Raises:
-            ValueError: the place in the data means other rows.
+            ValueError: their number or their kinds differ.
         """
-        changed = changes(then, self._settings) if then else {}
-        other_rows = [sentence for name, sentence in changed.items() if name in WHICH_ROWS]
+        new, stored = self._schedules, self._stored_schedules
+        if new is None or stored is None:
+            return
+        if [set(state) for state in new] != [set(state) for state in stored]:
+            raise ValueError(
+                f"the learning-rate schedules differ in kind from those of the checkpoint ({len(stored)} in the "
+                f"checkpoint, {len(new)} configured): configure the same schedules, or start a new run from an export, "
+                f"with new optimizers"
+            )
+
+    def _compare(self, stored: dict[str, str]) -> None:
+        """Warn about each setting that has changed since the checkpoint.
+
+        Raises:
+            ValueError: the position in the data means other rows.
+        """
+        changed = changes(stored, self._settings) if stored else {}
+        other_rows = [line for name, line in changed.items() if name in WHICH_ROWS]
         if other_rows and not self.allow_other_data:
             raise ValueError(
-                f"{'; '.join(other_rows)}: the checkpoint's place in the data would mean other rows, so that some "
-                f"would be learnt from twice and others never. Resume with the data, seed and batch size of then, "
-                f"start a new run from an export, or accept it: lightning_rlhf.callbacks.RunState with "
-                f"allow_other_data: true"
+                f"{'; '.join(other_rows)}: the checkpoint's position in the data would mean other rows, so that some "
+                f"would be used twice and others never. Resume with the same data, seed and batch size, or start a new "
+                f"run from an export, or set allow_other_data: true of lightning_rlhf.callbacks.RunState"
             )
-        for sentence in changed.values():
-            log.warning("Since the checkpoint: %s.", sentence)
+        for line in changed.values():
+            log.warning("Since the checkpoint: %s.", line)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Keep the settings that are asked for, which those of a checkpoint are about to replace."""
+        """Store the configured settings, which those of a checkpoint will replace."""
         self._settings = run_settings(trainer, pl_module)
-        self._asked = settings_of(trainer, pl_module)
-        self._asked_schedules = [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs]
-        if self._kept_schedules is not None:
-            check_schedules(self._asked_schedules, self._kept_schedules)
+        self._configured = optimizer_settings(trainer, pl_module)
+        self._schedules = [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs]
+        self._check_schedules()
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Continue exactly where the checkpoint was taken, and say with which settings."""
+        """Restore the state of the checkpoint; log the settings in use."""
         if self._restored is None:
             return
         if trainer.is_global_zero:
-            self._say_what_is_used(trainer, pl_module)
+            self._log_settings(trainer, pl_module)
         trainer.callback_metrics.update(self._restored["metrics"])
         continue_random_state(self._restored["random"], trainer.global_step)
         if self._restored["validation_due"]:
             run_validation(trainer)
         self._restored = None
 
-    def _say_what_is_used(self, trainer: Trainer, module: RoleModule) -> None:
-        step, kept = trainer.global_step, "optimizers and schedules are the checkpoint's"
-        log.info("Goes on from step %d; %s. Learning rates: %s.", step, kept, rates(trainer, module))
-        told = overruled(self._asked, settings_of(trainer, module))
-        for sentence in told:
-            log.warning("%s", sentence)
-        if told:
-            log.warning("For other settings start a new run from an export: its optimizers begin anew.")
+    def _log_settings(self, trainer: Trainer, module: RoleModule) -> None:
+        """Log the learning rates, and a warning for each configured setting that the checkpoint has replaced."""
+        optimizers = zip(module.trained_roles, trainer.strategy.optimizers, strict=False)
+        rates = ", ".join(f"{role} {float(optimizer.param_groups[0]['lr']):g}" for role, optimizer in optimizers)
+        log.info(
+            "Resuming from step %d with the checkpoint's optimizer and scheduler settings. Learning rates: %s.",
+            trainer.global_step,
+            rates,
+        )
+        used = optimizer_settings(trainer, module)
+        replaced = [key for key, value in self._configured.items() if used.get(key) != value]
+        for owner, name in replaced:
+            stored, configured = used.get((owner, name)), self._configured[owner, name]
+            log.warning("%s: %s %s of the checkpoint replaces the configured %s", owner, name, stored, configured)
+        if replaced:
+            log.warning("To change them, start a new run from an export, with new optimizers.")
+
+
+def optimizer_settings(trainer: Trainer, module: RoleModule) -> dict[tuple[str, str], Any]:
+    """Return the settings of optimizers and schedules by the display name of their owner and their own name.
+
+    Args:
+        trainer: trainer with its optimizers.
+        module: module whose trained roles they belong to, in this order.
+    """
+    settings: dict[tuple[str, str], Any] = {}
+    for role, optimizer in zip(module.trained_roles, trainer.strategy.optimizers, strict=False):
+        group = dict(optimizer.param_groups[0])
+        group["lr"] = group.pop("initial_lr", group["lr"])  # schedules change lr
+        changing = ("betas", "momentum") if "max_momentum" in group else ()  # by OneCycleLR
+        for name, value in group.items():
+            if name not in (*_IMPLEMENTATION, *changing):
+                settings[f"{type(optimizer).__name__} of the {role}", name] = value
+    schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
+    for role, scheduler in zip(module.trained_roles, schedulers, strict=False):
+        arguments = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
+        for name, value in scheduler.state_dict().items():
+            if name in arguments:
+                settings[f"{type(scheduler).__name__} of the {role}", name] = value
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
 
 
 def continue_random_state(states: list[dict[str, Any]], step: int) -> None:
-    """Put this rank's random state back, or seed anew where the number of ranks is another.
+    """Restore this rank's random state, or seed the generators if the number of ranks has changed.
 
     Args:
-        states: of every rank that there was.
-        step: of the checkpoint.
+        states: states of all ranks of the run that wrote the checkpoint.
+        step: step of the checkpoint.
     """
     if len(states) == ranks.world_size():
         restore_random_state(states[ranks.rank()])
@@ -176,7 +225,7 @@ def continue_random_state(states: list[dict[str, Any]], step: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """State of Python's, numpy's and torch's generators, of this rank's device only, in plain values and tensors."""
+    """Return the states of the generators of Python, numpy, torch and this rank's GPU, as plain values and tensors."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state()
     python_version, python_keys, python_gauss = random.getstate()
     return {
@@ -188,7 +237,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`random_state` took."""
+    """Restore the states that :func:`random_state` returned."""
     python_version, python_keys, python_gauss = state["python"]
     random.setstate((python_version, tuple(python_keys), python_gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
@@ -199,9 +248,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, machine and command of this run."""
+    """Return the versions, machine and command of this run."""
     versions = {}
-    for name in _REPORTED:
+    for name in _PACKAGES:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

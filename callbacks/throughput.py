@@ -1,4 +1,4 @@
-"""Throughput: seconds per step and token, tokens per second, memory, and model FLOPs utilization."""
+"""Throughput: logs seconds per step and token, tokens per second, memory, and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
+from .checks import check_module
 from .clock import max_over_ranks, sum_over_ranks
-from .module_check import check_module
 
 GIB = 2.0**30
-# Dense bfloat16 TFLOP/s that the makers state, by a part of the device's name; the first that fits.
+# Dense bfloat16 TFLOP/s in the data sheets, by a part of the device's name; the first match counts.
 PEAKS = {
     "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0,
     "L40": 181.0, "L4": 121.0,
@@ -24,19 +24,19 @@ PEAKS = {
 
 
 class Throughput(Callback):
-    """Logs ``time/step_s``, from one batch's start to its end on the slowest rank, and ``perf/...`` over all ranks.
+    """Logs ``time/step_s``, the duration of a step on the slowest rank, and ``perf/...`` over all ranks.
 
-    Tokens are those of prompts and responses. Memory is the largest since the run began: of the device that needs most,
-    and resident in the process that needs most, without an engine in another process.
+    Tokens are those of prompts and responses. Memory is the peak since the start of the run, of the device and of the
+    process with the highest peak; an engine in another process is not included.
 
-    ``perf/mfu_update`` is the share of the devices' peak that the update's arithmetic takes, after "PaLM", Chowdhery et
-    al. 2022, appendix B: a role of N parameters and L layers of width d does 6 N n + 12 L d n^2 floating-point
-    operations to learn once from a text of n tokens; their sum over roles, texts and passes is divided by
-    ``time/update_s``, devices and peak. It is logged where the peak is known.
+    ``perf/mfu_update`` is the fraction of the devices' peak that the update uses, after "PaLM", Chowdhery et al. 2022,
+    appendix B: one pass of a role with N parameters and L layers of width d over a text of n tokens takes
+    6 N n + 12 L d n^2 floating-point operations; their sum over roles, texts and passes is divided by
+    ``time/update_s``, the number of devices and their peak. It is logged if the peak is known.
 
     Args:
         peak_tflops: peak of one device in the precision of training, without sparsity, 10^12 operations per second.
-            None looks up the bfloat16 peak of common devices; other devices and precisions have no peak.
+            None is the bfloat16 peak of common devices; for other devices and precisions it is unknown.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:
@@ -58,27 +58,25 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log time, tokens and memory; figures of the parts of a step only where ``training_step`` measures them."""
+        """Log time, tokens and memory; metrics of the parts of a step only if ``training_step`` measures them."""
         ranks, device = pl_module.data_ranks, pl_module.device
         largest = {"time/step_s": time.perf_counter() - self._started, **memory(device)}
         if isinstance(pl_module, RLHFModule):
             assert pl_module.last_rollout is not None
             batch = pl_module.last_rollout
-        own = {"tokens": float(batch.total_lengths.sum()), "devices": trainer.world_size / ranks.size}
-        total = sum_over_ranks(own, ranks, device)
+        counts = {"tokens": float(batch.total_lengths.sum()), "devices": trainer.world_size / ranks.size}
+        total = sum_over_ranks(counts, ranks, device)
         tokens = total["tokens"]
         metrics = max_over_ranks(largest, ranks, device)
         metrics["perf/tokens"] = tokens
         metrics["perf/tokens_per_s"] = tokens / metrics["time/step_s"]
         metrics["perf/tokens_per_s_per_device"] = metrics["perf/tokens_per_s"] / total["devices"]
         if isinstance(pl_module, RLHFModule):
-            metrics |= self._figures_of_parts(trainer, pl_module, tokens, total["devices"])
+            metrics |= self._part_metrics(trainer, pl_module, tokens, total["devices"])
         pl_module.log_step("throughput", metrics, bar=("perf/tokens_per_s",))
 
-    def _figures_of_parts(
-        self, trainer: Trainer, module: RLHFModule, tokens: float, devices: float
-    ) -> dict[str, float]:
-        """Compute time per token of generation, evaluation and update, and the share of the devices' peak."""
+    def _part_metrics(self, trainer: Trainer, module: RLHFModule, tokens: float, devices: float) -> dict[str, float]:
+        """Compute time per token of generation, evaluation and update, and the fraction of the devices' peak."""
         metrics = dict[str, float]()
         loops = [callback for callback in trainer.callbacks if hasattr(callback, "tokens_per_s")]
         if loops and loops[0].tokens_per_s:
@@ -90,8 +88,8 @@ class Throughput(Callback):
         metrics |= {f"time/{part}_ms_per_token": 1000 * value / tokens for part, value in seconds.items()}
         if peak := self.peak_tflops or known_peak(module):
             assert module.last_rollout is not None
-            own = {"operations": operations_per_pass(module), "rows": float(len(module.last_rollout))}
-            total = sum_over_ranks(own, ranks, device)
+            counts = {"operations": operations_per_pass(module), "rows": float(len(module.last_rollout))}
+            total = sum_over_ranks(counts, ranks, device)
             passes = module.actor_updates * module.minibatch_size / total["rows"]
             operations = total["operations"] * (passes if module.actor_is_updated else module.update_epochs)
             metrics["perf/mfu_update"] = operations / (seconds["update"] * devices * peak * 1e12)
@@ -119,7 +117,8 @@ def operations_per_pass(module: RLHFModule) -> float:
     """Return the floating-point operations of one pass over this rank's last responses."""
     assert module.last_rollout is not None
     lengths = module.last_rollout.total_lengths.double()
-    parameters, operations = module.parameter_counts(), 0.0
+    parameters = module.parameter_counts()
+    operations = 0.0
     for role in module.trained_roles if module.actor_is_updated else module.trained_roles[1:]:
         config = getattr(module, role).lm.config.get_text_config()
         squares = 12 * config.num_hidden_layers * config.hidden_size * (lengths**2).sum().item()

@@ -1,11 +1,11 @@
-"""Door to the top-level ``callbacks/`` folder; in a wheel that folder is installed here instead."""
+"""Makes the top-level ``callbacks/`` folder importable; a wheel has that folder here instead."""
 
 from pathlib import Path
 
 __path__ = [str(Path(__file__).resolve().parents[2] / "callbacks")]
 
 from .checkpoint import RunCheckpoint
-from .console import Console
+from .console import Console, StepProgressBar
 from .defaults import complete
 from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
@@ -13,7 +13,6 @@ from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
-from .progress import StepProgressBar
 from .report import Report
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop

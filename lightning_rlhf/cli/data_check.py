@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.callbacks.rollout_checks import missing_columns
+from lightning_rlhf.callbacks.checks import missing_columns
 from lightning_rlhf.cli.main import is_for_users, refusals_told
 from lightning_rlhf.cli.plan import is_made_of
 from lightning_rlhf.cli.understood import ConfigCLI, data_of, module_of, understood

@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from safetensors import SafetensorError
 from torch import nn
 
-from lightning_rlhf.callbacks.exported import Origin, check_adapter, complete_export
+from lightning_rlhf.callbacks.hf_export import Origin, check_adapter, complete_export
 from lightning_rlhf.cli.arguments import command_parser
 from lightning_rlhf.cli.main import is_for_users
 from lightning_rlhf.cli.understood import data_of, module_of, understood

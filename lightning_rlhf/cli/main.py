@@ -25,7 +25,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightning_rlhf.callbacks as callbacks
-from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume, refuse_earlier_copies
+from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_classes import check_aliases, check_classes, config_files, find_classes_beside
 from lightning_rlhf.cli.earlier_run import check_can_be_written, check_reads_elsewhere, put_back, set_aside
@@ -193,7 +193,7 @@ class RLHFCLI(LightningCLI):
             resumed = self._resumed(subcommand)
             fresh = subcommand == "fit" and not resumed and not trainer.fast_dev_run and trainer.is_global_zero
             if fresh:
-                refuse_earlier_copies(trainer)
+                check_copies(trainer)
             check_can_be_written(directory, fresh)
             if fresh and (directory / "config.yaml").is_file():
                 check_reads_elsewhere(self.config[subcommand], directory)

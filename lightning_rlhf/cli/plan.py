@@ -1,4 +1,4 @@
-"""``lightning-rlhf plan --config x.yaml --gpus 64``: what a run takes, without weights, GPUs or processes."""
+"""``lightning-rlhf plan --config x.yaml --gpus 64``: memory and communication of a run, without using GPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.plan import GIB, Plan, Run, plan, refusal
-from lightning_rlhf.planning.setup import Engine, Role, Strategy, Work, Zero, strategy
+from lightning_rlhf.planning.plan import GIB, Plan, misfit_message, plan
+from lightning_rlhf.planning.setup import Engine, Role, Run, Strategy, Work, Zero, strategy
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -43,38 +43,38 @@ _ZERO_SIZES = {
 _ZERO_WITHOUT_MEMORY = {"contiguous_gradients", "reduce_scatter", "round_robin_gradients", "sub_group_size"}
 _USAGE = f"""usage: lightning-rlhf plan --config x.yaml --gpus N [options of fit]
 
-What a run takes on so many GPUs, without any: the memory of each, term by term, and what is sent in a step.
+Compute the memory of each GPU by term, and the bytes that it sends in a step. No GPU is needed.
 
   --config x.yaml       the configuration of the run
-  --gpus N              GPUs in all
+  --gpus N              number of GPUs
   --gpu-memory-gib GIB  memory of one GPU (default: {_DEFAULT_GIB:g})
-  --nodes N             machines that the GPUs are in
+  --nodes N             number of machines with these GPUs
 
-Every option of fit may be given too, and changes what is planned; lightning-rlhf fit --help lists them:
+All options of fit are accepted and change the planned run; lightning-rlhf fit --help lists them:
 
   lightning-rlhf plan --config configs/quickstart/ppo.yaml --gpus 8 --trainer.strategy rlhf_fsdp
 
-Exit code 0 if the run fits, 2 if not or if something is wrong with the configuration."""
+Exit code 0 if the run fits, 2 if it does not or if the configuration is invalid."""
 
 
 class PlanCLI(ConfigCLI):
-    """Understands what a plan asks beside the configuration."""
+    """Parser of the configuration and of the options of ``plan``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add it."""
-        parser.add_argument("--gpus", type=PositiveInt, default=None, help="GPUs in all")
+        """Add the options of ``plan``."""
+        parser.add_argument("--gpus", type=PositiveInt, default=None, help="number of GPUs")
         parser.add_argument("--gpu-memory-gib", type=PositiveFloat, default=_DEFAULT_GIB, help="memory of one GPU")
-        parser.add_argument("--nodes", type=PositiveInt, default=None, help="machines that the GPUs are in")
+        parser.add_argument("--nodes", type=PositiveInt, default=None, help="number of machines with these GPUs")
 
 
 def run(arguments: list[str]) -> int:
     """Print a run's plan.
 
     Args:
-        arguments: behind ``plan``: those of ``fit``, ``--gpus`` and, if wanted, ``--gpu-memory-gib`` and ``--nodes``.
+        arguments: arguments after ``plan``: those of ``fit``, ``--gpus``, ``--gpu-memory-gib`` and ``--nodes``.
 
     Returns:
-        Exit code: 0 if the run fits, 2 if not or if something is wrong with the configuration.
+        Exit code: 0 if the run fits, 2 if it does not or if the configuration is invalid.
     """
     if {"--help", "-h"} & set(arguments):
         print(_USAGE)
@@ -82,27 +82,27 @@ def run(arguments: list[str]) -> int:
     config = understood(arguments, PlanCLI)
     try:
         if config["gpus"] is None:
-            raise ValueError("a plan is for a number of GPUs: give --gpus, for example --gpus 8")
-        found = plan(run_of(config), config["gpus"])
+            raise ValueError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
+        result = plan(run_of(config), config["gpus"])
         if config["nodes"] is not None:
-            check_nodes(found, config["nodes"])
+            check_nodes(result, config["nodes"])
     except Exception as error:
         if not is_for_users(error):
             raise
         print(f"lightning-rlhf: {error}", file=sys.stderr)
         return 2
-    Console().print(table(found), *notes(found), sep="\n")
-    if found.fits:
+    Console().print(table(result), *notes(result), sep="\n")
+    if result.fits:
         return 0
-    print(f"lightning-rlhf: {refusal(found)}", file=sys.stderr)
+    print(f"lightning-rlhf: {misfit_message(result)}", file=sys.stderr)
     return 2
 
 
 def run_of(config: Namespace) -> Run:
-    """What a configuration asks for.
+    """Read the run from a configuration. Only the module is instantiated, which loads no weights.
 
     Args:
-        config: of ``fit`` and ``plan``, parsed; no class of it is made but the module, which loads nothing.
+        config: parsed configuration of ``fit`` and options of ``plan``.
     """
     module = module_of(config)
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
@@ -115,11 +115,18 @@ def run_of(config: Namespace) -> Run:
         actor = module.sources["actor"].dtype
         engine = replace(engine, dtype=engine_dtype(config["trainer"]["precision"], actor))
     capacity = int(config["gpu_memory_gib"] * GIB)
-    return Run(roles_of(module, chosen), chosen, work, engine, capacity, saves_in_background(config))
+    return Run(
+        roles=roles_of(module, chosen),
+        strategy=chosen,
+        work=work,
+        engine=engine,
+        capacity=capacity,
+        background_save=saves_in_background(config),
+    )
 
 
 def saves_in_background(config: Namespace) -> bool:
-    """Return whether a configuration's checkpoints are written while training goes on; without any, they are."""
+    """Return whether checkpoints are written while training continues, as by the default RunCheckpoint."""
     checkpoints = [own for own in config["trainer"]["callbacks"] or () if is_made_of(own, Checkpoint)]
     return not checkpoints or any(
         is_made_of(own, RunCheckpoint) and own["init_args"]["background"] for own in checkpoints
@@ -127,7 +134,7 @@ def saves_in_background(config: Namespace) -> bool:
 
 
 def roles_of(module: Any, chosen: Strategy) -> list[Role]:
-    """The module's models, each built without weights."""
+    """Build the module's models without weights."""
     roles = []
     needs_ref = isinstance(module, DPOModule) or (isinstance(module, RLHFModule) and module.has_ref)
     for names, trained in ((module.trained_roles, True), (module.frozen_roles, False)):
@@ -144,18 +151,27 @@ def roles_of(module: Any, chosen: Strategy) -> list[Role]:
 
 
 def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -> Work:
-    """What a step does."""
+    """Read the data of a step."""
     longest = data["max_tokens"]
     if loop is None:
         if isinstance(module, RLHFModule):
             raise ValueError(
-                "nothing hands rollouts over: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
+                "no callback generates rollouts: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
         texts = data["batch_size"]
         is_kto = isinstance(module, KTOModule)
         pairs = isinstance(module, PairModule) and not is_kto
-        read = {"asks_old": False, "mixed": mixed, "pairs": pairs, "asks_mismatched": is_kto}
-        return Work(texts, texts, 1, longest, module.micro_batch_tokens, **read)
+        return Work(
+            responses=texts,
+            minibatch_size=texts,
+            update_epochs=1,
+            longest=longest,
+            micro_batch_tokens=module.micro_batch_tokens,
+            evaluates_old=False,
+            mixed=mixed,
+            pairs=pairs,
+            evaluates_mismatched=is_kto,
+        )
     sampling = loop["dynamic_sampling"]
     prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
     return Work(
@@ -164,21 +180,21 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         update_epochs=module.update_epochs,
         longest=longest + loop["max_response_tokens"],
         micro_batch_tokens=module.micro_batch_tokens,
-        asks_old=not module.correction.bypass,
+        evaluates_old=not module.correction.bypass,
         mixed=mixed,
     )
 
 
-def strategy_of(given: Any, gpus: int) -> Strategy:
-    """The strategy that a configuration names, by text or by class."""
-    if isinstance(given, str):
-        return strategy(our_name(given, gpus))
-    options = given["init_args"]
-    name = given["class_path"].rpartition(".")[2]
+def strategy_of(config: Any, gpus: int) -> Strategy:
+    """Read the strategy, which is configured by name or by class."""
+    if isinstance(config, str):
+        return strategy(our_name(config, gpus))
+    options = config["init_args"]
+    name = config["class_path"].rpartition(".")[2]
     known = {"RLHFSingleDeviceStrategy": "rlhf_single", "RLHFDDPStrategy": "rlhf_ddp", "RLHFFSDPStrategy": "rlhf_fsdp"}
     if name == "RLHFDeepSpeedStrategy":
         known[name] = f"rlhf_deepspeed_stage_{options['stage']}"
-    said = {
+    settings = {
         ours: options[theirs]
         for theirs, ours in (
             ("tensor_parallel_size", "tensor_parallel_size"),
@@ -193,102 +209,108 @@ def strategy_of(given: Any, gpus: int) -> Strategy:
         if options.get(theirs) is not None
     }
     if name == "RLHFDeepSpeedStrategy":
-        said |= _zero_options(options)
-    return strategy(known.get(name, OURS.get(name, name)), **said)
+        settings |= _zero_options(options)
+    return strategy(known.get(name, OURS.get(name, name)), **settings)
 
 
 def _zero_options(options: Namespace) -> dict[str, Any]:
-    """What a strategy's own DeepSpeed configuration says about memory.
+    """Read the options that matter for memory from a strategy's DeepSpeed configuration.
 
     Raises:
-        ValueError: the strategy refuses it, or the plan does not know what it says.
+        ValueError: the strategy or the plan does not support an option.
     """
     optimizer, params = bool(options.get("offload_optimizer")), bool(options.get("offload_params"))
     frozen = params if options.get("offload_frozen") is None else bool(options["offload_frozen"])
     whole = configuration(options["stage"], optimizer, params, frozen, options.get("config") or {})
     merged = {name: value for name, value in whole["zero_optimization"].items() if name != "stage"}
-    found: dict[str, Any] = {"offload_frozen": frozen}
+    settings: dict[str, Any] = {"offload_frozen": frozen}
     for theirs, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_params")):
         device = merged.pop(theirs, {}).get("device", "none")
         if device not in ("cpu", "none"):
-            raise ValueError(f"the plan knows {theirs} to cpu or none, got {device!r} in the strategy's config")
-        found[ours] = device == "cpu"
+            raise ValueError(f"plan supports {theirs} to cpu or none, got {device!r} in the strategy's config")
+        settings[ours] = device == "cpu"
     sizes = {ours: int(merged.pop(theirs)) for theirs, ours in _ZERO_SIZES.items() if theirs in merged}
     if unknown := sorted(merged.keys() - _ZERO_WITHOUT_MEMORY):
         raise ValueError(
-            f"the plan does not know what zero_optimization.{unknown[0]} in the strategy's config takes: leave it out "
-            f"to plan the rest"
+            f"plan does not support zero_optimization.{unknown[0]} in the strategy's config: remove it to plan the rest"
         )
-    return {**found, "zero": Zero(**sizes)}
+    return {**settings, "zero": Zero(**sizes)}
 
 
-def engine_of(given: Any) -> Engine | None:
-    """The engine that a configuration names; None for one on GPUs of its own. ``auto`` is vLLM, as on a GPU."""
-    options = Namespace() if isinstance(given, str) else given["init_args"]
-    if isinstance(given, str) or is_made_of(given, VLLMEngine):
+def engine_of(config: Any) -> Engine | None:
+    """Read the engine; None for one on separate GPUs. ``auto`` is vLLM, which is chosen on a GPU."""
+    options = Namespace() if isinstance(config, str) else config["init_args"]
+    if isinstance(config, str) or is_made_of(config, VLLMEngine):
         extra = options.get("arguments") or {}
         return Engine(
             options.get("gpu_memory_utilization", 0.4),
             options.get("tensor_parallel_size", 1),
             dtype=extra.get("dtype"),
         )
-    if is_made_of(given, SharedEngine):
+    if is_made_of(config, SharedEngine):
         return engine_of(options["engine"])
-    if is_made_of(given, TransformersEngine):
+    if is_made_of(config, TransformersEngine):
         return Engine(0.0, sequences=options["batch_size"])
     return None
 
 
-def is_made_of(given: Any, kind: type) -> bool:
-    """Whether a configuration's entry names a class or one derived from it."""
-    module, _, name = given["class_path"].rpartition(".")
+def is_made_of(config: Any, kind: type) -> bool:
+    """Return whether a class in the configuration is ``kind`` or derived from it."""
+    module, _, name = config["class_path"].rpartition(".")
     return issubclass(getattr(import_module(module), name), kind)
 
 
-def check_nodes(found: Plan, nodes: int) -> None:
-    """Refuse GPUs that machines do not share equally, and groups of GPUs that would span machines."""
-    each, rest = divmod(found.gpus, nodes)
+def check_nodes(plan: Plan, nodes: int) -> None:
+    """Validate that nodes have equal numbers of GPUs, and that groups of GPUs do not span nodes.
+
+    Raises:
+        ValueError: a number does not divide another.
+    """
+    gpus_per_node, rest = divmod(plan.gpus, nodes)
     if rest:
-        raise ValueError(f"{found.gpus} GPUs are not shared equally by {nodes} nodes; give a multiple of {nodes}")
-    sizes = {"tensor_parallel_size": found.run.strategy.tensor_parallel_size}
-    if found.run.engine is not None:
-        sizes["the engine's tensor_parallel_size"] = found.run.engine.tensor_parallel_size
-    for what, size in sizes.items():
-        if each % size:
-            raise ValueError(f"{what} {size} does not divide the {each} GPUs of a node, so groups would span nodes")
+        raise ValueError(f"{plan.gpus} GPUs cannot be divided equally over {nodes} nodes; use a multiple of {nodes}")
+    sizes = {"tensor_parallel_size": plan.run.strategy.tensor_parallel_size}
+    if plan.run.engine is not None:
+        sizes["the engine's tensor_parallel_size"] = plan.run.engine.tensor_parallel_size
+    for name, size in sizes.items():
+        if gpus_per_node % size:
+            raise ValueError(
+                f"{name} {size} does not divide the {gpus_per_node} GPUs of a node, so groups would span nodes"
+            )
 
 
-def table(found: Plan) -> Table:
-    """Terms of memory and of communication."""
-    shown = Table(title=f"{found.run.strategy.name} on {found.gpus} GPUs of {found.run.capacity / GIB:g} GiB")
-    for column, justify in (("each GPU", "left"), ("GiB", "right")):
-        shown.add_column(column, justify=justify)  # type: ignore[arg-type]
-    _rows(shown, found.memory, memory.TERMS)
-    shown.add_row(f"all, during {found.fullest}", f"{found.total / GIB:.2f}", style="bold", end_section=True)
-    if found.host:
-        _rows(shown, Counter({f"host: {term}": size for term, size in found.host.items()}))
-        shown.add_section()
-    _rows(shown, Counter({f"sent in a step: {term}": size for term, size in found.traffic.items()}))
-    shown.add_row("all, sent in a step", f"{found.traffic.total() / GIB:.2f}", style="bold")
-    return shown
+def table(plan: Plan) -> Table:
+    """Render the terms of memory and of communication."""
+    result = Table(title=f"{plan.run.strategy.name} on {plan.gpus} GPUs of {plan.run.capacity / GIB:g} GiB")
+    result.add_column("each GPU")
+    result.add_column("GiB", justify="right")
+    _add_rows(result, plan.memory, memory.TERMS)
+    result.add_row(f"all, during {plan.peak}", f"{plan.total / GIB:.2f}", style="bold", end_section=True)
+    if plan.host:
+        _add_rows(result, Counter({f"host: {term}": size for term, size in plan.host.items()}))
+        result.add_section()
+    _add_rows(result, Counter({f"sent in a step: {term}": size for term, size in plan.traffic.items()}))
+    result.add_row("all, sent in a step", f"{plan.traffic.total() / GIB:.2f}", style="bold")
+    return result
 
 
-def notes(found: Plan) -> list[str]:
-    """What the table does not say: the sizes, the work of a rank, the engine's room."""
-    run, ranks = found.run, found.gpus // found.run.strategy.tensor_parallel_size
+def notes(plan: Plan) -> list[str]:
+    """Return lines on model sizes, the work of a rank, and the engine's cache."""
+    run, work = plan.run, plan.run.work
     sizes = ", ".join(f"{role.name} {role.model.elements / 1e9:.2f}B" for role in run.roles)
-    work, what = run.work, "pairs of texts" if run.work.pairs else "texts"
+    texts = "pairs of texts" if work.pairs else "texts"
+    ranks = run.ranks(plan.gpus)
     lines = [
         f"parameters: {sizes}",
-        f"a step: {work.responses} {what} of at most {work.longest} tokens; each of {ranks} ranks makes "
-        f"{work.micro_batches(work.minibatch_size, ranks)} micro-batches of a mini-batch of {work.minibatch_size}",
+        f"a step: {work.responses} {texts} of at most {work.longest} tokens; each of {ranks} ranks splits its part "
+        f"of a mini-batch of {work.minibatch_size} into {work.micro_batches(work.minibatch_size, ranks)} micro-batches",
     ]
     if run.engine is not None:
-        lines.append(f"the engine's cache holds {found.cached_texts} texts of that length")
+        lines.append(f"the engine's cache holds {plan.cached_texts} texts of that length")
     return lines
 
 
-def _rows(shown: Table, terms: Counter[str], order: tuple[str, ...] = ()) -> None:
+def _add_rows(result: Table, terms: Counter[str], order: tuple[str, ...] = ()) -> None:
     for term in order or terms:
         if terms[term]:
-            shown.add_row(term, f"{terms[term] / GIB:.2f}")
+            result.add_row(term, f"{terms[term] / GIB:.2f}")

@@ -1,4 +1,4 @@
-"""A model as the formulas see it: the exact shapes of its parameters, and the widths of its layers."""
+"""Shapes of a model: its parameters, and the widths of its layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class Parameter:
     """One parameter.
 
     Args:
-        shape: of the whole tensor.
-        layer: number of the decoder layer that it belongs to; None outside of the layers (embedding, norm, head).
-        split: dimension that tensor parallelism divides; None where every rank has all of it.
-        linear: the last part of the name of its linear layer, beside which LoRA may put an adapter; empty where it is
-            no such layer's matrix.
+        shape: shape of the whole tensor.
+        layer: index of its decoder layer; None outside the layers (embedding, final norm, head).
+        split: dimension that tensor parallelism splits; None for a parameter that each rank has whole.
+        linear: last part of its linear layer's name, which LoRA targets; empty if it is not such a layer's matrix.
     """
 
     shape: tuple[int, ...]
@@ -34,34 +33,34 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Widths of a decoder layer, in numbers per token.
+    """Widths of a decoder layer, in elements per token.
 
     Args:
-        hidden: of the residual stream.
-        norms: over the residual stream.
-        query: all heads together.
-        key: all key heads together; as many values, unless said otherwise.
+        hidden: width of the residual stream.
+        norms: number of norms over the residual stream.
+        query: width of all query heads together.
+        key: width of all key heads together.
         heads: attention heads.
         head_norm: whether queries and keys are normalised, as in Qwen3.
-        dense: inner width of the gated MLP that every token passes, shared experts included; 0 if there is none.
+        dense: inner width of the gated MLP that every token passes, shared experts included; 0 without one.
         expert: inner width of one expert; 0 in a dense layer.
-        experts: how many there are.
-        active: how many of them a token passes.
-        latents: widths that queries, keys and values are squeezed through, each with a norm, as in DeepSeek-V3.
-        turned: width of the shared key of such an attention that tells positions; 0 in others.
-        value: all heads' values as they are kept together with what became keys; 0 if as wide as keys.
-        output: all heads of the attention's output; 0 if as wide as queries.
-        post_norms: how many norms are of what a block adds to the residual stream, as in Gemma 2.
+        experts: number of experts.
+        active: number of experts that a token passes.
+        latents: widths of the normalised latents of queries and of keys and values, as in DeepSeek-V3.
+        rotary: width of the rotary key that the heads of such an attention share; 0 for other attention.
+        value: width of all value heads and of the projection that they share with the keys; 0 if equal to ``key``.
+        output: width of all heads of the attention's output; 0 if equal to ``query``.
+        post_norms: number of norms over the output of attention or MLP before it is added, as in Gemma 2.
         wide_norms: whether norms multiply in float32, as in Gemma 2.
-        wide_router: whether the router reads float32, as in DeepSeek-V3.
-        gated_shared: whether what the shared expert adds is multiplied by a gate, as in Qwen2-MoE.
-        squares: whether the square of attention logits is kept, because nothing computes them in blocks.
+        wide_router: whether the router computes in float32, as in DeepSeek-V3.
+        gated_shared: whether the output of the shared expert is multiplied by a gate, as in Qwen2-MoE.
+        eager: whether attention keeps its (length, length) logits, because no fused kernel computes it.
     """
 
     hidden: int
@@ -75,33 +74,34 @@ class Layer:
     experts: int = 0
     active: int = 0
     latents: tuple[int, ...] = ()
-    turned: int = 0
+    rotary: int = 0
     value: int = 0
     output: int = 0
     post_norms: int = 0
     wide_norms: bool = False
     wide_router: bool = False
     gated_shared: bool = False
-    squares: bool = False
+    eager: bool = False
 
-    def cached(self, split: int) -> int:
-        """Numbers that an engine's cache has of a token, on each of the GPUs that share it.
+    def cache_elements(self, split: int) -> int:
+        """Return the elements per token of an engine's KV cache on each of ``split`` GPUs.
 
-        Keys and values, at least one head of each; of latent attention what both are made from, which is not divided.
+        Keys and values of at least one head each. Latent attention caches the latent and the rotary key, which are not
+        split.
         """
-        if self.turned:
-            return self.latents[-1] + self.turned
+        if self.rotary:
+            return self.latents[-1] + self.rotary
         return 2 * max(self.key // split, self.query // self.heads)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the formulas need of a model.
+    """Shapes of a model.
 
     Args:
-        parameters: all of them, tied ones once.
+        parameters: all parameters, tied ones once.
         layers: the decoder layers in their order.
-        vocabulary: logits of a token; 0 for a scalar model.
+        vocabulary: number of logits per token; 0 for a scalar model.
     """
 
     parameters: tuple[Parameter, ...]
@@ -110,7 +110,7 @@ class Architecture:
 
     @cached_property
     def elements(self) -> int:
-        """Parameters, each number of them counted."""
+        """Number of elements of all parameters."""
         return sum(parameter.elements for parameter in self.parameters)
 
     @property
@@ -120,31 +120,31 @@ class Architecture:
 
     @cached_property
     def units(self) -> dict[int | None, list[Parameter]]:
-        """Parameters by decoder layer, what is outside of the layers under None: what FSDP gathers together."""
-        found: dict[int | None, list[Parameter]] = {}
+        """Parameters that FSDP gathers together: by decoder layer, those outside the layers under None."""
+        units: dict[int | None, list[Parameter]] = {}
         for parameter in self.parameters:
-            found.setdefault(parameter.layer, []).append(parameter)
-        return found
+            units.setdefault(parameter.layer, []).append(parameter)
+        return units
 
 
 def architecture(
     config: PretrainedConfig, scalar: bool = False, tensor_parallel_size: int = 1, name: str = "model"
 ) -> Architecture:
-    """Read a model's shapes by building it on torch's meta device, where tensors have a shape and no memory.
+    """Read a model's shapes by building it on torch's meta device, without memory for its weights.
 
     Args:
-        config: of a decoder-only language model, dense or a mixture of experts.
-        scalar: with a head of one output (critic, reward model) in place of the language model's.
-        tensor_parallel_size: GPUs that share the matrices of a layer.
-        name: of the role, for the sentences.
+        config: configuration of a decoder-only language model, dense or a mixture of experts.
+        scalar: whether the model has a head with one output (critic, reward model).
+        tensor_parallel_size: GPUs that split the matrices of a layer.
+        name: name of the role, for error messages.
 
     Raises:
-        ValueError: an architecture that the formulas do not describe, or that is not split into tensors.
+        ValueError: the formulas do not describe the architecture, or its tensors cannot be split.
     """
     auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if scalar:
         config.num_labels = 1
-    if str(config._attn_implementation).startswith("flash"):  # keeps as little as sdpa, and may not be installed here
+    if str(config._attn_implementation).startswith("flash"):  # needs as much memory as sdpa, may not be installed
         config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -153,8 +153,8 @@ def architecture(
     paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks]
     if len(paths) != text.num_hidden_layers:
         raise ValueError(
-            f"the plan knows decoder-only models of {text.num_hidden_layers} alike layers with heads of keys and "
-            f"values, and {type(model).__name__} is made otherwise"
+            f"plan supports decoder-only models with {text.num_hidden_layers} similar attention layers; "
+            f"{type(model).__name__} has a different structure"
         )
     plan = tensor_parallel_plan(name, model, tensor_parallel_size)
     parameters = tuple(_parameter(name, model, paths, plan) for name, _ in model.named_parameters())
@@ -167,7 +167,8 @@ def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Modu
     layer = next((number for number, path in enumerate(paths) if name.startswith(f"{path}.")), None)
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    style, split = plan.get(module), None
+    style = plan.get(module)
+    split = None
     if isinstance(style, ColwiseParallel):
         split = 0
     elif isinstance(style, RowwiseParallel) and leaf == "weight":
@@ -180,8 +181,8 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
     down = [value.shape for name, value in parameters.items() if "down_proj" in name and not name.endswith("bias")]
     if not down:
         raise ValueError(
-            f"the plan knows layers whose MLP has gate_proj, up_proj and down_proj, as those of Llama, Qwen and "
-            f"Mixtral; the layers of {config.model_type!r} have other parts"
+            f"plan supports layers whose MLP has gate_proj, up_proj and down_proj, as in Llama, Qwen and Mixtral; "
+            f"the layers of {config.model_type!r} have other parts"
         )
     expert = next((shape for shape in down if len(shape) == 3), None)
     norms = [name for name, value in parameters.items() if "norm" in name and "self_attn" not in name]
@@ -198,7 +199,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         wide_norms=config.model_type.startswith("gemma"),
         wide_router=expert is not None and config.model_type.startswith("deepseek"),
         gated_shared=any("shared_expert_gate" in name for name in parameters),
-        squares=config._attn_implementation == "eager",
+        eager=config._attn_implementation == "eager",
         **(_latent_attention(config) if getattr(config, "kv_lora_rank", None) else _attention(config)),
     )
 
@@ -210,12 +211,14 @@ def _attention(config: Any) -> dict[str, Any]:
 
 
 def _latent_attention(config: Any) -> dict[str, Any]:
-    heads, plain, turned = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    heads = config.num_attention_heads
+    plain = config.qk_nope_head_dim
+    rotary = config.qk_rope_head_dim
     return {
-        "query": heads * (plain + turned),
-        "key": heads * (plain + turned),
+        "query": heads * (plain + rotary),
+        "key": heads * (plain + rotary),
         "value": heads * (plain + config.v_head_dim),
         "output": heads * config.v_head_dim,
         "latents": (*([config.q_lora_rank] if config.q_lora_rank else []), config.kv_lora_rank),
-        "turned": turned,
+        "rotary": rotary,
     }

@@ -1,182 +1,277 @@
-"""Memory of one GPU, by term."""
+"""Memory of one GPU and of its host, by term."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from lightning_rlhf.planning import partition
-from lightning_rlhf.planning.activations import backward_bytes, forward_bytes, kept_bytes, logits_bytes
-from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Work, precision
+from lightning_rlhf.planning.activations import Pass
+from lightning_rlhf.planning.setup import Engine, Precision, Role, Run, Strategy, Work, precision
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
-GATHERED, ACTIVATIONS, LOGITS, STEP = "gathered or cast weights", "activations", "logits of a chunk", "optimizer's step"
-ENGINE, CACHE, RUNTIME = "engine weights", "engine's KV cache", "CUDA context and NCCL"
-PUSHED, SAVED = "weights pushed to the engine", "copy that a checkpoint is written from"
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered or cast weights"
+ACTIVATIONS = "activations"
+LOGITS = "logits of a chunk"
+STEP = "optimizer's step"
+ENGINE = "engine weights"
+CACHE = "engine's KV cache"
+RUNTIME = "CUDA context and NCCL"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
+# Terms of host memory alone.
+PUSHED = "weights pushed to the engine"
+SAVED = "copy that a checkpoint is written from"
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
 
 
-def resting(role: Role, strategy: Strategy, numbers: Precision, ranks: int) -> Counter[str]:
-    """Bytes of a role's parameters and optimizer state on one rank, wherever they lie.
+class Gradients(NamedTuple):
+    """Bytes of gradients that always exist, and of those that exist while the role is updated."""
 
-    With P parameters of which T are trained, N ranks, w bytes of a weight and m of the optimizer's state (two moments
-    and, with DeepSpeed, a float32 master):
-
-        rlhf_single, rlhf_ddp    w P   + m T
-        ZeRO-1, ZeRO-2           w P   + m T/N
-        ZeRO-3, rlhf_fsdp        w P/N + m T/N
-
-    See Rajbhandari et al. 2020, section 5; what "/N" is exactly, :mod:`lightning_rlhf.planning.partition` says. Tensor
-    parallelism divides what it splits.
-
-    Args:
-        role: a model.
-        strategy: how it lies.
-        numbers: bytes of each number.
-        ranks: that have different data.
-    """
-    weights, trained = elements(role, strategy, ranks)
-    return Counter({PARAMETERS: numbers.weights * weights, OPTIMIZER: (2 * numbers.moment + numbers.master) * trained})
+    always: int
+    update: int
 
 
-def gradients(role: Role, strategy: Strategy, numbers: Precision, ranks: int, micro_batches: int) -> tuple[int, int]:
-    """Bytes of a trained role's gradients: those that always have memory, and those that its updates add.
+class Gathered(NamedTuple):
+    """Bytes when the loss is computed, while the backward pass is in a layer, and at its end."""
 
-        rlhf_single                      w T while it is updated
-        rlhf_ddp                         w T always, in buckets
-        rlhf_fsdp                        w T/N while it is updated; 4 T more where an update is made of several
-                                         micro-batches and only the last one is summed over ranks
-        ZeRO-1 with bfloat16 weights     4 T always, 2 T while it is updated; with float32 ones 4 T
-        ZeRO-2                           4 T/N while it is updated
-        ZeRO-3                           4 T/N always
+    at_loss: int
+    in_layer: int
+    at_end: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of one role on one rank.
+
+    Formulas count P parameters, T of them trained, N ranks, w bytes of a weight and m of the optimizer's state (two
+    moments and, with DeepSpeed, a float32 master). "/N" is exactly the rule in
+    :mod:`lightning_rlhf.planning.partition`; tensor parallelism divides the parameters that it splits.
 
     Args:
-        role: a model.
-        strategy: how it lies.
-        numbers: bytes of each number.
-        ranks: that have different data.
-        micro_batches: of one update.
+        role: the model.
+        strategy: strategy of the run.
+        ranks: number N of data-parallel ranks.
+        mixed: whether the Trainer's precision is ``bf16-mixed``.
     """
-    if not role.trained:
-        return 0, 0
-    shard = elements(role, strategy, ranks)[1]
-    whole = role.adapters or partition.split_elements(role.model.parameters, strategy.tensor_parallel_size)
-    if strategy.kind == "zero":
-        if strategy.stage == 1:
-            kept = 4 if numbers.weights == 2 and not strategy.offload_optimizer else 0
-            return kept * whole, numbers.weights * whole
-        return (numbers.shard * shard, 0) if strategy.stage == 3 else (0, numbers.shard * shard)
-    if strategy.kind == "fsdp":
-        unsummed = micro_batches > 1 and not strategy.reduce_every
-        return 0, numbers.shard * shard + unsummed * numbers.reduce * whole
-    return (numbers.weights * whole, 0) if strategy.kind == "ddp" else (0, numbers.weights * whole)
 
+    role: Role
+    strategy: Strategy
+    ranks: int
+    mixed: bool
 
-def gathered(role: Role, strategy: Strategy, numbers: Precision) -> tuple[int, int, int]:
-    """Bytes of weights, and of gradients on their way, that exist only while a role computes.
+    @cached_property
+    def precision(self) -> Precision:
+        """Bytes per element."""
+        return precision(self.strategy, self.role.dtype, self.mixed)
 
-    rlhf_fsdp gathers a decoder layer (u numbers) while the next one arrives; what is outside of the layers (r numbers,
-    its largest parameter e) stays from the forward to the end of the backward pass. Gradients of a layer exist whole
-    until they are summed, with c bytes in compute and s in the sum:
-
-                  at the loss    in a layer                             at the end
-        trained   c (r + e)      c (r + 2 u) + c (e + u) + s u          (2 c + s) r
-        frozen    c r            c (r + 2 u)
-
-    See "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", Zhao et al. 2023, section 3. ZeRO-3 keeps up
-    to 10^9 numbers gathered and prefetches 5 x 10^7, ZeRO has a bucket of at most 5 x 10^8 gradients to sum
-    (DeepSpeed's defaults, see :class:`~lightning_rlhf.planning.setup.Zero`). Autocast casts matrices in each pass and
-    keeps the casts for the backward one; with checkpointing, those of one layer.
-
-    Args:
-        role: a model.
-        strategy: how it lies.
-        numbers: bytes of each number.
-
-    Returns:
-        At the loss, while the backward pass is in a layer, and at its end.
-    """
-    model, c = role.model, numbers.compute
-    units = model.units
-    largest = max(parameter.elements for parameter in units[None])
-    if strategy.kind == "zero":
-        zero = strategy.zero
-        live = min(model.elements, zero.live + zero.prefetch) if strategy.stage == 3 else 0
-        held = c * (live + zero.bucket_of(role.adapters or model.elements) * role.trained)
-        return held, held, 0
-    sizes = {u: partition.split_elements(own, strategy.tensor_parallel_size) for u, own in units.items()}
-    rest, layer = sizes.pop(None), max(sizes.values())
-    if strategy.kind == "fsdp":
-        if not role.trained or role.lora_rank:
-            return c * rest, c * (rest + 2 * layer), 0
-        in_a_layer = c * (rest + 2 * layer) + c * (largest + layer) + numbers.reduce * layer
-        return c * (rest + largest), in_a_layer, (2 * c + numbers.reduce) * rest
-    if not numbers.autocast:
-        return 0, 0, 0
-    casts = [sum(p.elements for p in own if len(p.shape) == 2) for unit, own in units.items() if unit is not None]
-    if not role.trained or strategy.checkpointing:
-        return c * largest, c * max(casts), 0
-    return c * (sum(casts) + largest), c * sum(casts), 0
-
-
-def moments(roles: Sequence[Role], strategy: Strategy, work: Work, ranks: int) -> dict[str, Counter[str]]:
-    """Bytes that come and go, at each moment that could be the fullest.
-
-    Roles take turns. Each is fullest when its loss is worked out (all activations, the logits of a chunk), when the
-    backward pass is in a layer (all activations, that layer's own), when FSDP sums the last gradients (those outside of
-    the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the root of all second moments at
-    once, DeepSpeed's copies its part of the gradients).
-
-    Args:
-        roles: of the run.
-        strategy: how they lie.
-        work: of a step.
-        ranks: that have different data.
-    """
-    found = {}
-    for role in roles:
-        numbers = precision(strategy, role.dtype, work.mixed)
-        texts = work.minibatch_size if role.trained else work.responses
-        tokens = work.micro_batch_rows(texts, ranks) * work.row_tokens
-        sizes = role.model, numbers, strategy.checkpointing, tokens, strategy.tensor_parallel_size, work.longest
-        coming = _passing_gradients(role, strategy, numbers, ranks, work.micro_batches(texts, ranks))
-        at_loss, in_layer, at_end = gathered(role, strategy, numbers)
-        if role.trained:
-            kept, beside = kept_bytes(*sizes), backward_bytes(*sizes)
+    @cached_property
+    def elements(self) -> tuple[int, int]:
+        """Number of parameters that the rank stores, and of those whose optimizer state it stores."""
+        role, strategy = self.role, self.strategy
+        parameters = role.model.parameters
+        if strategy.kind == "fsdp":
+            stored = trained = partition.fsdp_elements(parameters, self.ranks, strategy.tensor_parallel_size)
+        elif strategy.stage == 3:
+            stored = partition.zero3_elements(parameters, self.ranks, strategy.zero.persistent)
+            trained = partition.zero3_elements(parameters, self.ranks)
         else:
-            kept, beside = 0, forward_bytes(role.model, numbers, tokens, strategy.tensor_parallel_size, work.longest)
-        logits = logits_bytes(role.model, tokens)
-        for moment, passing in (
-            ("the loss", {GATHERED: at_loss, ACTIVATIONS: kept, LOGITS: logits}),
-            ("the layers", {GATHERED: in_layer, ACTIVATIONS: kept + beside}),
-            ("the last sums", {GATHERED: at_end}),
-        ):
-            found[f"{moment} of the {role.name}"] = Counter({**passing, GRADIENTS: coming})
+            stored = role.model.elements
+            trained = partition.flat_elements(stored, self.ranks) if strategy.kind == "zero" else stored
+        if role.lora_rank:
+            sharded = strategy.kind in ("fsdp", "zero")
+            trained = partition.flat_elements(role.adapters, self.ranks) if sharded else role.adapters
+            stored += trained if strategy.shards_weights else role.adapters
+        return stored, trained if role.trained else 0
+
+    @property
+    def trained_elements(self) -> int:
+        """Number of parameters whose optimizer state the rank stores."""
+        return self.elements[1]
+
+    def resting(self) -> Counter[str]:
+        """Compute the bytes of parameters and optimizer state, on the GPU or in host memory.
+
+            rlhf_single, rlhf_ddp    w P   + m T
+            ZeRO-1, ZeRO-2           w P   + m T/N
+            ZeRO-3, rlhf_fsdp        w P/N + m T/N
+
+        See Rajbhandari et al. 2020, section 5.
+        """
+        stored, trained = self.elements
+        state = 2 * self.precision.moment + self.precision.master
+        return Counter({PARAMETERS: self.precision.weights * stored, OPTIMIZER: state * trained})
+
+    def gradients(self, micro_batches: int) -> Gradients:
+        """Compute the bytes of a trained role's gradients.
+
+            rlhf_single                    w T while it is updated
+            rlhf_ddp                       w T always, in buckets
+            rlhf_fsdp                      w T/N while it is updated; 4 T more where an update has several
+                                           micro-batches and only the last is reduced
+            ZeRO-1 with bfloat16 weights   4 T always, 2 T while it is updated; with float32 weights 4 T
+            ZeRO-2                         4 T/N while it is updated
+            ZeRO-3                         4 T/N always
+
+        Args:
+            micro_batches: micro-batches of one update.
+        """
+        strategy = self.strategy
+        if not self.role.trained:
+            return Gradients(0, 0)
+        whole = self.role.adapters or partition.split_elements(
+            self.role.model.parameters, strategy.tensor_parallel_size
+        )
+        whole_bytes = self.precision.weights * whole
+        shard_bytes = self.precision.shard * self.trained_elements
+        if strategy.kind == "ddp":
+            return Gradients(whole_bytes, 0)
+        if strategy.kind == "single":
+            return Gradients(0, whole_bytes)
+        if strategy.kind == "fsdp":
+            unreduced = micro_batches > 1 and not strategy.reduce_every
+            return Gradients(0, shard_bytes + (self.precision.reduce * whole if unreduced else 0))
+        if strategy.stage == 1:
+            has_float32_copy = self.precision.weights == 2 and not strategy.offload_optimizer
+            return Gradients(4 * whole if has_float32_copy else 0, whole_bytes)
+        return Gradients(shard_bytes, 0) if strategy.stage == 3 else Gradients(0, shard_bytes)
+
+    def update_gradients(self, micro_batches: int) -> int:
+        """Compute the bytes on the GPU of gradients that an update adds; offloaded shards are not counted."""
+        size = self.gradients(micro_batches).update
+        return size - self.gradients(1).update if GRADIENTS in self.offloaded else size
+
+    def gathered(self) -> Gathered:
+        """Compute the bytes of gathered or cast weights, and of gradients that are not yet reduced.
+
+        rlhf_fsdp gathers a decoder layer of u elements while the next one arrives; the r elements outside the layers,
+        their largest parameter of e, stay from the forward pass to the end of the backward pass. Gradients of a layer
+        are whole until they are reduced, with c bytes per element in compute and s in the reduction:
+
+                      at the loss    in a layer                             at the end
+            trained   c (r + e)      c (r + 2 u) + c (e + u) + s u          (2 c + s) r
+            frozen    c r            c (r + 2 u)
+
+        See "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", Zhao et al. 2023, section 3. ZeRO-3
+        keeps up to 10^9 elements gathered and prefetches 5 x 10^7; ZeRO has a bucket of at most 5 x 10^8 gradients
+        (DeepSpeed's defaults, see :class:`~lightning_rlhf.planning.setup.Zero`). Autocast casts matrices in each pass
+        and keeps them for the backward pass; with checkpointing, those of one layer.
+        """
+        role = self.role
+        strategy = self.strategy
+        model = role.model
+        c = self.precision.compute
+        if strategy.kind == "zero":
+            live = min(model.elements, strategy.zero.live + strategy.zero.prefetch) if strategy.stage == 3 else 0
+            bucket = strategy.zero.bucket_of(role.adapters or model.elements) if role.trained else 0
+            return Gathered(c * (live + bucket), c * (live + bucket), 0)
+        largest = max(parameter.elements for parameter in model.units[None])
+        if strategy.kind == "fsdp":
+            sizes = {
+                unit: partition.split_elements(parameters, strategy.tensor_parallel_size)
+                for unit, parameters in model.units.items()
+            }
+            rest = sizes.pop(None)
+            layer = max(sizes.values())
+            if not role.trained or role.lora_rank:
+                return Gathered(c * rest, c * (rest + 2 * layer), 0)
+            in_layer = c * (rest + 2 * layer) + c * (largest + layer) + self.precision.reduce * layer
+            return Gathered(c * (rest + largest), in_layer, (2 * c + self.precision.reduce) * rest)
+        if not self.precision.autocast:
+            return Gathered(0, 0, 0)
+        casts = [
+            sum(parameter.elements for parameter in parameters if len(parameter.shape) == 2)
+            for unit, parameters in model.units.items()
+            if unit is not None
+        ]
+        if not role.trained or strategy.checkpointing:
+            return Gathered(c * largest, c * max(casts), 0)
+        return Gathered(c * (sum(casts) + largest), c * sum(casts), 0)
+
+    def saved_bytes(self) -> int:
+        """Compute the bytes of the copy in host memory from which a checkpoint is written.
+
+        rlhf_single, rlhf_ddp    w T + m T, on the first rank alone
+        rlhf_fsdp                w T/N + m T/N
+        ZeRO-1 to ZeRO-3         4 T/N + 8 T/N, whole parameters assigned to the ranks in turn
+        """
+        if self.strategy.kind == "zero":
+            return 3 * 4 * self.trained_elements
+        return (self.precision.weights + 2 * self.precision.moment) * self.trained_elements
+
+    @property
+    def offloaded(self) -> list[str]:
+        """Terms of the role in host memory; ZeRO-1 keeps gradients on the GPU."""
+        strategy = self.strategy
+        offload_params = strategy.offload_params
+        if not self.role.trained and strategy.offload_frozen is not None:
+            offload_params = strategy.offload_frozen
+        terms = [PARAMETERS] if offload_params else []
+        if self.role.trained and strategy.offload_optimizer:
+            terms += [OPTIMIZER] if strategy.stage == 1 else [GRADIENTS, OPTIMIZER]
+        return terms
+
+
+def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
+    """Compute the temporary bytes of each moment at which memory may peak.
+
+    Roles take turns. Memory of each may peak when its loss is computed (all activations, logits of a chunk), while the
+    backward pass is in a layer (all activations, working memory of that layer), when FSDP reduces the last gradients
+    (those outside the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the root of all second
+    moments at once, DeepSpeed's copies its part of the gradients).
+
+    Args:
+        run: run to plan.
+        ranks: number of data-parallel ranks.
+    """
+    work, strategy = run.work, run.strategy
+    peaks = {}
+    for role in run.roles:
+        shard = Shard(role, strategy, ranks, work.mixed)
+        texts = work.minibatch_size if role.trained else work.responses
+        one_pass = Pass(
+            model=role.model,
+            precision=shard.precision,
+            tokens=work.micro_batch_rows(texts, ranks) * work.row_tokens,
+            split=strategy.tensor_parallel_size,
+            length=work.longest,
+            checkpointing=strategy.checkpointing,
+        )
+        activations = one_pass.kept_bytes() if role.trained else 0
+        working = one_pass.backward_bytes() if role.trained else one_pass.forward_bytes()
+        gathered = shard.gathered()
+        gradients = {GRADIENTS: shard.update_gradients(work.micro_batches(texts, ranks))}
+        loss = {GATHERED: gathered.at_loss, ACTIVATIONS: activations, LOGITS: one_pass.logits_bytes()}
+        peaks[f"the loss of the {role.name}"] = Counter(loss | gradients)
+        layers = {GATHERED: gathered.in_layer, ACTIVATIONS: activations + working}
+        peaks[f"the layers of the {role.name}"] = Counter(layers | gradients)
+        peaks[f"the last sums of the {role.name}"] = Counter({GATHERED: gathered.at_end} | gradients)
         if role.trained and not strategy.offload_optimizer:
-            number = numbers.shard if strategy.kind == "zero" else numbers.moment
-            temporary = number * elements(role, strategy, ranks)[1]
-            left = _passing_gradients(role, strategy, numbers, ranks, 1)
-            found[f"the optimizer's step of the {role.name}"] = Counter({STEP: temporary, GRADIENTS: left})
-    return found
+            element = shard.precision.shard if strategy.kind == "zero" else shard.precision.moment
+            step = {STEP: element * shard.trained_elements, GRADIENTS: shard.update_gradients(1)}
+            peaks[f"the optimizer's step of the {role.name}"] = Counter(step)
+    return peaks
 
 
 def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Counter[str]:
-    """Bytes of the engine: its copy of the weights, and keys and values of the texts that it is writing.
+    """Compute the bytes of the engine's weights and of its KV cache.
 
         weights    w P / t
-        cache      2 w layers key / t for each token; w layers (latent + turned) of latent attention
+        cache      2 w layers key / t for each token; w layers (latent + rotary) of latent attention
 
-    with w the bytes of a number (those of the actor's source, if nothing else is said) and t the engine's
-    tensor-parallel size. An engine with a share of the memory fills the rest of it with cache.
+    with w the bytes per element and t the engine's tensor-parallel size. An engine with a share of the memory fills
+    the rest of it with cache.
 
     Args:
-        engine: on the GPUs of the trainer.
-        actor: whose weights it has.
-        work: how long texts are.
+        engine: engine on the GPUs of the trainer.
+        actor: model of the engine.
+        work: data of a step.
         capacity: bytes of a GPU.
     """
-    weights = engine.number(actor) * actor.model.elements // engine.tensor_parallel_size
+    weights = engine.element_bytes(actor) * actor.model.elements // engine.tensor_parallel_size
     cache = cache_bytes(engine, actor) * work.longest * engine.sequences
     if engine.share:
         cache = max(int(engine.share * capacity) - weights, cache)
@@ -184,103 +279,42 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
 
 
 def cache_bytes(engine: Engine, actor: Role) -> int:
-    """Bytes of keys and values for each token, on one of the engine's GPUs."""
-    return engine.number(actor) * sum(layer.cached(engine.tensor_parallel_size) for layer in actor.model.layers)
+    """Compute the bytes per token of the KV cache on one of the engine's GPUs."""
+    elements = sum(layer.cache_elements(engine.tensor_parallel_size) for layer in actor.model.layers)
+    return engine.element_bytes(actor) * elements
 
 
-def saved_bytes(role: Role, strategy: Strategy, numbers: Precision, ranks: int) -> int:
-    """Bytes of a trained role's copy in the host's memory, from which a checkpoint is written.
-
-        rlhf_single, rlhf_ddp    w T + m T, on the first rank alone
-        rlhf_fsdp                w T/N + m T/N
-        ZeRO-1 to ZeRO-3         4 T/N + 8 T/N, whole parameters dealt to the ranks in turn
+def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
+    """Compute the bytes of a GPU at its peak.
 
     Args:
-        role: a model.
-        strategy: how it lies.
-        numbers: bytes of each number.
-        ranks: that have different data.
+        run: run to plan.
+        gpus: number of GPUs.
+
+    Returns:
+        Bytes of the GPU by term, bytes of host memory per GPU by term, and the moment of the peak.
     """
-    trained = elements(role, strategy, ranks)[1]
-    if strategy.kind == "zero":
-        return 3 * 4 * trained
-    return (numbers.weights + 2 * numbers.moment) * trained
-
-
-def memory(
-    roles: Sequence[Role],
-    strategy: Strategy,
-    work: Work,
-    engine: Engine | None,
-    gpus: int,
-    capacity: int,
-    background_save: bool = False,
-) -> tuple[Counter[str], Counter[str], str]:
-    """Bytes of one GPU at its fullest moment and of the host for each GPU, by term, and which moment that is.
-
-    Args:
-        roles: of the run, the actor among them.
-        strategy: how they lie.
-        work: of a step.
-        engine: on the same GPUs, or None.
-        gpus: in all.
-        capacity: bytes of a GPU.
-        background_save: whether checkpoints are written from a copy while training goes on.
-    """
-    ranks = gpus // strategy.tensor_parallel_size
-    coming = moments(roles, strategy, work, ranks)
-    when = max(coming, key=lambda moment: coming[moment].total())
-    held, host = Counter({RUNTIME: _RUNTIME_BYTES}), Counter[str]()
-    micro_batches = work.micro_batches(work.minibatch_size, ranks)
-    for role in roles:
-        numbers = precision(strategy, role.dtype, work.mixed)
-        own = resting(role, strategy, numbers, ranks)
-        own[GRADIENTS] = gradients(role, strategy, numbers, ranks, micro_batches)[0]
-        if GRADIENTS in _offloaded(role, strategy):
-            own[GRADIENTS] += gradients(role, strategy, numbers, ranks, 1)[1]
-        for term in _offloaded(role, strategy):
-            host[term] += own.pop(term)
-        held += own
-        if role.trained and (background_save or strategy.kind == "zero"):
-            host[SAVED] += saved_bytes(role, strategy, numbers, ranks)
-    held += coming[when]
-    if engine is not None:
-        actor = next(role for role in roles if role.name == "actor")
-        held += engine_bytes(engine, actor, work, capacity)
-        if engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
-            host[PUSHED] = engine.number(actor) * actor.model.elements // engine.tensor_parallel_size
-    return held, +host, when
-
-
-def elements(role: Role, strategy: Strategy, ranks: int) -> tuple[int, int]:
-    """Numbers of a role that a rank stores, and those of them that its optimizer changes."""
-    parameters, split = role.model.parameters, strategy.tensor_parallel_size
-    if strategy.kind == "fsdp":
-        weights = optimized = partition.fsdp_elements(parameters, ranks, split)
-    elif strategy.stage == 3:
-        weights = partition.zero3_elements(parameters, ranks, strategy.zero.persistent)
-        optimized = partition.zero3_elements(parameters, ranks)
-    else:
-        weights = role.model.elements
-        optimized = partition.flat_elements(weights, ranks) if strategy.kind == "zero" else weights
-    if role.lora_rank:
-        shared = strategy.kind in ("fsdp", "zero")
-        optimized = partition.flat_elements(role.adapters, ranks) if shared else role.adapters
-        weights += optimized if strategy.shards_weights else role.adapters
-    return weights, optimized if role.trained else 0
-
-
-def _passing_gradients(role: Role, strategy: Strategy, numbers: Precision, ranks: int, micro_batches: int) -> int:
-    """Bytes on the GPU of gradients that an update adds; shards in the host's memory are not."""
-    coming = gradients(role, strategy, numbers, ranks, micro_batches)[1]
-    if GRADIENTS in _offloaded(role, strategy):
-        coming -= gradients(role, strategy, numbers, ranks, 1)[1]
-    return coming
-
-
-def _offloaded(role: Role, strategy: Strategy) -> tuple[str, ...]:
-    """Terms of a role that lie in the host's memory. ZeRO-1 keeps gradients on the GPU, offloaded or not."""
-    optimizer = (OPTIMIZER,) if strategy.stage == 1 else (GRADIENTS, OPTIMIZER)
-    frozen = strategy.offload_params if strategy.offload_frozen is None else strategy.offload_frozen
-    params = strategy.offload_params if role.trained else frozen
-    return (PARAMETERS,) * params + optimizer * (strategy.offload_optimizer and role.trained)
+    ranks = run.ranks(gpus)
+    temporary = moments(run, ranks)
+    peak = max(temporary, key=lambda moment: temporary[moment].total())
+    gpu = Counter({RUNTIME: _RUNTIME_BYTES})
+    host = Counter[str]()
+    micro_batches = run.work.micro_batches(run.work.minibatch_size, ranks)
+    for role in run.roles:
+        shard = Shard(role, run.strategy, ranks, run.work.mixed)
+        resting = shard.resting()
+        resting[GRADIENTS] = shard.gradients(micro_batches).always
+        if GRADIENTS in shard.offloaded:
+            resting[GRADIENTS] += shard.gradients(1).update
+        for term in shard.offloaded:
+            host[term] += resting.pop(term)
+        gpu += resting
+        if role.trained and (run.background_save or run.strategy.kind == "zero"):
+            host[SAVED] += shard.saved_bytes()
+    gpu += temporary[peak]
+    if run.engine is not None:
+        gpu += engine_bytes(run.engine, run.actor, run.work, run.capacity)
+        if run.engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
+            pushed = run.engine.element_bytes(run.actor) * run.actor.model.elements
+            host[PUSHED] = pushed // run.engine.tensor_parallel_size
+    return gpu, +host, peak

@@ -1,4 +1,4 @@
-"""Which share of a model one GPU holds, by the rule of each library."""
+"""Part of a model that one GPU stores, by the rule of each library."""
 
 from __future__ import annotations
 
@@ -9,56 +9,57 @@ from lightning_rlhf.planning.architecture import Parameter
 
 
 def split_elements(parameters: Iterable[Parameter], split: int) -> int:
-    """Numbers that a rank of a tensor-parallel group has: divided matrices in part, everything else whole."""
+    """Count the elements on one rank of a tensor-parallel group of ``split`` ranks; some parameters are not split."""
     return sum(math.prod(_split_shape(parameter, split)) for parameter in parameters)
 
 
 def fsdp_elements(parameters: Iterable[Parameter], ranks: int, split: int = 1) -> int:
-    """Numbers that FSDP2 stores on a rank: each parameter is cut along one dimension, and padded to equal cuts.
+    """Count the elements that FSDP2 stores on a rank: sum over parameters of ceil(d_0 / N) d_1 d_2 ...
 
-    sum over parameters of ceil(d_0 / N) d_1 d_2 ...
-
-    The dimension is the first; of experts stored as one tensor, fewer than N of them, the next that N divides, see
-    :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
+    FSDP2 shards the first dimension and pads to equal parts. If N exceeds the number of experts in one tensor, it
+    shards the next dimension that N divides, see :func:`~lightning_rlhf.strategies.fsdp.shard_placement`.
 
     Args:
-        parameters: of a model.
-        ranks: that share it, N, tensor parallelism not counted.
+        parameters: parameters of a model.
+        ranks: number N of data-parallel ranks.
         split: tensor-parallel size.
     """
-    return sum(
-        _fsdp_share(_split_shape(parameter, split), ranks, split > 1 and parameter.split is not None)
-        for parameter in parameters
-    )
-
-
-def _fsdp_share(shape: tuple[int, ...], ranks: int, is_split: bool) -> int:
-    first, *rest = shape
-    if len(rest) > 1 and first < ranks and not is_split and any(size % ranks == 0 for size in rest):
-        return math.prod(shape) // ranks
-    return -(-first // ranks) * math.prod(rest)
+    total = 0
+    for parameter in parameters:
+        shape = _split_shape(parameter, split)
+        first, *rest = shape
+        is_split = split > 1 and parameter.split is not None
+        if len(rest) > 1 and first < ranks and not is_split and any(size % ranks == 0 for size in rest):
+            total += math.prod(shape) // ranks
+        else:
+            total += _divide_up(first, ranks) * math.prod(rest)
+    return total
 
 
 def zero3_elements(parameters: Iterable[Parameter], ranks: int, persistent: int = 0) -> int:
-    """Numbers that ZeRO-3 stores on a rank: each parameter flat, padded to equal parts; small ones also whole.
-
-    sum over parameters of ceil(d / N), and of d where d < persistent.
+    """Count the elements that ZeRO-3 stores on a rank: sum of ceil(d / N), plus d if d < persistent.
 
     Args:
-        parameters: of a model.
-        ranks: that share it, N.
+        parameters: parameters of a model.
+        ranks: number N of data-parallel ranks.
         persistent: size below which a parameter stays gathered (``stage3_param_persistence_threshold``).
     """
     sizes = [parameter.elements for parameter in parameters]
-    return sum(-(-size // ranks) + (size if size < persistent else 0) for size in sizes)
+    return sum(_divide_up(size, ranks) + (size if size < persistent else 0) for size in sizes)
 
 
 def flat_elements(elements: int, ranks: int) -> int:
-    """Numbers in a rank's part of all parameters laid end to end, as ZeRO-1 and 2 cut them: padded to 2 N."""
-    return -(-elements // (2 * ranks)) * 2
+    """Count the elements of a rank's part of the concatenated parameters, which ZeRO-1 and 2 pad to 2 N."""
+    return 2 * _divide_up(elements, 2 * ranks)
 
 
 def _split_shape(parameter: Parameter, split: int) -> tuple[int, ...]:
     return tuple(
-        -(-size // split) if dimension == parameter.split else size for dimension, size in enumerate(parameter.shape)
+        _divide_up(size, split) if dimension == parameter.split else size
+        for dimension, size in enumerate(parameter.shape)
     )
+
+
+def _divide_up(number: int, parts: int) -> int:
+    """Divide integers exactly, rounding up."""
+    return -(-number // parts)

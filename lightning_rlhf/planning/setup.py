@@ -1,9 +1,10 @@
-"""What a plan is made of: strategy, roles, engine and work, and what each number is stored in."""
+"""Inputs of a plan: strategy, roles, engine and work of a run, and the bytes of each kind of number."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,13 +17,13 @@ _DEEPSPEED = re.compile(r"rlhf_deepspeed_stage_([123])")
 
 @dataclass(frozen=True)
 class Zero:
-    """Sizes of DeepSpeed's buffers, in numbers; its defaults.
+    """Sizes of DeepSpeed's buffers in elements, with its defaults.
 
     Args:
-        bucket: gradients that are summed together; None is 5 x 10^8, or all of a role where it has fewer.
+        bucket: gradients that are reduced together; None is 5 x 10^8, or all of a role that has fewer.
         live: parameters that stage 3 keeps gathered.
-        prefetch: parameters that it gathers ahead.
-        persistent: parameters smaller than this stay gathered.
+        prefetch: parameters that stage 3 gathers ahead.
+        persistent: size below which stage 3 keeps a parameter gathered.
     """
 
     bucket: int | None = None
@@ -31,24 +32,24 @@ class Zero:
     persistent: int = 100_000
 
     def bucket_of(self, gradients: int) -> int:
-        """The bucket of a role with so many gradients."""
+        """Return the bucket of a role with this many gradients."""
         return min(gradients, 500_000_000) if self.bucket is None else self.bucket
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How models lie over GPUs.
+    """Distribution of the roles over GPUs.
 
     Args:
-        name: as a configuration says it.
-        kind: who does it: one process, DDP, FSDP2, or DeepSpeed's ZeRO.
-        stage: of ZeRO, 1 to 3; 0 elsewhere.
-        tensor_parallel_size: GPUs that share the matrices of a layer, at least 1.
-        checkpointing: whether a layer's activations are computed again in the backward pass.
-        reduce_every: whether FSDP sums gradients with every micro-batch, not only with the last of an update.
-        offload_optimizer: whether gradients and optimizer state lie in the host's memory.
-        offload_params: whether parameters do.
-        offload_frozen: whether those of frozen roles do; None as ``offload_params``.
+        name: name in the configuration.
+        kind: one process, DDP, FSDP2 or DeepSpeed's ZeRO.
+        stage: stage of ZeRO, 1 to 3; 0 for other kinds.
+        tensor_parallel_size: GPUs that split the matrices of a layer, at least 1.
+        checkpointing: whether the backward pass recomputes the activations of a layer.
+        reduce_every: whether FSDP reduces gradients in every micro-batch, not only in the last one of an update.
+        offload_optimizer: whether gradients and optimizer state are in host memory.
+        offload_params: whether parameters are in host memory.
+        offload_frozen: whether parameters of frozen roles are in host memory; None is ``offload_params``.
         zero: sizes of DeepSpeed's buffers.
     """
 
@@ -65,12 +66,12 @@ class Strategy:
 
     @property
     def shards_weights(self) -> bool:
-        """Whether no GPU holds a model whole."""
+        """Whether each GPU holds only a part of each model."""
         return self.kind == "fsdp" or self.stage == 3
 
 
 def strategy(name: str, **options: Any) -> Strategy:
-    """The strategy of a name.
+    """Create the strategy with a name.
 
     Args:
         name: ``rlhf_single``, ``rlhf_ddp``, ``rlhf_fsdp`` or ``rlhf_deepspeed_stage_{1,2,3}``; the last two also with
@@ -78,34 +79,35 @@ def strategy(name: str, **options: Any) -> Strategy:
         **options: further fields of :class:`Strategy`.
 
     Raises:
-        ValueError: another name, or tensor parallelism where there is none.
+        ValueError: the name is unknown, or the strategy has no tensor parallelism.
     """
-    plain, offload = name.removesuffix("_offload"), name.endswith("_offload")
-    found = _DEEPSPEED.fullmatch(plain)
-    if (plain not in _KINDS and found is None) or (offload and plain in ("rlhf_single", "rlhf_ddp")):
+    plain = name.removesuffix("_offload")
+    offload = plain != name
+    deepspeed = _DEEPSPEED.fullmatch(plain)
+    if (plain not in _KINDS and deepspeed is None) or (offload and plain in ("rlhf_single", "rlhf_ddp")):
         raise ValueError(
-            f"the plan knows rlhf_single, rlhf_ddp, rlhf_fsdp and rlhf_deepspeed_stage_1, _2, _3, the last four also "
+            f"plan supports rlhf_single, rlhf_ddp, rlhf_fsdp and rlhf_deepspeed_stage_1, _2, _3, the last four also "
             f"with _offload; got strategy {name!r}"
         )
-    stage = int(found[1]) if found else 0
     if options.get("tensor_parallel_size", 1) > 1 and plain != "rlhf_fsdp":
-        raise ValueError(f"{name} splits no tensors: take rlhf_fsdp, or tensor_parallel_size 1")
+        raise ValueError(f"{name} has no tensor parallelism: use rlhf_fsdp, or tensor_parallel_size 1")
+    stage = int(deepspeed[1]) if deepspeed else 0
     if offload:
         options = {"offload_optimizer": True, "offload_params": plain == "rlhf_fsdp" or stage == 3} | options
-    return Strategy(name, "zero" if found else _KINDS[plain], stage, **options)
+    return Strategy(name, "zero" if deepspeed else _KINDS[plain], stage, **options)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of a number, by what it is.
+    """Bytes per element of each kind of tensor.
 
     Args:
-        weights: parameters as they rest, and gradients where nothing else is said.
-        compute: of layers and of what they keep for the backward pass.
-        reduce: gradients while they are summed over ranks.
-        shard: gradients where each rank keeps a part of them.
-        master: a copy of the parameters beside them, which the optimizer changes; 0 where it changes themselves.
-        moment: each of Adam's two.
+        weights: stored parameters; also gradients of a single process or of DDP.
+        compute: gathered or cast weights, and activations.
+        reduce: gradients while ranks sum them.
+        shard: gradients of a sharding strategy after the sum.
+        master: DeepSpeed's float32 copy of the parameters; 0 without one.
+        moment: each of Adam's two moments.
         autocast: whether each matrix is cast when it is used.
     """
 
@@ -119,22 +121,22 @@ class Precision:
 
 
 def precision(strategy: Strategy, dtype: str, mixed: bool) -> Precision:
-    """What numbers are stored in.
+    """Return the bytes per element of a role's tensors.
 
     torch's AdamW keeps moments in the dtype of the parameters. Under FSDP2's mixed precision parameters are float32, a
-    layer is gathered in bfloat16, and gradients are summed in float32. DeepSpeed computes with bfloat16 weights, keeps
-    its part of the gradients in float32, and float32 masters and moments ("ZeRO: Memory Optimizations Toward Training
-    Trillion Parameter Models", Rajbhandari et al. 2020, section 3.1); masters even where the weights are float32.
+    layer is gathered in bfloat16, and gradients are summed in float32. DeepSpeed computes with bfloat16 weights, and
+    keeps its part of the gradients, the master weights and the moments in float32 ("ZeRO: Memory Optimizations Toward
+    Training Trillion Parameter Models", Rajbhandari et al. 2020, section 3.1), the masters even for float32 weights.
 
     Args:
-        strategy: who stores them.
-        dtype: of the model's source, float32 or bfloat16.
+        strategy: strategy of the run.
+        dtype: dtype of the model's source, float32 or bfloat16.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
     """
     half = dtype == "bfloat16"
     compute = 2 if half or mixed else 4
     if strategy.kind == "zero":
-        return Precision(compute, compute, compute, shard=4, master=4, moment=4)
+        return Precision(weights=compute, compute=compute, reduce=compute, shard=4, master=4, moment=4)
     weights = 2 if half else 4
     reduce = 4 if strategy.kind == "fsdp" else weights
     autocast = mixed and not half and strategy.kind != "fsdp"
@@ -147,12 +149,12 @@ class Role:
 
     Args:
         name: actor, critic, ref or reward_model.
-        model: its shapes.
+        model: shapes of its parameters.
         trained: whether it has gradients and an optimizer.
-        dtype: of its source, float32 or bfloat16.
-        lora_rank: of the adapters that alone are trained; 0 trains all parameters.
-        lora_targets: names of the linear layers that have adapters; None is all of them.
-        is_reference_too: whether the actor without its adapters is the reference, and is asked as that.
+        dtype: dtype of its source, float32 or bfloat16.
+        lora_rank: rank of the adapters, then the only trained parameters; 0 trains all parameters.
+        lora_targets: names of the linear layers with adapters; None is all of them.
+        is_reference_too: whether the reference is this model with disabled adapters.
     """
 
     name: str
@@ -165,27 +167,27 @@ class Role:
 
     @property
     def adapters(self) -> int:
-        """Parameters that LoRA trains; 0 without it.
+        """Parameters that LoRA trains; 0 without LoRA.
 
-        rank x (inputs + outputs) for each adapted matrix (Hu et al. 2021), and the head of a scalar model.
+        rank x (inputs + outputs) of each adapted matrix (Hu et al. 2021), and the head of a scalar model.
         """
         if not self.lora_rank:
             return 0
         linear = [parameter for parameter in self.model.parameters if parameter.linear]
-        shapes = [own.shape for own in linear if self.lora_targets is None or own.linear in self.lora_targets]
+        shapes = [matrix.shape for matrix in linear if self.lora_targets is None or matrix.linear in self.lora_targets]
         head = 0 if self.model.vocabulary else self.model.hidden
         return sum(self.lora_rank * (outputs + inputs) for outputs, inputs in shapes) + head
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What generates, on the GPUs of the trainer.
+    """Engine on the GPUs of the trainer.
 
     Args:
-        share: of a GPU's memory that it takes for itself (vLLM's ``gpu_memory_utilization``); 0 takes what it needs.
-        tensor_parallel_size: GPUs that share one engine, at least 1.
-        sequences: generated at once where it takes what it needs.
-        dtype: dtype of its weights and its cache; None is that of the actor's source.
+        share: reserved share of a GPU's memory (vLLM's ``gpu_memory_utilization``); 0 reserves nothing.
+        tensor_parallel_size: GPUs of one engine, at least 1.
+        sequences: responses generated at once by an engine that reserves nothing.
+        dtype: dtype of weights and cache; None is that of the actor's source.
     """
 
     share: float
@@ -193,25 +195,25 @@ class Engine:
     sequences: int = 1
     dtype: str | None = None
 
-    def number(self, actor: Role) -> int:
-        """Bytes of a number."""
+    def element_bytes(self, actor: Role) -> int:
+        """Return the bytes per element of weights and cache."""
         return 2 if (self.dtype or actor.dtype) == "bfloat16" else 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does, over all ranks.
+    """Data of one step, over all ranks.
 
     Args:
-        responses: texts, or pairs of them, that a step learns from.
+        responses: texts, or pairs of texts, that a step trains on.
         minibatch_size: texts or pairs of one optimizer step.
-        update_epochs: times that every text is learnt from.
+        update_epochs: number of times that each text is trained on.
         longest: tokens of the longest text, prompt included.
-        micro_batch_tokens: most padded tokens in one forward pass.
-        asks_old: whether the actor is asked once more before the first update.
+        micro_batch_tokens: largest number of padded tokens in one forward pass.
+        evaluates_old: whether the actor computes log-probs before the first update.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
-        pairs: whether a row is two texts, padded to the longer one, which go through the models together.
-        asks_mismatched: whether actor and reference are asked once more, of prompts with other answers, as KTO does.
+        pairs: whether a row is two texts, padded to the longer one and passed through a model together.
+        evaluates_mismatched: whether actor and reference have a pass over mismatched responses, as in KTO.
     """
 
     responses: int
@@ -219,10 +221,10 @@ class Work:
     update_epochs: int
     longest: int
     micro_batch_tokens: int
-    asks_old: bool = True
+    evaluates_old: bool = True
     mixed: bool = True
     pairs: bool = False
-    asks_mismatched: bool = False
+    evaluates_mismatched: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -230,9 +232,39 @@ class Work:
         return self.longest * (1 + self.pairs)
 
     def micro_batch_rows(self, texts: int, ranks: int) -> int:
-        """Rows of the largest micro-batch of a rank, all of them as long as the longest."""
+        """Return the rows of a rank's largest micro-batch, if all rows are as long as the longest."""
         return min(math.ceil(texts / ranks), max(1, self.micro_batch_tokens // self.row_tokens))
 
     def micro_batches(self, texts: int, ranks: int) -> int:
-        """Micro-batches that a rank makes of its share of some texts."""
+        """Return the number of a rank's micro-batches when ranks share ``texts`` rows."""
         return math.ceil(math.ceil(texts / ranks) / self.micro_batch_rows(texts, ranks))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to plan.
+
+    Args:
+        roles: the models, the actor among them if there is an engine.
+        strategy: distribution of the roles.
+        work: data of a step.
+        engine: engine on the same GPUs; None for none, or one elsewhere.
+        capacity: bytes of a GPU.
+        background_save: whether checkpoints are written from a copy in host memory while training continues.
+    """
+
+    roles: Sequence[Role]
+    strategy: Strategy
+    work: Work
+    engine: Engine | None = None
+    capacity: int = 0
+    background_save: bool = False
+
+    @property
+    def actor(self) -> Role:
+        """The actor."""
+        return next(role for role in self.roles if role.name == "actor")
+
+    def ranks(self, gpus: int) -> int:
+        """Return the number of data-parallel ranks on this many GPUs."""
+        return gpus // self.strategy.tensor_parallel_size

@@ -3,41 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_rlhf.planning import partition
-from lightning_rlhf.planning.memory import elements
-from lightning_rlhf.planning.setup import Engine, Precision, Role, Strategy, Work, precision
+from lightning_rlhf.planning.memory import Shard
+from lightning_rlhf.planning.setup import Role, Run, Work
 
-FORWARD, BACKWARD = "weights gathered, forward", "weights gathered, backward"
-SUMS, UPDATED = "gradients summed", "updated weights shared"
-TENSORS, PUSH, ENGINE = "tensor-parallel sums", "weights gathered for the engine", "weights copied to the engine"
+FORWARD = "weights gathered, forward"
+BACKWARD = "weights gathered, backward"
+SUMS = "gradients summed"
+UPDATED = "updated weights shared"
+TENSORS = "tensor-parallel sums"
+PUSH = "weights gathered for the engine"
+ENGINE = "weights copied to the engine"
 TERMS = (FORWARD, BACKWARD, SUMS, UPDATED, TENSORS, PUSH, ENGINE)
 
 
 def all_gather(total: int, ranks: int) -> int:
-    """Bytes that each rank sends so that all have what each had a part of; a reduce-scatter costs the same.
+    """Compute the bytes that each rank sends in an all-gather or a reduce-scatter: total (N - 1) / N, on a ring.
 
-    total (N - 1) / N, on a ring: "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Patarasuk and
-    Yuan 2009; used for ZeRO by Rajbhandari et al. 2020, section 7.
+    "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", Patarasuk and Yuan 2009; used for ZeRO by
+    Rajbhandari et al. 2020, section 7.
 
     Args:
-        total: bytes of all parts together.
-        ranks: N.
+        total: bytes of the whole tensor.
+        ranks: number N of ranks.
     """
     return total * (ranks - 1) // ranks
 
 
 def all_reduce(total: int, ranks: int) -> int:
-    """Bytes that each rank sends so that all have the sum: a reduce-scatter and an all-gather, 2 total (N - 1) / N."""
+    """Compute the bytes that each rank sends in an all-reduce: a reduce-scatter and an all-gather."""
     return 2 * all_gather(total, ranks)
 
 
-def traffic(roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engine | None, gpus: int) -> Counter[str]:
-    """Bytes that one GPU sends in one step: a rollout, what all roles say of it, and all updates made of it.
+def traffic(run: Run, gpus: int) -> Counter[str]:
+    """Compute the bytes that one GPU sends for a rollout, its evaluation by all roles, and its updates.
 
-    With E rounds of updates of M micro-batches each, A micro-batches in which roles are only asked, ring volumes
-    R(x) = x (N - 1) / N, and c, s, w bytes of a number in compute, in sums, at rest:
+    With E rounds of updates of M micro-batches each, A micro-batches without a backward pass, ring volumes
+    R(x) = x (N - 1) / N, and c, s, w bytes per element in compute, in sums, at rest:
 
         rlhf_ddp       trained   E 2 R(w T)
         ZeRO-1         trained   E (R or 2 R (4 T) + R(c T))
@@ -47,95 +51,118 @@ def traffic(roles: Sequence[Role], strategy: Strategy, work: Work, engine: Engin
         both           frozen    A R(c P)
         tensors        2 sums of c tokens h per layer and pass, 7 with a backward pass, 8 with checkpointing
 
-    where r is what lies outside of the layers, which FSDP keeps between the passes. See Rajbhandari et al. 2020,
-    section 7; for tensors, Korthikanti et al. 2022, section 4.2. Padding of shards is sent too and is counted. What
-    norms and metrics exchange is not.
+    where r are the elements outside the layers, which FSDP keeps between the passes. See Rajbhandari et al. 2020,
+    section 7; for tensors, Korthikanti et al. 2022, section 4.2. The padding of shards is sent too and is counted;
+    gradient norms and metrics are not.
 
     Args:
-        roles: of the run.
-        strategy: how they lie.
-        work: of a step.
-        engine: which gets the actor's weights once a step; None if it is elsewhere.
-        gpus: in all.
+        run: run to plan.
+        gpus: number of GPUs.
     """
-    ranks = gpus // strategy.tensor_parallel_size
-    sent: Counter[str] = Counter()
-    for role in roles:
-        numbers = precision(strategy, role.dtype, work.mixed)
-        asked_before = work.asks_old if role.name == "actor" else not role.trained or role.name == "critic"
-        times = asked_before + role.is_reference_too
-        times += work.asks_mismatched * (1 + role.is_reference_too)
-        asked = times * work.micro_batches(work.responses, ranks)
-        updates = work.update_epochs * -(-work.responses // work.minibatch_size) * role.trained
-        learnt = updates * work.micro_batches(work.minibatch_size, ranks)
-        sent += _weights(role, strategy, numbers, ranks, asked, learnt)
+    ranks = run.ranks(gpus)
+    sent = Counter[str]()
+    for role in run.roles:
+        shard = Shard(role, run.strategy, ranks, run.work.mixed)
+        counts = _counts(role, run.work, ranks)
+        sent += _weights(shard, counts)
         if role.trained:
-            sent += _gradients(role, strategy, numbers, ranks, updates, learnt)
-        sent[TENSORS] += _tensors(role, strategy, numbers, work, asked, learnt, ranks)
-        if role.name == "actor" and engine is not None:
-            if strategy.shards_weights:
-                size = numbers.weights * _padded(role, strategy, ranks) * strategy.tensor_parallel_size
+            sent += _gradients(shard, counts)
+        sent[TENSORS] += _tensors(shard, counts, run.work)
+        if role.name == "actor" and run.engine is not None:
+            if run.strategy.shards_weights:
+                size = shard.precision.weights * _padded_elements(shard) * run.strategy.tensor_parallel_size
                 sent[PUSH] += all_gather(size, gpus)
-            sent[ENGINE] += engine.number(role) * role.model.elements // engine.tensor_parallel_size
+            sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
     return +sent
 
 
-def _weights(role: Role, strategy: Strategy, numbers: Precision, ranks: int, asked: int, learnt: int) -> Counter[str]:
-    """All-gathers of a role's parameters, in the passes that need them."""
-    if not strategy.shards_weights:
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of a role's passes in a step.
+
+    Args:
+        evaluations: micro-batches without a backward pass.
+        trained: micro-batches with a backward pass.
+        updates: optimizer steps.
+    """
+
+    evaluations: int
+    trained: int
+    updates: int
+
+
+def _counts(role: Role, work: Work, ranks: int) -> _Counts:
+    """Count the passes of a role in a step."""
+    is_evaluated = {"actor": work.evaluates_old, "critic": True}.get(role.name, not role.trained)
+    evaluations = is_evaluated + role.is_reference_too
+    if work.evaluates_mismatched:
+        evaluations += 1 + role.is_reference_too
+    updates = work.update_epochs * -(-work.responses // work.minibatch_size) if role.trained else 0
+    return _Counts(
+        evaluations=evaluations * work.micro_batches(work.responses, ranks),
+        trained=updates * work.micro_batches(work.minibatch_size, ranks),
+        updates=updates,
+    )
+
+
+def _weights(shard: Shard, counts: _Counts) -> Counter[str]:
+    """Compute the all-gathers of parameters."""
+    if not shard.strategy.shards_weights:
         return Counter()
-    whole = numbers.compute * _padded(role, strategy, ranks)
-    kept = 0
-    if strategy.kind == "fsdp":
-        outside = role.model.units[None]
-        kept = numbers.compute * ranks * partition.fsdp_elements(outside, ranks, strategy.tensor_parallel_size)
+    whole = shard.precision.compute * _padded_elements(shard)
+    outside = 0  # bytes of parameters outside the layers, which FSDP keeps for the backward pass
+    if shard.strategy.kind == "fsdp":
+        parameters = shard.role.model.units[None]
+        elements = partition.fsdp_elements(parameters, shard.ranks, shard.strategy.tensor_parallel_size)
+        outside = shard.precision.compute * shard.ranks * elements
     return Counter(
         {
-            FORWARD: (asked + learnt) * all_gather(whole, ranks),
-            BACKWARD: learnt * all_gather(whole - kept, ranks),
+            FORWARD: (counts.evaluations + counts.trained) * all_gather(whole, shard.ranks),
+            BACKWARD: counts.trained * all_gather(whole - outside, shard.ranks),
         }
     )
 
 
-def _gradients(
-    role: Role, strategy: Strategy, numbers: Precision, ranks: int, updates: int, learnt: int
-) -> Counter[str]:
-    """Sums of a trained role's gradients over ranks, and what is sent of its updated weights."""
-    whole = role.adapters or role.model.elements
+def _gradients(shard: Shard, counts: _Counts) -> Counter[str]:
+    """Compute the sums of a trained role's gradients over ranks, and the exchange of updated weights."""
+    strategy, precision = shard.strategy, shard.precision
+    whole = shard.role.adapters or shard.role.model.elements
     if strategy.kind == "fsdp":
-        shard = elements(role, strategy, ranks)[1]
-        times = learnt if strategy.reduce_every else updates
-        return Counter({SUMS: times * all_gather(numbers.reduce * ranks * shard, ranks)})
+        reductions = counts.trained if strategy.reduce_every else counts.updates
+        size = precision.reduce * shard.ranks * shard.trained_elements
+        return Counter({SUMS: reductions * all_gather(size, shard.ranks)})
     if strategy.kind != "zero":
-        return Counter({SUMS: updates * all_reduce(numbers.reduce * whole, ranks)})
-    part = all_gather(whole, ranks)
+        return Counter({SUMS: counts.updates * all_reduce(precision.reduce * whole, shard.ranks)})
+    part = all_gather(whole, shard.ranks)
+    if strategy.stage == 1:  # next to bfloat16 weights, float32 gradients are summed on every rank
+        has_float32_copy = precision.weights == 2 and not strategy.offload_optimizer
+        sums = counts.updates * (2 * 4 if has_float32_copy else precision.weights) * part
+    else:
+        sums = counts.trained * precision.compute * part
     if strategy.stage == 3:
-        return Counter({SUMS: learnt * numbers.compute * part})
-    sums = learnt * numbers.compute * part
-    if strategy.stage == 1:  # bfloat16 weights have float32 gradients beside them, which are summed on every rank
-        sums = updates * (2 * 4 if numbers.weights == 2 and not strategy.offload_optimizer else numbers.weights) * part
-    return Counter({SUMS: sums, UPDATED: updates * numbers.compute * part})
+        return Counter({SUMS: sums})
+    return Counter({SUMS: sums, UPDATED: counts.updates * precision.compute * part})
 
 
-def _tensors(
-    role: Role, strategy: Strategy, numbers: Precision, work: Work, asked: int, learnt: int, ranks: int
-) -> int:
-    """All-reduces of layers whose matrices are split: of what leaves attention and MLP, and backwards of what enters.
+def _tensors(shard: Shard, counts: _Counts, work: Work) -> int:
+    """Compute the all-reduces of split layers: outputs in the forward pass, gradients of inputs in the backward.
 
-    Megatron sums once for all projections that read one input; torch's ColwiseParallel sums for each of query, key,
-    value, gate and up, which makes five sums in a backward pass, not two. Computing a layer again stops before its
-    last sum.
+    Megatron sums once for all projections of one input; torch's ColwiseParallel sums for each of query, key, value,
+    gate and up, five sums per backward pass and layer. Recomputation of a layer stops before its last sum.
     """
-    texts = work.minibatch_size if role.trained else work.responses
-    one = numbers.compute * role.model.hidden * work.row_tokens * len(role.model.layers)
-    forward, backward = 2, 6 if strategy.checkpointing else 5
-    rows = forward * asked * work.micro_batch_rows(work.responses, ranks)
-    rows += (forward + backward) * learnt * work.micro_batch_rows(texts, ranks)
-    return all_reduce(one * rows, strategy.tensor_parallel_size)
+    model = shard.role.model
+    texts = work.minibatch_size if shard.role.trained else work.responses
+    forward = 2
+    backward = 6 if shard.strategy.checkpointing else 5
+    rows = forward * counts.evaluations * work.micro_batch_rows(work.responses, shard.ranks)
+    rows += (forward + backward) * counts.trained * work.micro_batch_rows(texts, shard.ranks)
+    row = shard.precision.compute * model.hidden * work.row_tokens * len(model.layers)
+    return all_reduce(row * rows, shard.strategy.tensor_parallel_size)
 
 
-def _padded(role: Role, strategy: Strategy, ranks: int) -> int:
-    """Numbers of all shards of one tensor-parallel rank together, padding included."""
-    if strategy.kind == "fsdp":
-        return ranks * partition.fsdp_elements(role.model.parameters, ranks, strategy.tensor_parallel_size)
-    return ranks * partition.zero3_elements(role.model.parameters, ranks)
+def _padded_elements(shard: Shard) -> int:
+    """Count the elements of all shards of one tensor-parallel rank together, padding included."""
+    parameters = shard.role.model.parameters
+    if shard.strategy.kind == "fsdp":
+        return shard.ranks * partition.fsdp_elements(parameters, shard.ranks, shard.strategy.tensor_parallel_size)
+    return shard.ranks * partition.zero3_elements(parameters, shard.ranks)

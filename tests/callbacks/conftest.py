@@ -1,4 +1,4 @@
-"""A PPO run of a few steps whose engine follows a script, and whatever a test wants changed in it."""
+"""A PPO run of a few steps with a scripted engine, whose parts a test can replace."""
 
 from functools import partial
 

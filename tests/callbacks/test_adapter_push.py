@@ -1,4 +1,4 @@
-"""What a RolloutLoop sends an engine that swaps adapters: the weights under them once, then adapters alone."""
+"""Syncs of an engine that swaps adapters: base weights once, then only adapters."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""RunCheckpoint: which files, and what a killed run left."""
+"""RunCheckpoint: files of a run and of a killed run."""
 
 import logging
 import warnings
@@ -28,7 +28,7 @@ def test_last_and_best_keep_their_states_apart():
     assert len(keys) == 3
 
 
-def test_half_written_files_of_a_killed_run_are_taken_away_and_nothing_else_is(tmp_path):
+def test_only_half_written_files_of_a_killed_run_are_removed(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for name in ("last.ckpt", "last.ckpt.sha256", "last.ckpt.new", "last.ckpt.sha256.new", "best.ckpt.new", "my.new"):
@@ -69,24 +69,24 @@ def test_the_last_checkpoint_is_found_before_setup(tmp_path, kind):
     assert last._find_last_checkpoints(trainer) == {str(path)}
 
 
-def test_no_last_checkpoint_is_said_and_is_no_error(tmp_path, caplog):
+def test_a_missing_last_checkpoint_is_logged_and_not_an_error(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         logging.getLogger("lightning_rlhf").addHandler(caplog.handler)  # it hands nothing on to the root
         found = RunCheckpoint()._find_last_checkpoints(SimpleNamespace(default_root_dir=str(tmp_path)))
         logging.getLogger("lightning_rlhf").removeHandler(caplog.handler)
     assert found == set()
-    assert "has no last.ckpt yet: training starts at the beginning" in caplog.text
+    assert "has no last.ckpt yet: training starts from the beginning" in caplog.text
 
 
 @pytest.mark.parametrize("names", [("val/a", "val/b"), (None, None)])
-def test_two_that_would_write_one_file_are_refused(tmp_path, names):
+def test_two_callbacks_for_one_file_raise(tmp_path, names):
     both = [RunCheckpoint(every_n_steps=i + 1, best=name) for i, name in enumerate(names)]
     trainer = SimpleNamespace(checkpoint_callbacks=both, default_root_dir=str(tmp_path))
     with pytest.raises(ValueError, match="two RunCheckpoint callbacks would write"):
         both[0].setup(trainer, None, "fit")
 
 
-def test_no_steps_between_saves_are_refused():
+def test_zero_steps_between_saves_raise():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         RunCheckpoint(every_n_steps=0)
 
@@ -160,7 +160,7 @@ def test_a_run_directory_without_a_checkpoint_does_not_promise_one_when_the_grac
     tmp_path, monkeypatch, capfd
 ):
     codes = []
-    monkeypatch.setattr("lightning_rlhf.callbacks.graceful_shutdown._leave", codes.append)
+    monkeypatch.setattr("os._exit", codes.append)
     shutdown = GracefulShutdown(grace_seconds=3)
     trainer = trainer_with(tmp_path, shutdown, last := RunCheckpoint())
     last.setup(trainer, None, "fit")
@@ -169,6 +169,6 @@ def test_a_run_directory_without_a_checkpoint_does_not_promise_one_when_the_grac
     shutdown.teardown(trainer, None, "fit")
     assert codes == [15 + 128]
     assert capfd.readouterr().err == (
-        "lightning-rlhf: ended 3 s after SIGTERM, before the step and its checkpoint were finished; "
-        "no checkpoint was written yet, the same command starts again\n"
+        "lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; "
+        "no checkpoint was saved yet: the same command starts from the beginning\n"
     )

@@ -1,4 +1,4 @@
-"""What a person sees of a run that has no terminal."""
+"""Output of a run without a terminal."""
 
 import json
 import time
@@ -9,21 +9,19 @@ from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, console
-from lightning_rlhf.callbacks.console import _count, _number, trust_in_reward_model
+from lightning_rlhf.callbacks.console import _count, _number, reward_model_accuracy
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import TinyModel, quiet_trainer, responses, rollout_of
 
 
-def test_the_first_screen_says_what_will_run_and_the_arithmetic_of_a_batch(run, capsys, tmp_path):
+def test_the_description_has_models_data_and_batch_arithmetic(run, capsys, tmp_path):
     run(loop={"group_size": 4}, model={"update_epochs": 3}, data={"val": InMemory(ROWS)}, callbacks=[Console()]).fit()
     screen = capsys.readouterr().out
     assert "PPOModule: actor " in screen
     assert "train data: 4 rows read, 4 kept" in screen
-    assert (
-        "one step: 2 prompts x 4 = 8 responses, learnt from in 3 x 4 mini-batches of 2 = 12 updates; 2 steps" in screen
-    )
+    assert "one step: 2 prompts x 4 = 8 responses, 3 x 4 mini-batches of 2 = 12 updates; 2 steps" in screen
     assert "rollouts: a script, at most 4 tokens" in screen
     assert f"run directory: {tmp_path}" in screen
 
@@ -62,7 +60,7 @@ def of_nothing(completions):
     return [None for _ in completions]
 
 
-def test_a_reward_that_tells_no_responses_of_the_first_steps_apart_is_told_once(run, caplog):
+def test_a_constant_reward_of_the_first_steps_warns_once(run, caplog):
     rewards = [
         RewardFunction(none_right),
         RewardFunction(none_right, name="only_logged", weight=0.0),
@@ -71,10 +69,10 @@ def test_a_reward_that_tells_no_responses_of_the_first_steps_apart_is_told_once(
         RewardFunction(of_nothing, dry_call=False),
     ]
     run(loop={"rewards": rewards}, trainer={"max_epochs": 3}, callbacks=[Console()]).fit()
-    told = [record.message for record in caplog.records if "gave every response" in record.message]
-    assert len(told) == 1
-    assert told[0].startswith("reward none_right gave every response 0.1 for 3 steps: nothing is learnt from that")
-    assert told[0].endswith("at the responses, which RolloutLog writes to rollouts/")
+    messages = [record.message for record in caplog.records if "for all responses of" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith("reward none_right was 0.1 for all responses of 3 steps: the policy learns nothing")
+    assert messages[0].endswith("at the responses, which RolloutLog writes to rollouts/")
 
 
 class FarFromReference(Callback):
@@ -129,16 +127,16 @@ def test_rollouts_may_come_from_a_callback_of_ones_own(run, capsys):
     assert made.metrics["reward/given"] != 0
 
 
-def test_what_is_known_of_the_reward_model_is_said(run, tmp_path):
+def test_the_accuracy_of_the_reward_model_is_printed(run, tmp_path):
     module = run(model={"reward_model": Pretrained(str(tmp_path))}).module
-    assert trust_in_reward_model(module) == []
+    assert reward_model_accuracy(module) == []
     (tmp_path / "metrics.json").write_text(json.dumps({"val/pair_accuracy": 0.987, "val/policy_order": 0.5}))
-    (line,) = trust_in_reward_model(module)
-    assert line.startswith("reward model: orders rightly 0.987 of held-out pairs")
+    (line,) = reward_model_accuracy(module)
+    assert line.startswith("reward model: orders correctly 0.987 of held-out pairs")
     assert "0.500 of samples of the policy" in line
     (tmp_path / "metrics.json").write_text("{}")
-    assert trust_in_reward_model(module) == []
-    assert trust_in_reward_model(run().module) == []
+    assert reward_model_accuracy(module) == []
+    assert reward_model_accuracy(run().module) == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
     made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))  # it precedes the rollout
     made.fit()
     lines = capsys.readouterr().out.splitlines()
-    assert "step 1: under way for 0 s" in lines
+    assert "step 1: running for 0 s" in lines
     time.sleep(0.3)
     assert "under way" not in capsys.readouterr().out
 
@@ -176,5 +174,5 @@ def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, int
     settings = {"max_steps": 1, "val_check_interval": interval}
     loop = {"validate_at_ends": at_ends}
     run(loop=loop, data={"val": InMemory(ROWS)}, trainer=settings, callbacks=[Console()]).fit()
-    told = "val data: not used, because the run ends after 1 steps: set trainer.val_check_interval below 2"
-    assert (told in capsys.readouterr().out) is printed
+    line = "val data: not used, because the run ends after 1 steps: set trainer.val_check_interval below 2"
+    assert (line in capsys.readouterr().out) is printed

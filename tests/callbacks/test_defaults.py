@@ -1,4 +1,4 @@
-"""The callbacks every run has, their order, and the clock."""
+"""Default callbacks, their order, and the clock."""
 
 import time
 
@@ -49,7 +49,7 @@ def test_a_subclass_of_a_default_replaces_it():
     assert kinds(complete([MyConsole()])).count(Console) == 0
 
 
-def test_a_callback_of_ones_own_runs_behind_the_rollout_and_before_the_files():
+def test_a_custom_callback_runs_after_the_rollout_and_before_the_files():
     class Own(Callback):
         pass
 

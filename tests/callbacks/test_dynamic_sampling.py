@@ -1,13 +1,15 @@
-"""Prompts whose responses all earn the same are replaced, up to a bound, and what fills the step teaches nothing."""
+"""Dynamic sampling replaces prompts without contrast up to a bound, and does not train on the others."""
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_rlhf import GRPOModule
 from lightning_rlhf.callbacks import DynamicSampling
+from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
 from lightning_rlhf.rewards.function import RewardFunction
@@ -90,7 +92,7 @@ def test_the_reward_that_must_differ_can_be_named():
     assert_close(rollout.reward, [1.0, 1.5, 0.0, 0.5])
 
 
-def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
+def test_a_prompt_without_any_reward_has_no_contrast():
     def roll(batch):
         rollout = rollout_of([Response([3], [4])] * 4)
         rollout.group[:] = torch.tensor([0, 0, 1, 1])
@@ -101,7 +103,7 @@ def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "batch_size", "group_size", "rewards", "advantages", "told"),
+    ("sampling", "batch_size", "group_size", "rewards", "advantages", "message"),
     [
         (
             DynamicSampling(3),
@@ -109,7 +111,7 @@ def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
             2,
             ["a"],
             GRPO(),
-            "does not divide the data's batch_size 4: give a multiple",
+            "does not divide the data's batch_size 4: use a multiple",
         ),
         (
             DynamicSampling(2),
@@ -125,16 +127,16 @@ def test_a_reward_that_applies_to_no_response_of_a_prompt_gives_no_contrast():
             2,
             [],
             GRPO(),
-            "needs a reward function that tells right from wrong: any is not among []",
+            "compares the values of a reward function: any is not among []",
         ),
         (DynamicSampling(2, "b"), 4, 2, ["a"], GRPO(), "b is not among ['a']"),
-        (DynamicSampling(2), 4, 2, ["a"], ReMax(), "does not go with the greedy responses of ReMax"),
+        (DynamicSampling(2), 4, 2, ["a"], ReMax(), "does not support the greedy responses of ReMax"),
     ],
 )
-def test_what_cannot_work_is_refused(sampling, batch_size, group_size, rewards, advantages, told):
+def test_settings_that_cannot_work_raise(sampling, batch_size, group_size, rewards, advantages, message):
     functions = [RewardFunction(exact, name=name) for name in rewards]
-    with pytest.raises(ValueError, match=re.escape(told)):
-        sampling.check(batch_size, group_size, functions, advantages)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sampling.check(batch_size, group_size, functions, SimpleNamespace(advantages=advantages, data_ranks=ONE_RANK))
 
 
 def test_at_least_one_prompt():
@@ -165,7 +167,7 @@ def test_a_step_learns_from_the_prompt_with_contrast_as_if_the_other_were_not_th
     assert run.module.experience.mask.any(dim=1).tolist() == [True, True]
 
 
-def test_a_step_of_fillers_only_moves_nothing(tmp_path):
+def test_a_step_without_contrast_changes_no_weights(tmp_path):
     loop = {"group_size": 2, "dynamic_sampling": DynamicSampling(prompts_per_step=2), "validate_at_ends": False}
     run = GroupRun(tmp_path, loop=loop, data={"batch_size": 4}, trainer={"max_steps": 1}, texts=("e",))
     run.module.configure_model()

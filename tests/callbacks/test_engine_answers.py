@@ -1,4 +1,4 @@
-"""An engine's answers are compared with the request: a wrong one ends the run with a message, whatever engine it is."""
+"""Completions of an engine are compared with the request; a wrong one ends the run with a message."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def changed(**fields):
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (changed(policy_version=7), "the engine returned a completion of policy version 7, but 0 was pushed last"),
         (
@@ -48,10 +48,10 @@ def changed(**fields):
     ],
     ids=["version", "length", "token", "NaN", "minus infinity", "negative token"],
 )
-def test_a_wrong_answer_ends_the_run_before_it_is_learnt_from(run, change, told, streams):
+def test_a_wrong_completion_ends_the_run_before_the_update(run, change, message, streams):
     made = run()
     made.loop._engine_choice = Faulty(made.engine.texts, made.engine.tokenizer, change, streams)
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         made.fit()
     assert made.trainer.global_step == 0
 
@@ -64,7 +64,7 @@ def test_a_missing_answer_ends_the_run(run):
 
 
 @pytest.mark.parametrize("value", [0.5, float("inf")])
-def test_a_log_probability_that_cannot_be_is_no_completion(value):
+def test_an_impossible_log_probability_raises(value):
     with pytest.raises(ValueError, match=rf"must not be positive, got {value} at token 1"):
         Completion([3, 4], [-1.0, value], "stop", 0)
 

@@ -1,4 +1,4 @@
-"""The comparison of engine and actor: a few tokens may differ by much, a lost weight is found."""
+"""Comparison of engine and actor: a few tokens may differ by much, a lost weight is detected."""
 
 import math
 import re
@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.engine_check import gap_statistics
+from lightning_rlhf.callbacks.checks import gap_statistics
 from lightning_rlhf.rollout.engine import engine_dtype
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from tests.callbacks.conftest import Run
@@ -56,7 +56,7 @@ def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("nats", "every", "told"),
+    ("nats", "every", "message"),
     [
         (0.09, 1, "by 0.09 nats on average (allowed: 0.05) and 0.09 at the 99th percentile (allowed: 1, max_logprob"),
         (1.2, 30, "at the 99th percentile (allowed: 1, max_logprob_diff), 1.2 at most: "),
@@ -64,8 +64,8 @@ def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
     ],
     ids=["all a little", "some much", "not a number"],
 )
-def test_many_tokens_that_differ_are_an_error(tmp_path, nats, every, told):
-    with pytest.raises(RuntimeError, match=re.escape(told)):
+def test_many_tokens_that_differ_are_an_error(tmp_path, nats, every, message):
+    with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(tmp_path, nats, every, 1.0)
 
 
@@ -82,7 +82,7 @@ def test_the_engine_computes_in_the_dtype_of_the_actor(tmp_path, precision, sour
     assert engine_dtype(precision, source) == engine
 
 
-def test_under_mixed_precision_the_engine_is_started_in_bfloat16_and_says_so(tmp_path):
+def test_under_mixed_precision_the_engine_starts_in_bfloat16(tmp_path):
     for precision, dtype in (("32-true", "float32"), ("bf16-mixed", "bfloat16")):
         made = Run(
             tmp_path,

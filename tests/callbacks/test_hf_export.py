@@ -1,4 +1,4 @@
-"""The export is what transformers loads, and holds the trained weights, not the first ones."""
+"""transformers loads the export, which contains the trained weights."""
 
 import json
 
@@ -32,12 +32,12 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_whoever_can_read_the_other_files_can_read_the_weights(run, tmp_path, adapter):
+def test_weights_have_the_permissions_of_the_other_files(run, tmp_path, adapter):
     run(callbacks=[HFExport(adapter=adapter)], model={"actor": TinyModel(lora=LORA)}).fit()
     assert len({path.stat().st_mode for path in (tmp_path / "export").iterdir()}) == 1
 
 
-def test_every_n_steps_leaves_a_directory_of_its_own(run, tmp_path):
+def test_every_n_steps_writes_separate_directories(run, tmp_path):
     made = run(callbacks=[HFExport(every_n_steps=1)]).fit()
     assert sorted(path.name for path in tmp_path.glob("export*")) == ["export", "export-1", "export-2"]
     first, second, last = (AutoModelForCausalLM.from_pretrained(tmp_path / f"export{s}") for s in ("-1", "-2", ""))
@@ -96,8 +96,6 @@ def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
     assert (tmp_path / "export-1" / "adapter_model.safetensors").is_file()
 
 
-def test_an_adapter_that_is_not_there_is_refused_before_the_run(run):
-    with pytest.raises(
-        ValueError, match=r"^HFExport\(adapter=True\) writes LoRA adapters by themselves, and this run exp"
-    ):
+def test_a_missing_adapter_raises_before_the_run(run):
+    with pytest.raises(ValueError, match=r"^HFExport\(adapter=True\) exports only LoRA adapters, and this run exp"):
         run(callbacks=[HFExport(adapter=True)]).fit()

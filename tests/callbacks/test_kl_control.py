@@ -1,4 +1,4 @@
-"""KLControl: steers after each rollout, and goes on from a checkpoint's coefficient."""
+"""KLControl: updates after each rollout, and continues from the coefficient of a checkpoint."""
 
 from types import SimpleNamespace
 
@@ -65,8 +65,8 @@ def test_a_checkpoint_before_the_first_step_holds_the_configured_coefficient():
     assert begun(a_module(0.3)).state_dict() == {"kl_coef": 0.3}
 
 
-def test_a_module_without_kl_in_the_reward_is_refused():
-    with pytest.raises(ValueError, match="give the module kl_reward with a coef above 0"):
+def test_a_module_without_kl_in_the_reward_raises():
+    with pytest.raises(ValueError, match=r"set kl_reward with a positive coef, got 0\.0"):
         KLControl(RULE).setup(None, a_module(0.0), "fit")
 
 

@@ -1,4 +1,4 @@
-"""metrics.csv: no row lost, none doubled, none half written."""
+"""metrics.csv: no row is lost, repeated or incomplete."""
 
 from types import SimpleNamespace
 
@@ -50,7 +50,7 @@ def test_a_row_per_step_and_per_validation_the_one_before_training_included(tmp_
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_resumed_table_keeps_what_lies_before_the_checkpoint_and_drops_what_will_be_done_again(tmp_path, at):
+def test_a_resumed_table_keeps_the_rows_before_the_checkpoint(tmp_path, at):
     path = written(tmp_path, range(1, 4), {0, 2})
     MetricsCSV().on_train_start(a_trainer(tmp_path, at, resumed=True), None)
     whole = [(0, False), (1, True), (2, True), (2, False), (3, True)]
@@ -81,7 +81,7 @@ def test_a_new_run_begins_a_new_table(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [2, 5, 30])
-def test_a_last_line_that_a_crash_cut_short_is_no_row(tmp_path, cut):
+def test_an_incomplete_last_line_is_ignored(tmp_path, cut):
     path = written(tmp_path, range(1, 4), {0})
     path.write_bytes(path.read_bytes()[:-cut])
     assert set(lines(path)) <= {(0, False), (1, True), (2, True)}
@@ -100,12 +100,12 @@ def test_every_n_steps_counts_rollout_steps_and_not_validations(tmp_path):
     assert lines(written(tmp_path, range(1, 6), {0, 3}, every=2)) == [(0, False), (2, True), (3, False), (4, True)]
 
 
-def test_no_steps_between_rows_are_refused():
+def test_zero_steps_between_rows_raise():
     with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
         MetricsCSV(0)
 
 
-def test_a_second_fit_with_the_same_callback_has_a_table_of_its_own(tmp_path):
+def test_a_second_fit_with_the_same_callback_has_a_new_table(tmp_path):
     table = MetricsCSV()
     for name in ("first", "second"):
         table.setup(a_trainer(tmp_path / name), None, "fit")

@@ -1,4 +1,4 @@
-"""A callback that reads models by their roles refuses a module of another kind in a sentence."""
+"""Callbacks that read the roles of a module raise a clear error for a module of another kind."""
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -19,8 +19,8 @@ from tests.stand_ins import quiet_trainer
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
-def test_another_module_is_refused_before_training(callback, kind, tmp_path):
+def test_another_module_raises_before_training(callback, kind, tmp_path):
     trainer = quiet_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
-    told = rf"{type(callback).__name__} works with a lightning_rlhf {kind} \(.*\), got BoringModel: leave the"
-    with pytest.raises(ValueError, match=told):
+    message = rf"{type(callback).__name__} works with a lightning_rlhf {kind} \(.*\), got BoringModel: leave the"
+    with pytest.raises(ValueError, match=message):
         trainer.fit(BoringModel())

@@ -1,4 +1,4 @@
-"""PolicyCheck: the reward model is tried on what the policy writes, and its scores are put on a scale."""
+"""PolicyCheck: the reward model is tested and normalized on samples of the policy."""
 
 import logging
 from functools import partial
@@ -123,16 +123,18 @@ def test_the_samples_are_the_same_at_every_run(checked):
     assert checked(num_samples=5)[0].rollout.response_ids.shape[0] == 5
 
 
-def test_a_policy_of_another_tokenizer_is_refused_before_training(checked, tmp_path):
+def test_a_policy_of_another_tokenizer_raises_before_training(checked, tmp_path):
     TinyModel().causal().save_pretrained(tmp_path / "policy")
     CharacterTokenizer("gfedcba").load().save_pretrained(tmp_path / "policy")
-    told = "PolicyCheck's policy was trained with another tokenizer: in its tokenizer 'a' is 10, in the run's 'a' is 4"
-    with pytest.raises(ValueError, match=told):
+    message = (
+        "PolicyCheck's policy was trained with another tokenizer: in its tokenizer 'a' is 10, in the run's 'a' is 4"
+    )
+    with pytest.raises(ValueError, match=message):
         checked(policy=str(tmp_path / "policy"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             {"policy": TinyModel(TINY_LLAMA | {"vocab_size": 9})},
@@ -149,7 +151,7 @@ def test_a_policy_of_another_tokenizer_is_refused_before_training(checked, tmp_p
     ],
     ids=["small vocabulary", "large vocabulary", "path", "prompts", "column", "samples"],
 )
-def test_what_cannot_be_checked_is_refused_before_training(checked, arguments, told, monkeypatch):
+def test_prompts_and_rules_that_cannot_be_used_raise_before_training(checked, arguments, message, monkeypatch):
     monkeypatch.setattr(RewardModule, "training_step", lambda *given: pytest.fail("it trained"))
-    with pytest.raises((ValueError, FileNotFoundError), match=told):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         checked(**arguments)

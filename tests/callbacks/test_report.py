@@ -1,4 +1,4 @@
-"""The report at a run's end: first and last validation, changed answers first, and seconds that add up."""
+"""Report: first and last validation, changed responses first, and seconds that add up."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def test_a_run_ends_with_all_three_tables_and_a_file(run, capsys, tmp_path):
     made.trainer.callbacks = complete(made.trainer.callbacks)
     made.fit()
     screen = capsys.readouterr().out
-    for title in ("Held-out problems", "Greedy answers to held-out problems", "Where the time of the steps went"):
+    for title in ("Held-out problems", "Greedy responses to held-out problems", "Time of the steps"):
         assert title in screen
     assert f"run directory: {tmp_path}" in screen.replace("\n", "")
     written = json.loads((tmp_path / "report.json").read_text())
@@ -56,7 +56,7 @@ def test_progress_is_from_the_first_to_the_last_validation():
 
 
 @pytest.mark.parametrize("rows", [[], [{**ROW, "val/greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
-def test_without_validation_or_training_there_is_no_progress_to_show(rows):
+def test_without_validation_or_training_there_is_no_progress_table(rows):
     assert Report().progress(rows) is None
 
 
@@ -65,11 +65,11 @@ def test_answers_that_changed_come_first():
     report._before = [{"prompt": p, "response": r} for p, r in (("p1", "same"), ("p2", "old"), ("p3", "alike"))]
     said = (("p1", "same"), ("p2", "new"), ("p3", "alike"))
     after = [{"prompt": p, "response": r, "ground_truth": "x"} for p, r in said]
-    table = report.answers(after)
+    table = report.responses(after)
     assert table.row_count == 2
     assert words(table, "p2") == ["p2", "old", "new", "x"]
     assert words(table, "p1") == ["p1", "same", "same", "x"]
-    assert Report().answers([]) is None
+    assert Report().responses([]) is None
 
 
 def test_columns_of_the_data_leave_the_checkpoint_loadable_and_do_not_stand_where_the_answer_should(run, tmp_path):
@@ -99,7 +99,7 @@ def test_seconds_and_shares_add_up_and_the_rest_is_named():
     table = Report().times([row, row, {"val/greedy": "1"}])
     assert words(table, "generate") == ["generate", "12.0", "60%"]
     assert words(table, "update") == ["update", "6.0", "30%"]
-    assert words(table, "the rest") == ["the rest", "2.0", "10%"]
+    assert words(table, "other") == ["other", "2.0", "10%"]
     assert Report().times([]) is None
 
 
@@ -110,7 +110,7 @@ def test_answers_of_the_first_validation_outlive_a_restart():
     assert resumed._before == report._before
 
 
-def test_it_says_what_it_needs(run):
+def test_missing_callbacks_are_named(run):
     with pytest.raises(ValueError, match="Report needs MetricsCSV among the trainer's callbacks"):
         run(callbacks=[Report()]).fit()
     made = run(callbacks=[Report(), MetricsCSV()])

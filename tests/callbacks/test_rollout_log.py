@@ -1,4 +1,4 @@
-"""What was asked, answered and rewarded is on disk, word for word."""
+"""RolloutLog: prompts, responses and rewards are written completely."""
 
 import json
 from datetime import date
@@ -34,9 +34,7 @@ ANSWERS = {"a": "1", "bb": "2", "ccc": "3", "d": "4"}
 
 @pytest.mark.parametrize("columns", [{"ground_truth": "result"}, {"answer": "result"}, {"ground_truth": "deep.result"}])
 @pytest.mark.parametrize("sampling", [None, DynamicSampling(prompts_per_step=2)])
-def test_the_right_answer_stands_beside_each_response_under_whatever_name_the_data_has_it(
-    run, tmp_path, columns, sampling
-):
+def test_each_response_has_the_right_answer_from_any_column(run, tmp_path, columns, sampling):
     rows = [{"prompt": prompt, "result": answer, "deep": {"result": answer}} for prompt, answer in ANSWERS.items()]
     judge = RewardFunction(lambda completions: [float(i % 2) for i in range(len(completions))], name="judge")
     loop = {"rewards": [judge], "group_size": 2, "dynamic_sampling": sampling}
@@ -58,7 +56,7 @@ def test_right_answers_that_json_has_no_words_for_are_written_as_text(run, tmp_p
     assert "│ \\ud800" in capsys.readouterr().out
 
 
-def test_no_more_rows_than_asked_for(run, tmp_path):
+def test_at_most_max_rows_are_written(run, tmp_path):
     run(callbacks=[RolloutLog(max_rows=1)]).fit()
     assert len(rows_of(tmp_path, 1)) == 1
 
@@ -70,17 +68,17 @@ def test_a_table_when_it_is_due_best_first(run, capsys):
     assert "Responses of step 2" in shown
 
 
-def test_reward_text_is_no_markup(run, capsys):
+def test_reward_text_is_not_interpreted_as_markup(run, capsys):
     log = RolloutLog()
     row = {"prompt": "[bold]x[/bold]", "response": "[/nothing]", "reward": 1.0, "rewards": {}}
-    log._show([row], 3)
+    log._print_table([row], 3)
     assert "[bold]x[/bold]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_the_table_spans_from_best_to_worst(capsys, count):
     rows = [{"prompt": "p", "response": f"answer{i}", "reward": float(i), "rewards": {}} for i in range(count)]
-    RolloutLog(table_rows=3)._show(rows, 1)
+    RolloutLog(table_rows=3)._print_table(rows, 1)
     shown = capsys.readouterr().out
     assert f"answer{count - 1}" in shown
     assert "answer0" in shown

@@ -1,4 +1,4 @@
-"""RolloutLoop: what it refuses, what it asks of the engine, and that the engine ends whatever happens."""
+"""RolloutLoop: invalid settings, requests to the engine, and the end of the engine."""
 
 import logging
 import re
@@ -55,7 +55,7 @@ class Listening(TransformersEngine):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"group_size": 0}, "group_size must be at least 1, got 0"),
         ({"val_samples": 0}, "val_samples must be at least 1, got 0"),
@@ -66,13 +66,13 @@ class Listening(TransformersEngine):
         ({"max_logprob_diff": 0.0}, "max_logprob_diff must be positive or null, got 0.0"),
     ],
 )
-def test_the_constructor_refuses(arguments, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_invalid_arguments_raise(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         RolloutLoop(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         (
             {"model": {"minibatch_size": 3}, "loop": {"group_size": 2}},
@@ -105,10 +105,10 @@ def test_the_constructor_refuses(arguments, told):
     ],
     ids=["minibatch", "large minibatch", "tokenizer", "no judge", "val_metric", "column", "vocabularies"],
 )
-def test_what_cannot_work_is_refused_before_any_model_is_loaded(run, monkeypatch, parts, told):
+def test_settings_that_cannot_work_raise_before_any_model_is_loaded(run, monkeypatch, parts, message):
     monkeypatch.setattr(TinyModel, "causal", None)
     made = run(**parts)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         made.fit()
     assert "wait" not in made.engine.calls
     assert made.engine.calls[-1:] in ([], ["close"])  # not started, or ended
@@ -153,7 +153,7 @@ def test_a_lost_weight_is_an_error_that_names_it(run):
     assert made.loop.engine._model is None  # closed
 
 
-def test_an_engine_that_computes_something_else_is_told_from_a_lost_weight(run):
+def test_a_lost_weight_is_distinguished_from_another_computation(run):
     made = run(loop={"check_rows": 2})  # the script says -1 for every token
     with pytest.raises(RuntimeError, match="all weights were transferred correctly, so the engine"):
         made.fit()
@@ -187,7 +187,7 @@ class Holding:
         self.holds = False
 
 
-def test_what_rewards_hold_ends_with_the_run_however_it_ends(run):
+def test_rewards_are_closed_at_every_kind_of_end(run):
     good, bad = Holding(fails_at=0), Holding(fails_at=2)
     run(loop={"rewards": [RewardFunction(good)], "validate_at_ends": False}).fit()
     with pytest.raises(RuntimeError, match="'Holding' raised OSError: gone"):
@@ -201,17 +201,18 @@ class Asked(PPOModule):
 
     def actor_scores(self, role, rollout, squares=False):
         scores = super().actor_scores(role, rollout, squares)
-        self.told = [*getattr(self, "told", []), scores.logprobs.detach().masked_fill(~rollout.response_mask, 0)]
+        logprobs = scores.logprobs.detach().masked_fill(~rollout.response_mask, 0)
+        self.evaluated = [*getattr(self, "evaluated", []), logprobs]
         return scores
 
 
-def test_the_check_compares_what_training_computes_under_mixed_precision(run):
+def test_the_check_uses_the_mixed_precision_of_training(run):
     checked = {}
     for precision in ("32-true", "bf16-mixed"):
         made = run(loop={"check_rows": 2, "max_logprob_diff": 100.0}, trainer={"precision": precision})
         made.module.__class__ = Asked
         made.fit()
-        at_check, at_learning = made.module.told[:2]
+        at_check, at_learning = made.module.evaluated[:2]
         assert_close(at_check, at_learning)
         checked[precision] = at_check
     assert (checked["32-true"] - checked["bf16-mixed"]).abs().max() > 1e-3
@@ -226,7 +227,7 @@ def requests(run, **parts):
     return engine.asked
 
 
-def test_every_sample_has_a_seed_of_its_own_in_every_epoch(run):
+def test_every_sample_has_a_different_seed_in_every_epoch(run):
     asked = requests(run, trainer={"max_epochs": 3}, data={"val": InMemory(ROWS)}, loop={"val_samples": 2})
     training = [seed for sampling, seeds, _ in asked if sampling.temperature == 1 and len(seeds) == 4 for seed in seeds]
     assert len(training) > 12
@@ -272,7 +273,7 @@ def test_a_response_ends_after_any_of_the_further_stop_tokens(run):
     assert not any(stops & set(completion.token_ids[:-1]) for completion in completions)
 
 
-def test_a_temperature_that_only_vllm_refuses_is_fine_with_transformers(run):
+def test_transformers_accepts_a_temperature_that_vllm_does_not(run):
     run(loop={"engine": TransformersEngine(), "temperature": 2.5, "check_rows": 2}).fit()
 
 
@@ -284,7 +285,7 @@ def test_a_trial_run_keeps_responses_short(run):
 # -- start and end -----------------------------------------------------------------------------------------------------
 
 
-def test_auto_says_in_one_line_what_was_chosen_and_why(run, monkeypatch, caplog):
+def test_auto_logs_its_choice_and_the_reason(run, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: False)
     caplog.set_level("INFO", "lightning_rlhf")
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
@@ -304,7 +305,7 @@ def test_the_engine_starts_before_the_models_load(run, monkeypatch):
     assert order == ["start", "actor", "critic", "wait"]
 
 
-def test_the_engine_is_told_what_it_will_be_sent(run, tmp_path):
+def test_the_engine_gets_the_architecture_before_the_weights(run, tmp_path):
     made, seen = run(loop={"max_response_tokens": 5}), []
     made.engine.start = seen.append
     made.fit()
@@ -352,7 +353,7 @@ def test_a_reward_function_that_raises_ends_the_engine_and_is_named(run):
     assert made.engine.calls[-1] == "close"
 
 
-def test_a_reward_function_that_cannot_work_is_refused_before_any_model_is_loaded(run, monkeypatch):
+def test_an_unusable_reward_function_raises_before_any_model_is_loaded(run, monkeypatch):
     def untried(completions):
         raise RuntimeError("costs money")
 
@@ -372,13 +373,13 @@ def test_a_reward_function_that_cannot_work_is_refused_before_any_model_is_loade
     assert "start" not in made.engine.calls
 
 
-def test_weights_are_pushed_once_per_step_whoever_asks(run):
+def test_weights_are_synced_once_per_step(run):
     made = run(data={"val": InMemory(ROWS)}, trainer={"val_check_interval": 1}).fit()
     pushes = [call for call in made.engine.calls if call.startswith("update_weights")]
     assert pushes == ["update_weights 0", "update_weights 1", "update_weights 2"]
 
 
-def test_the_same_loop_can_run_again_and_pushes_anew(run):
+def test_the_same_loop_can_run_again_and_syncs_again(run):
     made = run(loop={"engine": TransformersEngine(), "check_rows": 2}, data={"val": InMemory(ROWS)}).fit()
     before = made.metrics
     (measured,) = made.trainer.validate(made.module, datamodule=made.data, verbose=False)  # another start of the engine
@@ -392,7 +393,7 @@ def test_the_same_loop_can_run_again_and_pushes_anew(run):
 # -- greedy baselines -------------------------------------------------------------------------------------------------
 
 
-def test_remax_is_given_one_greedy_response_to_each_prompt_judged_like_the_others(tmp_path):
+def test_remax_gets_a_scored_greedy_response_to_each_prompt(tmp_path):
     class Recorded(ReMaxModule):
         def receive(self, rollout, greedy=None):
             self.given = rollout, greedy
@@ -431,15 +432,15 @@ def test_a_loss_without_a_ratio_is_warned_of_a_second_update(tmp_path, caplog, m
     module = RLOOModule(TinyModel(), minibatch_size=minibatch_size)
     with caplog.at_level(logging.WARNING):
         quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True).fit(module, datamodule=data)
-    told = [record.message for record in caplog.records if "is correct for one update per rollout" in record.message]
-    assert told == ["ReinforceLoss() is correct for one update per rollout, this run makes 2"] * warned
+    messages = [record.message for record in caplog.records if "correct for one update" in record.message]
+    assert messages == ["ReinforceLoss() is correct for one update per rollout, this run makes 2"] * warned
 
 
 def needs_an_answer(completions, answer):
     return [0.0 for _ in completions]
 
 
-def test_rows_that_lack_what_a_reward_asks_for_are_counted_before_the_run(tmp_path, caplog):
+def test_rows_without_a_column_of_a_reward_are_counted_before_the_run(tmp_path, caplog):
     rows = [
         {"prompt": "a", "answer": "b"},
         {"prompt": "b", "answer": None},
@@ -451,26 +452,26 @@ def test_rows_that_lack_what_a_reward_asks_for_are_counted_before_the_run(tmp_pa
     with caplog.at_level(logging.WARNING):
         trainer = quiet_trainer(default_root_dir=tmp_path, callbacks=[loop], fast_dev_run=True)
         trainer.fit(RLOOModule(TinyModel(), minibatch_size=2), datamodule=data)
-    told = [record.message for record in caplog.records if "have no" in record.message]
-    assert told == [
+    messages = [record.message for record in caplog.records if "have no" in record.message]
+    assert messages == [
         "2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs; the first is row 1"
     ]
 
 
 @pytest.mark.parametrize(
-    ("loop", "data", "model", "ranks", "told"),
+    ("loop", "data", "model", "ranks", "message"),
     [
-        ({}, {}, {}, 3, "batch_size 2 and minibatch_size 2 count over all 3 ranks: give at least 3 of each"),
+        ({}, {}, {}, 3, "batch_size 2 and minibatch_size 2 count over all 3 ranks: both must be at least 3"),
         (
             {"dynamic_sampling": DynamicSampling(3), "group_size": 2},
             {"batch_size": 3},
             {"minibatch_size": 3},
             2,
-            "2 ranks share batch_size 3 and prompts_per_step 3 equally: give multiples of 2",
+            "2 ranks share batch_size 3 and prompts_per_step 3 equally: use multiples of 2",
         ),
     ],
 )
-def test_what_leaves_a_rank_with_nothing_is_refused(run, monkeypatch, loop, data, model, ranks, told):
+def test_ranks_without_prompts_or_responses_raise(run, monkeypatch, loop, data, model, ranks, message):
     monkeypatch.setattr(DataRanks, "size", ranks)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         run(loop=loop, data=data, model=model).fit()

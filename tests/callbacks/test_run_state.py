@@ -31,7 +31,7 @@ def through_a_file(state):
     return torch.load(file, weights_only=True)
 
 
-def test_every_generator_goes_on_where_it_was_also_behind_a_file_that_may_hold_no_code():
+def test_every_generator_continues_after_a_file_without_pickled_code():
     random.gauss(0, 1)
     numpy.random.randn()
     draws()
@@ -57,7 +57,7 @@ def test_each_of_as_many_ranks_gets_its_own_state_back(monkeypatch):
         assert draws() == following[number]
 
 
-def test_on_another_number_of_ranks_each_draws_anew_and_the_same_at_each_resume(monkeypatch):
+def test_on_another_number_of_ranks_each_is_seeded_by_step_and_rank(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
 
@@ -70,18 +70,18 @@ def test_on_another_number_of_ranks_each_draws_anew_and_the_same_at_each_resume(
     assert len({str(drawn(rank, step)) for rank in (0, 1) for step in (5, 6)}) == 4
 
 
-def test_env_json_says_where_a_run_came_from(tmp_path):
+def test_env_json_has_versions_and_command(tmp_path):
     loop = SimpleNamespace()
     trainer = SimpleNamespace(
         is_global_zero=True, fast_dev_run=False, default_root_dir=str(tmp_path / "run"), fit_loop=loop
     )
     RunState().setup(trainer, None, "fit")
-    told = json.loads((tmp_path / "run/env.json").read_text())
-    assert told["packages"]["torch"] == torch.__version__
-    assert told["command"]
-    assert told["python"].startswith("3.")
+    environment = json.loads((tmp_path / "run/env.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["command"]
+    assert environment["python"].startswith("3.")
 
 
-def test_a_checkpoint_without_random_state_is_refused():
+def test_a_checkpoint_without_random_state_raises():
     with pytest.raises(ValueError, match="it was written without the RunState callback"):
         RunState().on_load_checkpoint(None, None, {"state_dict": {}})

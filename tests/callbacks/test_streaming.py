@@ -1,4 +1,4 @@
-"""A run learns the same whether its engine tells of completions as they finish or not."""
+"""A run computes the same whether its engine reports completions as they finish or not."""
 
 import random
 import time
@@ -67,7 +67,7 @@ class Slow(Telling):
         return completions
 
 
-def test_the_log_tells_what_was_waited_for_after_the_last_response(run):
+def test_the_reward_time_is_the_wait_after_the_last_response(run):
     def slow(solution_str):
         time.sleep(0.4)
         return 0.0

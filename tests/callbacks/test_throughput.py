@@ -1,4 +1,4 @@
-"""What a step is measured to take and to use: on the CPU, over two ranks, and of a device whose peak is given."""
+"""Time, memory and use of a step: on the CPU, over two ranks, and for a device with a known peak."""
 
 import time
 from functools import partial
@@ -46,7 +46,7 @@ def test_tokens_and_seconds_of_a_step():
     assert not absent & found.keys()
 
 
-def test_a_module_with_a_training_step_of_its_own_has_the_figures_of_the_whole_step():
+def test_a_custom_training_step_has_the_metrics_of_the_whole_step():
     class Own(PPOModule):
         def training_step(self, batch, batch_idx):
             rollout, _ = self.pop_rollout()
@@ -111,7 +111,7 @@ def test_operations_of_an_update_are_those_of_the_formula():
     assert found["perf/mfu_update"] == pytest.approx(expected / found["time/update_s"] / 0.25e12, rel=1e-4)
 
 
-def test_what_was_not_updated_takes_no_operations():
+def test_roles_that_were_not_updated_take_no_operations():
     stopped = ppo(update_epochs=3, target_kl=1e-12, actor_optimizer=partial(torch.optim.SGD, lr=10.0))
     found = measured(stopped)
     assert found["policy/updates"] == 2  # the second sees that the first went too far

@@ -1,4 +1,4 @@
-"""Validation: the numbers by hand, and when they are taken."""
+"""Validation: metrics by hand, and the steps at which it runs."""
 
 import logging
 import math
@@ -122,7 +122,7 @@ def test_without_reward_functions_only_lengths_and_scores_are_known(tokenizer):
     assert set(validation.metrics(ONE_RANK)) == {"val/response_tokens_mean", "val/truncated_fraction", *of_one("score")}
 
 
-def test_where_no_reward_says_what_is_correct_each_one_s_own_means_are_all_that_is_told(tokenizer):
+def test_without_a_metric_only_the_means_of_each_reward_are_logged(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged([2.5 * reward for reward in REWARDS]), tokenizer)
     validation.add_scores(torch.arange(10.0))
@@ -149,7 +149,7 @@ def test_means_and_deviations_are_those_of_verl(tokenizer):
         assert_close(found["val/given_sampled_std"], case["std"], rtol=1e-9)
 
 
-def test_a_reward_that_does_not_apply_leaves_its_prompt_out_of_what_compares_samples(tokenizer):
+def test_a_missing_reward_excludes_its_prompt_from_comparisons_of_samples(tokenizer):
     validation = Validation(4, ["given"], answer=lambda completions: completions)
     validation.add(*judged([0, math.nan, 2, 4, 6, 0, 1, 2, 3, 4]), tokenizer)
     found = validation.metrics(ONE_RANK)
@@ -160,7 +160,7 @@ def test_a_reward_that_does_not_apply_leaves_its_prompt_out_of_what_compares_sam
     assert found["val/given_maj@4"] == 2.5
 
 
-def test_a_score_that_is_no_number_is_seen(tokenizer):
+def test_a_nan_score_is_visible(tokenizer):
     validation = Validation(4, ["given"], scored=True)
     validation.add(*judged(REWARDS), tokenizer)
     validation.add_scores(torch.tensor([0.0, 1, 2, 3, 4, 5, 6, 7, 8, math.nan]))
@@ -170,7 +170,7 @@ def test_a_score_that_is_no_number_is_seen(tokenizer):
         assert math.isnan(found[f"val/score_{kind}"])
 
 
-def test_truncated_responses_count_as_what_the_reward_made_of_them(tokenizer):
+def test_truncated_responses_count_with_their_reward(tokenizer):
     whole, cut = (Validation(4, ["given"], "given") for _ in range(2))
     whole.add(*judged(REWARDS), tokenizer)
     cut.add(*judged(REWARDS, truncated=[True] * 10), tokenizer)
@@ -211,7 +211,7 @@ def test_samples_vote_with_the_answers_they_give(tokenizer):
 @pytest.mark.parametrize("answers", [["a"], [["a"]] * 4])
 def test_answers_that_cannot_vote_are_an_error(tokenizer, answers):
     validation = Validation(4, ["given"], answer=lambda completions: answers)
-    with pytest.raises(RuntimeError, match=r"^val_answer returned .* for 4 completions, expected one text or number"):
+    with pytest.raises(RuntimeError, match=r"^val_answer returned .* for 4 completions, expected a text or a number"):
         validation.add(*judged(REWARDS), tokenizer)
 
 
@@ -223,7 +223,7 @@ def with_sources(batch, column, sources):
 
 
 @pytest.mark.parametrize("column", ["source", "data_source"])
-def test_each_source_has_metrics_of_its_own(tokenizer, column):
+def test_each_source_has_separate_metrics(tokenizer, column):
     batch, rollout = judged(REWARDS)
     both, first, second = Validation(4, ["given"], "given", None, ["x", "y"], True), *one_by_one(tokenizer)
     both.add(with_sources(batch, column, ["x", "y"]), rollout, tokenizer)
@@ -297,14 +297,14 @@ def test_prompts_shared_out_over_ranks_give_the_metrics_of_one(tokenizer, shares
         assert found == pytest.approx(expected, nan_ok=True, rel=1e-12)
 
 
-def test_greedy_responses_are_kept_with_rewards_and_columns(measured):
+def test_greedy_responses_are_stored_with_rewards_and_columns(measured):
     assert measured.samples == [
         {"prompt": "a", "response": "b" * 9, "given": 1.0, "answer": "x"},
         {"prompt": "a", "response": "b" * 9, "given": 0.0, "answer": "y"},
     ]
 
 
-def test_no_more_than_64_are_kept(tokenizer):
+def test_at_most_64_samples_are_stored(tokenizer):
     validation = Validation(4, ["given"], "given")
     for _ in range(40):
         validation.add(*judged(REWARDS), tokenizer)
@@ -345,7 +345,7 @@ def test_validation_before_and_after_training_and_in_between(run, loop, trainer,
     assert diary.steps == steps
 
 
-def test_without_validation_data_nothing_is_asked(run):
+def test_without_validation_data_nothing_is_generated(run):
     diary = Diary()
     made = run(callbacks=[diary]).fit()
     assert diary.entries == []
@@ -404,7 +404,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     assert found["val/score_sampled"] == pytest.approx(sum(marks[pair] for pair in pairs) / 8, abs=1e-5)
 
 
-def test_without_a_metric_a_run_logs_what_the_rewards_gave_and_no_share_of_right_answers(run):
+def test_without_a_metric_a_run_logs_rewards_and_no_accuracy(run):
     made = run(loop={"val_metric": None}, data={"val": InMemory(ROWS)}).fit()
     assert made.metrics["val/exact_greedy"] > 0
     assert not {"val/greedy", "val/sampled"} & set(made.metrics)
@@ -460,7 +460,7 @@ def test_a_validation_draws_no_global_random_numbers(run):
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
-def test_with_averaged_weights_a_validation_measures_the_average_and_training_goes_on_with_the_others(run, monkeypatch):
+def test_a_validation_uses_averaged_weights_and_training_continues_with_the_actors(run, monkeypatch):
     made = run(data={"val": InMemory(ROWS)}, trainer={"max_steps": 2}, callbacks=[EMAWeightAveraging(decay=0.5)])
     pushed, push = [], made.engine.update_weights
 

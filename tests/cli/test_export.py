@@ -101,7 +101,7 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= files_of(Path("alone")).keys()
     assert "model.safetensors" not in files_of(Path("alone"))
     for name, library, told in (
-        ("alone", "peft", "alone, to be applied to the base model"),
+        ("alone", "peft", "alone, to be added to the base model"),
         ("merged", "transformers", "merged into the weights"),
     ):
         card = Path(name, "README.md").read_text()
@@ -163,7 +163,7 @@ def test_the_card_says_where_the_model_comes_from(trained, export):
     assert yaml.safe_load(head) == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["lightning-rlhf", "ppo"],
     }  # fmt: skip
-    assert "| base model | fresh weights, llama |" in body
+    assert "| base model | random weights, llama |" in body
     assert "| algorithm | PPO, its actor, after 2 steps |" in body
     assert "Problems(num_rows=12" in body
     assert "| configuration | SHA-256 " in body
@@ -186,7 +186,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
         (["--to", "runs"], "runs is there already: choose another directory, or remove it"),
         (["--to", "."], ". is there already: choose another directory, or remove it"),
         (["--to", "out", "--role", "ref"], "the run trains actor, critic, and no ref: choose --role among them"),
-        (["--to", "out", "--adapter"], "--adapter writes LoRA adapters by themselves, and this run exports its actor,"),
+        (["--to", "out", "--adapter"], "--adapter exports only LoRA adapters, and this run exports its actor,"),
         (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),
         (["--to", "out", "--checkpoint", "nowhere"], "no checkpoint at nowhere"),
         (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),

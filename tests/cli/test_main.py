@@ -62,13 +62,14 @@ def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(
     assert fit(config).code == 0
     finished = fit(config, "--ckpt_path", "last")
     assert (finished.code, finished.err) == (0, "")
-    assert "Nothing is left to do: max_steps is 2, and the checkpoint is of step 2." in finished.out
+    assert "Nothing to train: max_steps is 2, and the checkpoint is from step 2." in finished.out
     further = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     told = (
-        "Goes on from step 2; optimizers and schedules are the checkpoint's. Learning rates: actor 1e-06, critic 1e-05."
+        "Resuming from step 2 with the checkpoint's optimizer and scheduler settings. "
+        "Learning rates: actor 1e-06, critic 1e-05."
     )
     assert told in further.out
-    assert "was asked for" not in further.out
+    assert "replaces the configured" not in further.out
     assert "step 3:" in further.out
 
 
@@ -88,12 +89,12 @@ def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fi
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 0, result.err
     assert "Learning rates: actor 0.000225, critic 1e-05." in result.out  # 0.5 + 0.5 * 2 / 4 of 3e-4
-    told = [line for line in result.out.splitlines() if "was asked for" in line]
+    told = [line for line in result.out.splitlines() if "replaces the configured" in line]
     assert told == [
-        "AdamW of the actor: lr 0.0003 from the checkpoint is used, 0.001 was asked for",
-        "LinearLR of the actor: total_iters 4 from the checkpoint is used, 8 was asked for",
+        "AdamW of the actor: lr 0.0003 of the checkpoint replaces the configured 0.001",
+        "LinearLR of the actor: total_iters 4 of the checkpoint replaces the configured 8",
     ]
-    assert "For other settings start a new run from an export: its optimizers begin anew." in result.out
+    assert "To change them, start a new run from an export, with new optimizers." in result.out
     with open("runs/tiny/metrics.csv") as file:
         last = list(csv.DictReader(file))[-1]
     assert (last["step"], float(last["lr/actor"])) == ("3", pytest.approx(2.25e-4))
@@ -105,14 +106,12 @@ def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
     optimizers(config, {"lr": 1e-6}, {"name": "ConstantLR", "factor": 0.5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
     assert result.code == 2
-    told = (
-        "the learning-rate schedules are of other kinds than those of the checkpoint (0 in the checkpoint, 1 asked for)"
-    )
+    told = "the learning-rate schedules differ in kind from those of the checkpoint (0 in the checkpoint, 1 configured)"
     assert told in result.err
     assert fit(config).code == 0
     optimizers(config, {"lr": 1e-6}, {"name": "LinearLR", "total_iters": 5})
     result = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
-    assert (result.code, "(1 in the checkpoint, 1 asked for)" in result.err) == (2, True)
+    assert (result.code, "(1 in the checkpoint, 1 configured)" in result.err) == (2, True)
 
 
 def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
@@ -323,7 +322,7 @@ def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit
     assert broken.code == 1
     assert not Path("runs/tiny/export").exists()
     assert Path("runs/tiny/export-2/model.safetensors").read_bytes() == weights
-    assert "runs/tiny/export is of step 2: it is now runs/tiny/export-2, until this run has ended." in broken.out
+    assert "runs/tiny/export is from step 2; it was renamed to runs/tiny/export-2." in broken.out
 
 
 def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, config, judged_by):
@@ -454,7 +453,7 @@ def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_co
     checkpoints = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": every}}
     config["trainer"]["callbacks"].append(checkpoints)
     result = fit(config)
-    goes_on = "the same command with --ckpt_path last goes on from step 1 (runs/tiny/checkpoints/last.ckpt)"
+    goes_on = "to resume from step 1, add --ckpt_path last to the same command (runs/tiny/checkpoints/last.ckpt)"
     assert (result.code, result.err) == (130, f"lightning-rlhf: ended by Ctrl-C after step 1; {goes_on}\n")
     assert fit(config, "--ckpt_path", "last").code == 0
     steps = [line.split(",")[0] for line in Path("runs/tiny/metrics.csv").read_text().splitlines()]
@@ -478,7 +477,7 @@ def test_a_run_without_checkpoints_that_is_interrupted_has_nothing_to_go_on_from
     judged_by("interrupted")
     config["trainer"]["enable_checkpointing"] = False
     result = fit(config)
-    sentence = "lightning-rlhf: ended by Ctrl-C after step 1; this run has no RunCheckpoint to resume from\n"
+    sentence = "lightning-rlhf: ended by Ctrl-C after step 1; it cannot be resumed, because it has no RunCheckpoint\n"
     assert (result.code, result.err) == (130, sentence)
 
 

@@ -53,18 +53,17 @@ def test_a_run_that_fits_is_a_table_and_code_0(planned):
     rows = [line.strip("│ ").split("│")[0].strip() for line in lines]
     for term in ("parameters", "gradients", "optimizer state", "activations", "engine weights"):
         assert term in rows
-    assert (
-        "a step: 4 texts of at most 20 tokens; each of 1 ranks makes 1 micro-batches of a mini-batch of 4"
-        in " ".join(found.out.split())
-    )
+    shown = " ".join(found.out.split())
+    assert "a step: 4 texts of at most 20 tokens; each of 1 ranks" in shown
+    assert "a mini-batch of 4 into 1 micro-batches" in shown
 
 
 def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
     found = planned("--gpus", "2", "--gpu-memory-gib", "1")
     assert found.code == 2
     (line,) = found.err.splitlines()
-    assert line.startswith("lightning-rlhf: does not fit on 2 GPUs of 1 GiB: each would need 2.0 GiB, most of all for ")
-    assert line.endswith("; with rlhf_ddp, no number of such GPUs would do")
+    assert line.startswith("lightning-rlhf: does not fit on 2 GPUs of 1 GiB: each would need 2.0 GiB, the largest part")
+    assert line.endswith("; with rlhf_ddp, it fits on no number of such GPUs")
     assert "rlhf_ddp on 2 GPUs" in found.out
 
 
@@ -94,7 +93,7 @@ def test_what_is_read_is_what_the_run_would_do(planned, config):
     assert (run.strategy.stage, run.strategy.offload_params) == (3, True)
     work = run.work
     assert (work.responses, work.minibatch_size, work.update_epochs) == (8, 4, 3)
-    assert (work.longest, work.micro_batch_tokens, work.asks_old, work.mixed) == (20, 40, True, True)
+    assert (work.longest, work.micro_batch_tokens, work.evaluates_old, work.mixed) == (20, 40, True, True)
     assert run.engine.dtype == "bfloat16"
     assert planned("--gpus", "4", "--trainer.precision", "32-true").run.engine.dtype == "float32"
 
@@ -188,8 +187,8 @@ def test_runs_without_rollouts_are_planned_too(planned, config, module, data, ro
     has_ref = module in ("DPOModule", "KTOModule")
     assert [own.name for own in found.run.roles] == [role, *["ref"] * has_ref]
     work = found.run.work
-    assert (work.longest, work.row_tokens, work.asks_old, found.run.engine) == (16, longest, False, None)
-    assert work.asks_mismatched == (module == "KTOModule")
+    assert (work.longest, work.row_tokens, work.evaluates_old, found.run.engine) == (16, longest, False, None)
+    assert work.evaluates_mismatched == (module == "KTOModule")
     assert ("pairs of texts of at most 16 tokens" in " ".join(found.out.split())) == (longest == 32)
 
 
@@ -231,11 +230,11 @@ def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zer
     ("zero", "told"),
     [
         ({"stage": 2}, "config may not hold zero_optimization.stage: give the argument stage"),
-        ({"offload_optimizer": {"device": "nvme"}}, "the plan knows offload_optimizer to cpu or none, got 'nvme'"),
-        ({"zero_hpz_partition_size": 8}, "the plan does not know what zero_optimization.zero_hpz_partition_size"),
+        ({"offload_optimizer": {"device": "nvme"}}, "plan supports offload_optimizer to cpu or none, got 'nvme'"),
+        ({"zero_hpz_partition_size": 8}, "plan does not support zero_optimization.zero_hpz_partition_size"),
     ],
 )
-def test_what_the_plan_does_not_know_of_deepspeed_is_refused_by_name(planned, config, zero, told):
+def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
     options = {"stage": 3, "config": {"zero_optimization": zero}}
     config["trainer"]["strategy"] = {"class_path": DEEPSPEED, "init_args": options}
     found = planned("--gpus", "2")
@@ -246,10 +245,10 @@ def test_what_the_plan_does_not_know_of_deepspeed_is_refused_by_name(planned, co
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "a plan is for a number of GPUs: give --gpus, for example --gpus 8"),
-        (["--gpus", "8"], "a mini-batch of 4 texts leaves some of 8 ranks without one: make it larger, or take fewer"),
-        (["--gpus", "3", "--nodes", "2"], "3 GPUs are not shared equally by 2 nodes; give a multiple of 2"),
-        (["--gpus", "2", "--trainer.strategy", "rlhf_fdsp"], "the plan knows rlhf_single, rlhf_ddp, rlhf_fsdp"),
+        ([], "set the number of GPUs to plan for with --gpus, for example --gpus 8"),
+        (["--gpus", "8"], "a mini-batch of 4 texts leaves some of 8 ranks without one: make it larger, or use fewer"),
+        (["--gpus", "3", "--nodes", "2"], "3 GPUs cannot be divided equally over 2 nodes; use a multiple of 2"),
+        (["--gpus", "2", "--trainer.strategy", "rlhf_fdsp"], "plan supports rlhf_single, rlhf_ddp, rlhf_fsdp"),
         (
             ["--gpus", "2", "--model.init_args.minibatch_sise", "3"],
             "model (PPOModule): unknown option 'minibatch_sise'",

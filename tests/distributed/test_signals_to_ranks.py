@@ -72,7 +72,7 @@ def test_ranks_end_together_on_a_signal_to_the_first_and_go_on_as_if_nothing_had
     last = folder / "runs/tiny/checkpoints/last.ckpt"
     step = manifest.step_of(last)
     assert 3 <= step < STEPS
-    goes_on = f"the same command with --ckpt_path last goes on from step {step} (runs/tiny/checkpoints/last.ckpt)"
+    goes_on = f"to resume from step {step}, add --ckpt_path last to the same command (runs/tiny/checkpoints/last.ckpt)"
     assert f"lightning-rlhf: ended by SIGTERM after step {step}; {goes_on}" in printed
     assert len(manifest.kept_versions(last)) == 2
     assert start(folder, strategy, "--ckpt_path", "last").wait(200) == 0

@@ -54,7 +54,7 @@ def test_minutes_are_due_beside_steps(tmp_path, monkeypatch):
     [
         ({"every_n_minutes": 0}, "every_n_minutes must be positive or null, got 0"),
         ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
-        ({"best": "val/x", "keep_last": 2}, "every_n_minutes and keep_last are for the last checkpoint"),
+        ({"best": "val/x", "keep_last": 2}, "every_n_minutes and keep_last apply to the last checkpoint"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments, sentence):
@@ -161,7 +161,7 @@ def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     trainer = quiet_trainer(callbacks=[kept], enable_checkpointing=True, default_root_dir=tmp_path / "run")
     assert checkpoint_to_resume(trainer) is None
     best = finished(tmp_path / "run/checkpoints/best.ckpt", 1)
-    with pytest.raises(ValueError, match=r"has best\.ckpt and no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
+    with pytest.raises(ValueError, match=r"has best\.ckpt but no last\.ckpt: resume with --ckpt_path .*best\.ckpt, or"):
         checkpoint_to_resume(trainer)
     remote.upload(best, f"{url}/last.ckpt")
     assert checkpoint_to_resume(trainer) == f"{url}/last.ckpt"
@@ -203,7 +203,7 @@ def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
     assert manifest.kept_versions(tmp_path / "store/run/last.ckpt") == ["v000002"]
     # a run from the beginning would replace the copy
     assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=8, copy_to=url)) == 2
-    assert "holds a checkpoint of an earlier run, which this run would replace" in output(tmp_path).splitlines()[-1]
+    assert "is a checkpoint of an earlier run, which this run would replace" in output(tmp_path).splitlines()[-1]
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 
 

@@ -137,7 +137,7 @@ def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge
     config = ppo(max_steps=1)
     assert forge.attempt(tmp_path, config, resume="last") == 0
     said = output(tmp_path).splitlines()
-    assert said[0] == "run/checkpoints has no last.ckpt yet: training starts at the beginning."
+    assert said[0] == "run/checkpoints has no last.ckpt yet: training starts from the beginning."
     assert not [line for line in said if "warn" in line.lower()]
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_rlhf.callbacks.run_settings import WHICH_ROWS, changes
 from tests.faults.runs import output, ppo
 
-OTHER_DATA = "the checkpoint's place in the data would mean other rows, so that some would be learnt from twice"
+OTHER_DATA = "the checkpoint's position in the data would mean other rows, so that some would be used twice"
 
 
 def changed(**data):
@@ -37,20 +37,20 @@ def problems(rows):
 
 
 REFUSED = {
-    "seed": (with_seed(8), "seed_everything is 8, and was 7"),
+    "seed": (with_seed(8), "seed_everything is 8, was 7"),
     "half of the rows": (changed(train=problems(11)), "training rows is 11 with SHA-256"),
-    "order": (changed(shuffle=False), "order of the data is shuffle: false, and was shuffle: true"),
-    "batch size": (changed(batch_size=2), "batch_size is 2, and was 4"),
+    "order": (changed(shuffle=False), "order of the data is shuffle: false, was shuffle: true"),
+    "batch size": (changed(batch_size=2), "batch_size is 2, was 4"),
 }
 WARNED = {
-    "temperature": (with_loop(temperature=0.5), "temperature is 0.5, and was 1.0"),
-    "response length": (with_loop(max_response_tokens=5), "max_response_tokens is 5, and was 6"),
+    "temperature": (with_loop(temperature=0.5), "temperature is 0.5, was 1.0"),
+    "response length": (with_loop(max_response_tokens=5), "max_response_tokens is 5, was 6"),
     "reward weight": (with_loop(rewards=[{"function": "tests.faults.runs.digits", "weight": 2.0}]), "weight 2, source"),
     "reward": (
         with_loop(rewards=[{"function": "tests.faults.test_run_settings.digits"}]),
         "reward digits is weight 1, source code ",
     ),
-    "mini-batch": (with_model(minibatch_size=8), "minibatch_size is 8, and was 4"),
+    "mini-batch": (with_model(minibatch_size=8), "minibatch_size is 8, was 4"),
     "KL coefficient": (with_model(kl_reward={"coef": 0.2}), "kl_reward is KLTerm(coef=0.2"),
     "reference": (
         with_model(ref={"class_path": "lightning_rlhf.FromConfig", "init_args": {"seed": 3}}),
@@ -127,5 +127,5 @@ def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_n
 
 def test_names_of_settings_that_come_or_go_are_changes():
     then, now = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
-    assert changes(then, now) == {"a": "a is absent, and was 1", "c": "c is 3, and was absent"}
+    assert changes(then, now) == {"a": "a is absent, was 1", "c": "c is 3, was absent"}
     assert set(WHICH_ROWS) == {"seed_everything", "training rows", "order of the data", "batch_size"}

@@ -30,7 +30,7 @@ def last_line(directory):
 
 
 def goes_on(step):
-    return f"the same command with --ckpt_path last goes on from step {step} (run/checkpoints/last.ckpt)"
+    return f"to resume from step {step}, add --ckpt_path last to the same command (run/checkpoints/last.ckpt)"
 
 
 @pytest.mark.parametrize("place", [*list(PLACES)[:2], pytest.param(list(PLACES)[2], marks=pytest.mark.slow)])
@@ -48,7 +48,7 @@ def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(
 def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_path):
     where, count, step = PLACES["in the middle of an update"]
     assert forge.attempt(tmp_path, ppo(every=5), place=(where, count, [CTRL_C])) == 130
-    assert "Ctrl-C: the run ends after step 4; another Ctrl-C ends it at once" in output(tmp_path)
+    assert "Ctrl-C: the run ends after step 4; another Ctrl-C ends it immediately" in output(tmp_path)
     assert last_line(tmp_path) == f"lightning-rlhf: ended by Ctrl-C after step {step}; {goes_on(step)}"
     assert checkpoint(tmp_path)["global_step"] == step
 
@@ -75,16 +75,14 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
     began = time.monotonic()
     assert forge.attempt(tmp_path, config, place=(_UPDATE, 8 * 2 + 1, [TERM, "hang"])) == 143
     assert time.monotonic() - began < 60
-    assert last_line(tmp_path) == (
-        f"lightning-rlhf: ended 3 s after SIGTERM, before the step and its checkpoint were finished; {goes_on(2)}"
-    )
+    assert last_line(tmp_path) == (f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(TERM, 143), (CTRL_C, 130)])
 def test_a_second_signal_ends_the_process_at_once(forge, tmp_path, number, code):
     assert forge.attempt(tmp_path, ppo(), place=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
     assert "second signal" in last_line(tmp_path)
-    assert last_line(tmp_path).endswith("ended at once")
+    assert last_line(tmp_path).endswith("the process ends immediately")
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(forge, tmp_path):

@@ -41,7 +41,7 @@ def test_the_policy_learns_to_carry_from_the_reward_model_alone(runs):
 
 
 def test_the_reward_model_is_to_be_trusted_before_ppo_starts(runs):
-    assert "reward model: orders rightly" in (runs / "ppo.txt").read_text()
+    assert "reward model: orders correctly" in (runs / "ppo.txt").read_text()
     validation = next(row for row in read(runs / "runs/quickstart/reward/metrics.csv") if "val/pair_accuracy" in row)
     assert validation["val/pair_accuracy"] >= 0.95
 
@@ -63,7 +63,7 @@ def test_the_report_shows_everything_it_promises(runs):
         "right answers, greedy",
         "KL to the reference",
         "tokens per second",
-        "Where the time of the steps went",
+        "Time of the steps",
     ):
         assert part in printed
     assert printed.rstrip().endswith("ended after step 20: max_steps is 20; results are in runs/quickstart/ppo")

@@ -74,7 +74,7 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
     assert f"least {len(prompt)}," in shown  # templated once
 
     command("fit", "--config", "run.yaml", "--trainer.max_steps", "1")
-    assert "Goes on from step 1" in command(
+    assert "Resuming from step 1" in command(
         "fit", "--config", "run.yaml", "--trainer.max_steps", "2", "--ckpt_path", "last"
     )
     answered = ["--prompts", "sums.jsonl", "--to", "answers.jsonl", "--max-tokens", "16", "--temperature", "0"]

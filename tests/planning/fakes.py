@@ -1,4 +1,4 @@
-"""Stand-ins for many processes, and small models of each kind that the formulas know."""
+"""Stand-ins for many processes, and small models of each supported kind."""
 
 import contextlib
 
@@ -96,14 +96,15 @@ def sharded(role, count, split=1, mixed=False, **options):
 def saved_by(model, compute):
     """Bytes that autograd keeps of a computation, beside the model's own tensors."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept, found = [], {}
+    tensors = []
+    sizes = {}
 
     def pack(tensor):
-        kept.append(tensor)  # or its address would be another tensor's
+        tensors.append(tensor)  # or its address would be another tensor's
         if tensor.untyped_storage().data_ptr() not in own:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         compute()
-    return sum(found.values())
+    return sum(sizes.values())

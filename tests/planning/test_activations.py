@@ -1,13 +1,13 @@
-"""The activation formulas against what autograd saves, and against the peak that torch's memory tracker sees."""
+"""Activation formulas against tensors that autograd saves, and against the peak of torch's memory tracker."""
 
 import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from lightning_rlhf.planning.activations import layer_bytes
+from lightning_rlhf.planning.activations import Pass
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import OPTIMIZER, RUNTIME, memory
-from lightning_rlhf.planning.setup import Role, Work, precision, strategy
+from lightning_rlhf.planning.setup import Role, Run, Work, precision, strategy
 from tests.planning.fakes import ARCHITECTURES, saved_by, source, texts
 
 ROWS, LENGTH = 3, 31
@@ -35,15 +35,15 @@ def saved(kind, mode, layers, checkpointing=False):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_layer_keeps_what_the_formula_says(kind, mode):
+def test_a_layer_keeps_the_bytes_of_the_formula(kind, mode):
     """To the byte where it is dense; within 1 % in a mixture, whose routers differ in small things, and in Gemma 2."""
-    found = architecture(source(kind).hf_config())
-    layer = found.layers[0]
+    model = architecture(source(kind).hf_config())
+    layer = model.layers[0]
     measured = saved(kind, mode, layers=2) - saved(kind, mode, layers=1)
     if mode == "autocast":  # every matrix is cast for its product, and kept: a term of its own in the plan
-        measured -= 2 * sum(parameter.elements for parameter in found.units[0] if len(parameter.shape) == 2)
-    planned = TOKENS * layer_bytes(layer, numbers(mode), length=LENGTH)
-    if layer.experts or layer.squares:
+        measured -= 2 * sum(parameter.elements for parameter in model.units[0] if len(parameter.shape) == 2)
+    planned = TOKENS * Pass(model, numbers(mode), TOKENS, length=LENGTH).layer_bytes(layer)
+    if layer.experts or layer.eager:
         assert planned == pytest.approx(measured, rel=0.01)
     else:
         assert planned == measured
@@ -57,7 +57,7 @@ def test_with_checkpointing_a_layer_keeps_its_input(mode):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_of_two_micro_batches_is_what_the_plan_says(mode, checkpointing):
+def test_the_peak_of_two_micro_batches_agrees_with_the_plan(mode, checkpointing):
     """Measured by torch's tracker: 2 % above the plan to 12 % below it, so 5 % and 15 % are allowed.
 
     The plan is above because it adds all gradients to all activations, and the last of the former only come when the
@@ -81,6 +81,6 @@ def test_the_peak_of_two_micro_batches_is_what_the_plan_says(mode, checkpointing
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     role = Role("actor", architecture(made_of.hf_config()), True, MODES[mode][0])
     work = Work(2, 2, 1, 256, 512, mixed=mode == "autocast")
-    used, _, _ = memory([role], strategy("rlhf_single", checkpointing=checkpointing), work, None, 1, 0)
+    used, _, _ = memory(Run([role], strategy("rlhf_single", checkpointing=checkpointing), work), 1)
     planned = used.total() - used[RUNTIME] - used[OPTIMIZER]
     assert 0.95 < planned / peak["Total"] < 1.15

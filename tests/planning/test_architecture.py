@@ -15,10 +15,10 @@ from tests.planning.fakes import ARCHITECTURES, source
 def test_parameters_are_those_of_the_real_model(kind):
     language_model, scalar = source(kind).causal(), source(kind).scalar()
     for made, config_of in ((language_model, False), (scalar, True)):
-        found = architecture(source(kind).hf_config(), scalar=config_of)
-        assert [parameter.shape for parameter in found.parameters] == [tuple(p.shape) for p in made.parameters()]
-        assert found.elements == sum(p.numel() for p in made.parameters())
-        assert found.vocabulary == (0 if config_of else 97)
+        shapes = architecture(source(kind).hf_config(), scalar=config_of)
+        assert [parameter.shape for parameter in shapes.parameters] == [tuple(p.shape) for p in made.parameters()]
+        assert shapes.elements == sum(p.numel() for p in made.parameters())
+        assert shapes.vocabulary == (0 if config_of else 97)
 
 
 def test_a_tied_head_is_counted_once():
@@ -54,7 +54,7 @@ def test_widths_of_latent_attention():
     """Queries and keys 4 x (12 + 8), values 4 x (12 + 20) beside what became keys, outputs 4 x 20."""
     layer, _ = architecture(source("deepseek_v3").hf_config()).layers
     assert (layer.query, layer.key, layer.value, layer.output) == (80, 80, 128, 80)
-    assert (layer.latents, layer.turned, layer.norms) == ((24,), 8, 2)
+    assert (layer.latents, layer.rotary, layer.norms) == ((24,), 8, 2)
     assert (layer.dense, layer.expert, layer.experts, layer.active) == (2 * 48, 48, 8, 2)
     both = architecture(source("deepseek_v3", q_lora_rank=10, first_k_dense_replace=1).hf_config()).layers
     assert [(one.latents, one.dense, one.experts) for one in both] == [((10, 24), 192, 0), ((10, 24), 96, 8)]
@@ -62,8 +62,8 @@ def test_widths_of_latent_attention():
 
 def test_a_cache_holds_keys_and_values_at_least_a_head_of_each_or_the_latent():
     grouped, latent = (architecture(source(kind).hf_config()).layers[0] for kind in ("qwen2", "deepseek_v3"))
-    assert [grouped.cached(split) for split in (1, 2, 4)] == [2 * 2 * 16, 2 * 16, 2 * 16]  # two heads for four GPUs
-    assert [latent.cached(split) for split in (1, 2, 4)] == [24 + 8] * 3
+    assert [grouped.cache_elements(split) for split in (1, 2, 4)] == [2 * 2 * 16, 2 * 16, 2 * 16]
+    assert [latent.cache_elements(split) for split in (1, 2, 4)] == [24 + 8] * 3
 
 
 def test_units_are_the_layers_and_the_rest():
@@ -72,25 +72,25 @@ def test_units_are_the_layers_and_the_rest():
     assert [parameter.shape for parameter in units[None]] == [(97, 64), (64,), (97, 64)]
 
 
-def test_tensor_parallelism_splits_what_the_models_own_plan_says():
-    found = architecture(source("qwen2").hf_config(), tensor_parallel_size=2)
-    layer = [(parameter.shape, parameter.split) for parameter in found.units[0]]
+def test_tensor_parallelism_splits_by_the_plan_of_the_model():
+    model = architecture(source("qwen2").hf_config(), tensor_parallel_size=2)
+    layer = [(parameter.shape, parameter.split) for parameter in model.units[0]]
     assert layer == [
         ((64, 64), 0), ((64,), 0), ((32, 64), 0), ((32,), 0), ((32, 64), 0), ((32,), 0), ((64, 64), 1),
         ((192, 64), 0), ((192, 64), 0), ((64, 192), 1), ((64,), None), ((64,), None),
     ]  # fmt: skip
-    assert all(parameter.split is None for parameter in found.units[None])
+    assert all(parameter.split is None for parameter in model.units[None])
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"model_type": "gpt2"}, "whose MLP has gate_proj, up_proj and down_proj"),
-        ({"model_type": "mamba"}, "alike layers with heads of keys and values"),
+        ({"model_type": "mamba"}, "similar attention layers; .* has a different structure"),
     ],
 )
-def test_an_architecture_that_the_formulas_do_not_describe_is_refused(fields, told):
-    with pytest.raises(ValueError, match=f"^the plan knows .*{told}"):
+def test_an_architecture_that_the_formulas_do_not_describe_raises(fields, message):
+    with pytest.raises(ValueError, match=f"^plan supports .*{message}"):
         architecture(FromConfig(fields).hf_config())
 
 

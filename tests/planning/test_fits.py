@@ -1,12 +1,12 @@
-"""What fits, what does not, and what is said of it."""
+"""Runs that fit, runs that do not, and the messages about them."""
 
 import pytest
 
+from benchmarks.scaling_tables import MODELS
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.document import MODELS
 from lightning_rlhf.planning.memory import ACTIVATIONS, OPTIMIZER, TERMS
-from lightning_rlhf.planning.plan import _REMEDIES, GIB, Run, plan, refusal, smallest
-from lightning_rlhf.planning.setup import Engine, Role, Work, strategy
+from lightning_rlhf.planning.plan import _REMEDIES, GIB, misfit_message, plan, smallest_gpu_count
+from lightning_rlhf.planning.setup import Engine, Role, Run, Work, strategy
 
 SEVEN = architecture(MODELS["7B"].hf_config())
 WORK = Work(responses=1024, minibatch_size=512, update_epochs=1, longest=2048, micro_batch_tokens=2048)
@@ -21,37 +21,38 @@ def run(name="rlhf_fsdp", work=WORK, capacity=80, engine=None, **options):
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}])
 @pytest.mark.parametrize("capacity", [24, 40, 80])
 def test_the_smallest_number_fits_and_every_smaller_one_does_not(capacity, options):
-    wanted = run(checkpointing=True, reduce_every=True, capacity=capacity, **options)
+    planned = run(checkpointing=True, reduce_every=True, capacity=capacity, **options)
     step = options.get("tensor_parallel_size", 1)
-    fitting = [gpus for gpus in range(step, 33, step) if plan(wanted, gpus).fits]
-    assert smallest(wanted) == fitting[0]
+    fitting = [gpus for gpus in range(step, 33, step) if plan(planned, gpus).fits]
+    assert smallest_gpu_count(planned) == fitting[0]
 
 
 def test_the_smallest_number_need_not_be_a_power_of_two():
-    counts = [smallest(run(checkpointing=True, reduce_every=True, capacity=capacity)) for capacity in range(20, 80, 5)]
-    assert {3, 5, 6, 7} & set(counts)
+    runs = [run(checkpointing=True, reduce_every=True, capacity=capacity) for capacity in range(20, 80, 5)]
+    assert {3, 5, 6, 7} & {smallest_gpu_count(planned) for planned in runs}
 
 
-def test_the_refusal_names_the_largest_term_and_the_smallest_number():
-    wanted = run(checkpointing=True, reduce_every=True, capacity=40)
-    told = refusal(plan(wanted, 2))
-    assert told.startswith("does not fit on 2 GPUs of 40 GiB: each would need ")
-    assert f"most of all for {OPTIMIZER}, 28.4 GiB (use more GPUs, offload it" in told
-    assert told.endswith(f"; with rlhf_fsdp, the smallest number that would do is {smallest(wanted)}")
+def test_the_message_names_the_largest_term_and_the_smallest_number():
+    planned = run(checkpointing=True, reduce_every=True, capacity=40)
+    message = misfit_message(plan(planned, 2))
+    assert message.startswith("does not fit on 2 GPUs of 40 GiB: each would need ")
+    assert f"the largest part of it 28.4 GiB for {OPTIMIZER} (use more GPUs, offload it" in message
+    number = smallest_gpu_count(planned)
+    assert message.endswith(f"; with rlhf_fsdp, the smallest number of GPUs that it fits on is {number}")
 
 
 def test_a_run_that_shards_everything_is_not_advised_to_shard():
-    assert "shard" not in refusal(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
-    assert "shard" in refusal(plan(run("rlhf_ddp"), 2))
+    assert "shard" not in misfit_message(plan(run(checkpointing=True, reduce_every=True, capacity=40), 2))
+    assert "shard" in misfit_message(plan(run("rlhf_ddp"), 2))
 
 
-def test_where_no_number_would_do_it_says_so():
+def test_the_message_without_a_sufficient_number():
     whole = run("rlhf_ddp")
-    assert smallest(whole) is None
-    assert refusal(plan(whole, 64)).endswith("; with rlhf_ddp, no number of such GPUs would do")
+    assert smallest_gpu_count(whole) is None
+    assert misfit_message(plan(whole, 64)).endswith("; with rlhf_ddp, it fits on no number of such GPUs")
     sharded = run("rlhf_deepspeed_stage_3", Work(64, 4, 1, 2048, 2048), capacity=40)
-    told = refusal(plan(sharded, 4))
-    assert told.endswith("no number of such GPUs would do that a minibatch_size of 4 texts can use")
+    message = misfit_message(plan(sharded, 4))
+    assert message.endswith("it fits on no number of such GPUs that a minibatch_size of 4 texts can use")
 
 
 def test_more_gpus_never_need_more_memory():
@@ -68,32 +69,32 @@ def test_checkpointing_and_shorter_micro_batches_shrink_activations():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "told"),
+    ("planned", "gpus", "message"),
     [
-        (("rlhf_single", {}), 2, "rlhf_single runs on one GPU, got 2: take rlhf_ddp"),
+        (("rlhf_single", {}), 2, "rlhf_single runs on one GPU, got 2: use rlhf_ddp"),
         (("rlhf_fsdp", {"tensor_parallel_size": 4}), 6, "tensor_parallel_size 4 does not divide 6 GPUs"),
         (("rlhf_fsdp", {"engine": Engine(0.4, 4)}), 6, "the engine's tensor_parallel_size 4 does not divide 6 GPUs"),
         (("rlhf_fsdp", {}), 1024, "a mini-batch of 512 texts leaves some of 1024 ranks without one"),
     ],
 )
-def test_numbers_that_cannot_run_are_refused(wanted, gpus, told):
-    name, options = wanted
-    with pytest.raises(ValueError, match=f"^{told}"):
+def test_numbers_that_cannot_run_raise(planned, gpus, message):
+    name, options = planned
+    with pytest.raises(ValueError, match=f"^{message}"):
         plan(run(name, **options), gpus)
 
 
 @pytest.mark.parametrize("name", ["rlhf_fsdp2", "rlhf_ddp_offload", "deepspeed_stage_2", "rlhf_deepspeed_stage_4"])
-def test_an_unknown_strategy_is_refused(name):
+def test_an_unknown_strategy_raises(name):
     with pytest.raises(ValueError, match=f"got strategy '{name}'$"):
         strategy(name)
 
 
 def test_only_fsdp_splits_tensors():
-    with pytest.raises(ValueError, match=r"^rlhf_ddp splits no tensors: take rlhf_fsdp"):
+    with pytest.raises(ValueError, match=r"^rlhf_ddp has no tensor parallelism: use rlhf_fsdp"):
         strategy("rlhf_ddp", tensor_parallel_size=2)
 
 
-def test_there_is_something_to_do_about_every_term():
+def test_every_term_has_a_remedy():
     assert _REMEDIES.keys() == set(TERMS)
 
 

@@ -10,8 +10,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.memory import cache_bytes, engine_bytes, gathered, gradients, memory, resting
-from lightning_rlhf.planning.setup import Engine, Role, Work, Zero, precision, strategy
+from lightning_rlhf.planning.memory import Shard, cache_bytes, engine_bytes, memory
+from lightning_rlhf.planning.setup import Engine, Role, Run, Work, Zero, strategy
 from lightning_rlhf.strategies.checkpoints.background import in_host_memory
 from lightning_rlhf.strategies.checkpoints.role_state import native_state
 from tests.planning.fakes import processes, sharded, source, texts
@@ -27,14 +27,13 @@ NAMES = (
 
 def held(role, name, ranks=8, mixed=True, micro_batches=2, **options):
     """Bytes of parameters, optimizer state, and gradients that are always and sometimes there."""
-    chosen = strategy(name, **options)
-    numbers = precision(chosen, role.dtype, mixed)
-    at_rest = resting(role, chosen, numbers, ranks)
-    return at_rest[terms.PARAMETERS], at_rest[terms.OPTIMIZER], *gradients(role, chosen, numbers, ranks, micro_batches)
+    shard = Shard(role, strategy(name, **options), ranks, mixed)
+    resting = shard.resting()
+    return resting[terms.PARAMETERS], resting[terms.OPTIMIZER], *shard.gradients(micro_batches)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_real_step_of_adamw_leaves_the_planned_state_and_takes_the_planned_copy(dtype):
+def test_a_real_step_of_adamw_has_the_planned_state_and_copy(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # what torch takes on a GPU
     for parameter in model.parameters():
@@ -92,7 +91,7 @@ def test_adapters_alone_have_gradients_and_optimizer(name):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_the_peak_of_fsdp_is_what_the_plan_says(mixed):
+def test_the_peak_of_fsdp_agrees_with_the_plan(mixed):
     """Measured by torch's tracker for 8 ranks, two micro-batches that both reduce: 5 to 7 % below the plan."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 2000}
     made_of = source("qwen2", **sizes)
@@ -110,7 +109,7 @@ def test_the_peak_of_fsdp_is_what_the_plan_says(mixed):
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Work(16, 16, 1, 16, 32, mixed=mixed)
     chosen = strategy("rlhf_fsdp", reduce_every=True)
-    used, _, _ = memory([Role("actor", model, True)], chosen, work, None, 8, 0)
+    used, _, _ = memory(Run([Role("actor", model, True)], chosen, work), 8)
     planned = used.total() - used[terms.RUNTIME] - used[terms.OPTIMIZER]
     assert 0.9 < planned / peak["Total"] < 1.1
     by_name = {str(kind).rpartition(".")[2]: size for kind, size in peak.items()}
@@ -118,13 +117,13 @@ def test_the_peak_of_fsdp_is_what_the_plan_says(mixed):
     assert by_name["SHARDED_GRAD"] == used[terms.GRADIENTS]
 
 
-def test_weights_in_passing_by_hand():
+def test_gathered_weights_by_hand():
     """At the loss, in a layer, at the end; the formulas are in the docstring of what is tested."""
     units = {unit: sum(p.elements for p in parameters) for unit, parameters in MODEL.units.items()}
     rest, layer, head = units[None], units[0], 97 * 64
 
     def passing(role, name, mixed=True, **options):
-        return gathered(role, strategy(name, **options), precision(strategy(name), "float32", mixed))
+        return Shard(role, strategy(name, **options), 8, mixed).gathered()
 
     assert passing(REF, "rlhf_fsdp") == (2 * rest, 2 * (rest + 2 * layer), 0)
     in_a_layer = 2 * (rest + 2 * layer) + 2 * (head + layer) + 4 * layer
@@ -143,8 +142,8 @@ def test_weights_in_passing_by_hand():
 
 def test_roles_take_turns_but_their_optimizers_do_not():
     critic = Role("critic", architecture(source("qwen2").hf_config(), scalar=True), trained=True)
-    one, _, _ = memory([ACTOR], strategy("rlhf_fsdp", reduce_every=True), WORK, None, 8, 0)
-    two, _, when = memory([ACTOR, critic], strategy("rlhf_fsdp", reduce_every=True), WORK, None, 8, 0)
+    one, _, _ = memory(Run([ACTOR], strategy("rlhf_fsdp", reduce_every=True), WORK), 8)
+    two, _, when = memory(Run([ACTOR, critic], strategy("rlhf_fsdp", reduce_every=True), WORK), 8)
     for term in (terms.GRADIENTS, terms.ACTIVATIONS, terms.LOGITS, terms.GATHERED):
         assert two[term] == one[term]
     assert two[terms.OPTIMIZER] > 1.7 * one[terms.OPTIMIZER]
@@ -161,22 +160,22 @@ def test_roles_take_turns_but_their_optimizers_do_not():
     ],
 )
 def test_offloading_moves_terms_to_the_host(name, on_the_host):
-    there = {"reduce_every": True} if name == "rlhf_fsdp_offload" else {}
-    used, host, _ = memory([ACTOR, REF], strategy(name, **there), WORK, None, 8, 0)
-    whole, before, _ = memory([ACTOR, REF], strategy(name.removesuffix("_offload"), **there), WORK, None, 8, 0)
+    options = {"reduce_every": True} if name == "rlhf_fsdp_offload" else {}
+    used, host, _ = memory(Run([ACTOR, REF], strategy(name, **options), WORK), 8)
+    whole, before, _ = memory(Run([ACTOR, REF], strategy(name.removesuffix("_offload"), **options), WORK), 8)
     assert set(host) - {terms.SAVED} == on_the_host
     assert set(before) <= {terms.SAVED}
     assert all(used[term] == 0 and host[term] == whole[term] for term in on_the_host)
 
 
 def test_frozen_roles_alone_can_be_offloaded():
-    _, host, _ = memory([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK, None, 8, 0)
+    _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_deepspeed_stage_3", offload_frozen=True), WORK), 8)
     assert host.pop(terms.SAVED) == 12 * partition.zero3_elements(MODEL.parameters, 8)
     assert host == {terms.PARAMETERS: held(REF, "rlhf_deepspeed_stage_3")[0]}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_planned_copy_of_a_checkpoint_is_what_a_save_in_the_background_holds(dtype):
+def test_a_background_save_copies_the_planned_bytes(dtype):
     model = source("qwen2", dtype).causal()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -184,14 +183,15 @@ def test_the_planned_copy_of_a_checkpoint_is_what_a_save_in_the_background_holds
     optimizer.step()
     kept = in_host_memory(native_state(model, optimizer)).tensors.values()
     role = Role("actor", MODEL, True, dtype)
-    _, host, _ = memory([role, REF], strategy("rlhf_single"), replace(WORK, mixed=False), None, 1, 0, True)
+    run = Run([role, REF], strategy("rlhf_single"), replace(WORK, mixed=False), background_save=True)
+    _, host, _ = memory(run, 1)
     assert host == {terms.SAVED: sum(tensor.nbytes for tensor in kept if tensor.ndim)}
-    assert not memory([role, REF], strategy("rlhf_single"), WORK, None, 1, 0)[1]
+    assert not memory(Run([role, REF], strategy("rlhf_single"), WORK), 1)[1]
 
 
 def test_the_planned_copy_of_a_checkpoint_by_hand():
     def saved(name, role=ACTOR):
-        return memory([role], strategy(name), WORK, None, 8, 0, True)[1][terms.SAVED]
+        return memory(Run([role], strategy(name), WORK, background_save=True), 8)[1][terms.SAVED]
 
     assert saved("rlhf_ddp") == 12 * P
     assert saved("rlhf_fsdp") == 12 * partition.fsdp_elements(MODEL.parameters, 8)
@@ -214,7 +214,7 @@ def test_the_engine_fills_its_share_with_cache():
 @pytest.mark.parametrize(("size", "dtype", "each"), [(1, "float32", 4), (1, "bfloat16", 2), (2, "bfloat16", 1)])
 def test_each_engine_has_a_copy_of_the_weights_in_the_hosts_memory(size, dtype, each):
     engine = Engine(0.4, tensor_parallel_size=size, dtype=dtype)
-    _, host, _ = memory([ACTOR, REF], strategy("rlhf_fsdp"), WORK, engine, 8, 0)
+    _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, engine), 8)
     assert host == {terms.PUSHED: each * ACTOR.model.elements}
-    _, host, _ = memory([ACTOR, REF], strategy("rlhf_fsdp"), WORK, Engine(0.0), 8, 0)
+    _, host, _ = memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, Engine(0.0)), 8)
     assert host == {}

@@ -1,4 +1,4 @@
-"""Shares of a model against what the libraries store, for more ranks than there are processes."""
+"""Parts of a model against tensors that the libraries store, for more ranks than there are processes."""
 
 import os
 import subprocess
@@ -20,13 +20,13 @@ DENSE = ("qwen2", "llama", "qwen3")
     [(kind, count, 1) for kind in ARCHITECTURES for count in (8, 64)]
     + [(kind, count, split) for kind in DENSE for count, split in ((8, 2), (64, 4))],
 )
-def test_fsdp_stores_what_the_rule_says(kind, count, split):
+def test_fsdp_stores_the_elements_of_the_rule(kind, count, split):
     fields = {"num_key_value_heads": 4}  # so that four ranks can split them
-    found = architecture(source(kind, **fields).hf_config(), tensor_parallel_size=split)
+    model = architecture(source(kind, **fields).hf_config(), tensor_parallel_size=split)
     with processes(count), torch.device("meta"):
         role = sharded(source(kind, **fields).causal(), count, split)
         stored = sum(parameter.to_local().numel() for parameter in role.parameters())
-    assert stored == partition.fsdp_elements(found.parameters, count // split, split)
+    assert stored == partition.fsdp_elements(model.parameters, count // split, split)
 
 
 def test_experts_in_one_tensor_are_cut_along_another_dimension_where_there_are_more_ranks():
@@ -71,7 +71,7 @@ with processes(8):
 
 
 @pytest.mark.slow
-def test_deepspeed_stores_what_the_rules_say():
+def test_deepspeed_stores_the_elements_of_the_rules():
     pytest.importorskip("deepspeed", reason="needs DeepSpeed", exc_type=ModuleNotFoundError)
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -79,7 +79,7 @@ def test_deepspeed_stores_what_the_rules_say():
         [sys.executable, "-W", "ignore", "-c", ZERO], env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    told = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("stage "))
-    found = architecture(source("qwen2").hf_config())
-    assert int(told["stage 3"]) == partition.zero3_elements(found.parameters, 8)
-    assert int(told["stage 1"]) == int(told["stage 2"]) == partition.flat_elements(found.elements, 8)
+    printed = dict(line.split(": ") for line in done.stdout.splitlines() if line.startswith("stage "))
+    model = architecture(source("qwen2").hf_config())
+    assert int(printed["stage 3"]) == partition.zero3_elements(model.parameters, 8)
+    assert int(printed["stage 1"]) == int(printed["stage 2"]) == partition.flat_elements(model.elements, 8)

@@ -1,4 +1,4 @@
-"""What modules that learn from judged texts pass through their models, against what the plan counts."""
+"""Rows and passes of preference modules against those that the plan counts."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.planning import traffic as terms
-from lightning_rlhf.planning.activations import layer_bytes
+from lightning_rlhf.planning.activations import Pass
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.setup import Role, Work, precision, strategy
+from lightning_rlhf.planning.setup import Role, Run, Work, precision, strategy
 from lightning_rlhf.planning.traffic import traffic
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch, UnpairedBatch
 from tests.planning.fakes import saved_by, source
@@ -26,8 +26,8 @@ def sequences(length):
 
 
 def work_of(kind, budget):
-    return Work(ROWS, ROWS, 1, LENGTH, budget, asks_old=False, mixed=False, pairs=kind != "kto",
-                asks_mismatched=kind == "kto")  # fmt: skip
+    return Work(ROWS, ROWS, 1, LENGTH, budget, evaluates_old=False, mixed=False, pairs=kind != "kto",
+                evaluates_mismatched=kind == "kto")  # fmt: skip
 
 
 def module_of(kind, budget, layers=2):
@@ -43,23 +43,23 @@ def module_of(kind, budget, layers=2):
 
 @pytest.mark.parametrize("budget", [LENGTH, 4 * LENGTH, 5 * LENGTH])
 @pytest.mark.parametrize("kind", MODULES)
-def test_a_layer_keeps_of_a_micro_batch_what_the_plan_says(kind, budget):
+def test_a_layer_keeps_the_planned_bytes_of_a_micro_batch(kind, budget):
     """To the byte: both texts of a pair padded to the longer one, of the reference nothing."""
-    found = {}
+    kept = {}
     for layers in (1, 2):
         module, batch = module_of(kind, budget, layers)
         (rows, _), *others = module.micro_batches(batch)
         models = torch.nn.ModuleList(child for child in module.children())
-        found[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
+        kept[layers] = saved_by(models, lambda: module.row_scores(batch[rows]))  # noqa: B023 (called at once)
         work = work_of(kind, budget)
         assert (len(rows), 1 + len(others)) == (work.micro_batch_rows(ROWS, 1), work.micro_batches(ROWS, 1))
-    (layer, _) = architecture(source("llama").hf_config()).layers
-    numbers = precision(strategy("rlhf_single"), "float32", False)
-    assert found[2] - found[1] == len(rows) * work.row_tokens * layer_bytes(layer, numbers)
+    model = architecture(source("llama").hf_config())
+    one_pass = Pass(model, precision(strategy("rlhf_single"), "float32", False), len(rows) * work.row_tokens)
+    assert kept[2] - kept[1] == one_pass.tokens * one_pass.layer_bytes(model.layers[0])
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_the_models_are_asked_as_often_as_the_plan_says(kind):
+def test_models_have_the_planned_number_of_passes(kind):
     """Forward passes of each model in a step, which is what sharded ones are gathered for."""
     module, batch = module_of(kind, budget := 4 * LENGTH)
     passes = dict.fromkeys(("actor", "ref", "reward_model"), 0)
@@ -75,8 +75,8 @@ def test_the_models_are_asked_as_often_as_the_plan_says(kind):
         module.row_scores(batch[rows])
     model, eight = architecture(source("llama").hf_config()), replace(work_of(kind, budget), responses=8 * ROWS)
     eight = replace(eight, minibatch_size=8 * ROWS)  # so that each of eight ranks has what the one above has
-    once = traffic([Role("ref", model, False)], strategy("rlhf_fsdp"), Work(8, 8, 1, 1, 1), None, 8)
+    once = traffic(Run([Role("ref", model, False)], strategy("rlhf_fsdp"), Work(8, 8, 1, 1, 1)), 8)
     for role, number in passes.items():
         if number:
-            sent = traffic([Role(role, model, trained=role != "ref")], strategy("rlhf_fsdp"), eight, None, 8)
+            sent = traffic(Run([Role(role, model, trained=role != "ref")], strategy("rlhf_fsdp"), eight), 8)
             assert sent[terms.FORWARD] == number * 2 * once[terms.FORWARD], role  # float32, not bfloat16

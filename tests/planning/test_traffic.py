@@ -1,4 +1,4 @@
-"""Bytes that are sent against those that the libraries hand to their collectives."""
+"""Bytes that are sent against the arguments of the libraries' collectives."""
 
 from contextlib import nullcontext
 
@@ -8,18 +8,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rlhf.planning import traffic as terms
 from lightning_rlhf.planning.architecture import architecture
-from lightning_rlhf.planning.setup import Engine, Role, Work, strategy
+from lightning_rlhf.planning.setup import Engine, Role, Run, Work, strategy
 from lightning_rlhf.planning.traffic import all_gather, all_reduce, traffic
 from tests.planning.fakes import Sent, processes, sharded, source, texts
 
-# One micro-batch of two texts of 32 tokens on each of 8 ranks, and nobody is asked before.
-WORK = Work(responses=16, minibatch_size=16, update_epochs=1, longest=32, micro_batch_tokens=64, asks_old=False)
+# One micro-batch of two texts of 32 tokens on each of 8 ranks, and no evaluation before the update.
+WORK = Work(responses=16, minibatch_size=16, update_epochs=1, longest=32, micro_batch_tokens=64, evaluates_old=False)
 
 
 def planned(kind, name, work=WORK, gpus=8, trained=True, engine=None, **options):
     split = options.get("tensor_parallel_size", 1)
     role = Role("actor", architecture(source(kind).hf_config(), tensor_parallel_size=split), trained)
-    return traffic([role], strategy(name, **options), work, engine, gpus)
+    return traffic(Run([role], strategy(name, **options), work, engine), gpus)
 
 
 def pass_through(role):
@@ -32,10 +32,10 @@ def pass_through(role):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
-def test_fsdp_gathers_and_scatters_what_the_plan_says(kind, mixed):
+def test_fsdp_gathers_and_scatters_the_planned_bytes(kind, mixed):
     with processes(8):
         sent = pass_through(sharded(source(kind).causal().train(), 8, mixed=mixed))
-    work = Work(16, 16, 1, 32, 64, asks_old=False, mixed=mixed)
+    work = Work(16, 16, 1, 32, 64, evaluates_old=False, mixed=mixed)
     plan = planned(kind, "rlhf_fsdp", work)
     assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 8)
     assert plan[terms.SUMS] == all_gather(sent["reduce_scatter"], 8)
@@ -43,13 +43,13 @@ def test_fsdp_gathers_and_scatters_what_the_plan_says(kind, mixed):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_tensor_parallel_layers_sum_what_the_plan_says(checkpointing):
+def test_tensor_parallel_layers_sum_the_planned_bytes(checkpointing):
     role = source("qwen2").causal().train()
     if checkpointing:
         role.lm.gradient_checkpointing_enable({"use_reentrant": False})
     with processes(8):
         sent = pass_through(sharded(role, 8, split=2))
-    work = Work(8, 8, 1, 32, 64, asks_old=False, mixed=False)
+    work = Work(8, 8, 1, 32, 64, evaluates_old=False, mixed=False)
     plan = planned("qwen2", "rlhf_fsdp", work, tensor_parallel_size=2, checkpointing=checkpointing)
     assert plan[terms.TENSORS] == all_reduce(sent["all_reduce"], 2)
     assert plan[terms.FORWARD] + plan[terms.BACKWARD] == all_gather(sent["all_gather"], 4)
@@ -71,12 +71,12 @@ def test_ddp_sums_every_gradient_once_an_update():
             with nullcontext() if sync else engine.no_sync():
                 scores = engine(*texts())
                 (scores.logprobs.sum() + scores.entropy.sum()).backward()
-    two_micro_batches = Work(32, 32, 1, 32, 64, asks_old=False)
+    two_micro_batches = Work(32, 32, 1, 32, 64, evaluates_old=False)
     assert planned("qwen2", "rlhf_ddp", two_micro_batches) == {terms.SUMS: all_reduce(sum(exchanged), 8)}
 
 
 def test_zero_stages_by_hand():
-    """8 ranks, P numbers, 3 epochs of 2 updates of 4 micro-batches, 8 micro-batches asked before; bfloat16 weights."""
+    """8 ranks, P numbers, 3 epochs of 2 updates of 4 micro-batches, 8 micro-batches to evaluate; bfloat16 weights."""
     work = Work(responses=128, minibatch_size=64, update_epochs=3, longest=32, micro_batch_tokens=64)
     model = architecture(source("qwen2").hf_config())
     seventh = model.elements * 7 / 8
@@ -91,14 +91,14 @@ def test_zero_stages_by_hand():
     }
 
 
-def test_frozen_roles_are_only_asked_and_whole_ones_send_nothing():
+def test_frozen_roles_only_have_forward_passes_and_whole_ones_send_nothing():
     assert planned("qwen2", "rlhf_ddp", trained=False) == {}
-    asked = Work(16, 16, 1, 32, 64)
-    assert set(planned("qwen2", "rlhf_fsdp", asked, trained=False)) == {terms.FORWARD}
+    work = Work(16, 16, 1, 32, 64)
+    assert set(planned("qwen2", "rlhf_fsdp", work, trained=False)) == {terms.FORWARD}
 
 
-def test_gradients_are_summed_once_an_update_unless_told_otherwise():
-    four = Work(64, 64, 1, 32, 64, asks_old=False)
+def test_gradients_are_summed_once_an_update_unless_reduce_every_is_set():
+    four = Work(64, 64, 1, 32, 64, evaluates_old=False)
     once, always = (planned("qwen2", "rlhf_fsdp", four, reduce_every=every)[terms.SUMS] for every in (False, True))
     assert always == pytest.approx(4 * once, rel=1e-9)
 
@@ -111,11 +111,9 @@ def test_the_engine_gets_the_weights_once_a_step():
     assert planned("qwen2", "rlhf_fsdp", engine=engine)[terms.PUSH] > 0
 
 
-def test_an_actor_that_is_its_own_reference_is_asked_twice():
-    asked = Work(16, 16, 1, 32, 64)
+def test_an_actor_that_is_its_own_reference_is_evaluated_twice():
+    work = Work(16, 16, 1, 32, 64)
     model = architecture(source("qwen2").hf_config())
-    once, twice = (
-        traffic([Role("actor", model, True, lora_rank=4, is_reference_too=both)], strategy("rlhf_fsdp"), asked, None, 8)
-        for both in (False, True)
-    )
+    roles = [Role("actor", model, True, lora_rank=4, is_reference_too=both) for both in (False, True)]
+    once, twice = (traffic(Run([role], strategy("rlhf_fsdp"), work), 8) for role in roles)
     assert twice[terms.FORWARD] == pytest.approx(1.5 * once[terms.FORWARD], rel=1e-9)

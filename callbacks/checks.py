@@ -1,0 +1,175 @@
+"""Checks of a run: the module of a callback, settings and data of rollouts, log-probs of engine and actor."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import RewardExecutor
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
+from lightning_rlhf.types import Rollout
+
+log = logging.getLogger(__name__)
+# Largest difference of log-probs for 99 of 100 tokens, nats. That of float32 on a GPU is a guess, not a measurement.
+_BOUNDS = {("float32", "cpu"): 1e-3, ("float32", "cuda"): 1e-2}
+_BFLOAT16_BOUND = 1.0
+_MEAN_SHARE = 1 / 20
+
+
+def check_at_least(least: float, **values: float) -> None:
+    """Validate the lower bound of arguments.
+
+    Raises:
+        ValueError: a value is smaller than ``least``.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
+    """Return the number of ranks that split each tensor of a model and have the same prompts."""
+    return trainer.world_size // module.data_ranks.size
+
+
+def check_module(callback: Callback, module: LightningModule, kind: type[LightningModule]) -> None:
+    """Validate the class of the module that a callback is used with.
+
+    Raises:
+        ValueError: the module is not derived from ``kind``.
+    """
+    if not isinstance(module, kind):
+        raise ValueError(
+            f"{type(callback).__name__} works with a lightning_rlhf {kind.__name__} (PPOModule, GRPOModule, ...), got "
+            f"{type(module).__name__}: leave the callback out"
+        )
+
+
+def check_reward_functions(rewards: list[RewardFunction], executor: RewardExecutor, data: PromptDataModule) -> None:
+    """Validate reward functions against the first rows of the data, and call them once.
+
+    Args:
+        rewards: reward functions of the run; may be empty.
+        executor: executor of these functions.
+        data: data module that was set up.
+
+    Raises:
+        ValueError: names of rewards are not valid, a column is missing, or a function cannot be called.
+    """
+    firsts = [examples[:2] for examples in data.examples.values() if examples]
+    batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
+    check_rewards(rewards, sorted({name for batch in batches for name in batch.columns}))
+    for reward in rewards:
+        for line in missing_columns(reward, data):
+            log.warning("%s", line)
+    for batch in batches[:1]:
+        Collector(batch, executor, data.tokenizer, size=3 - len(batch)).dry_run()
+
+
+def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
+    """Return a line for each column that a reward function needs and some rows lack."""
+    lines = []
+    for name, examples in data.examples.items():
+        report = data.reports[name]
+        lines += reward.missing_columns([row.columns for row in examples], report.name, report.locations)
+    return lines
+
+
+def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, group_size: int) -> None:
+    """Validate the batch arithmetic of a step; warn about a policy loss that is only correct for one update.
+
+    Args:
+        module: module of the run.
+        data: data module of the run.
+        prompts: prompts that a step trains on.
+        group_size: responses per prompt.
+
+    Raises:
+        ValueError: mini-batches do not divide a step, or a rank would have no prompt or response.
+    """
+    if module.advantages.needs_groups and group_size < 2:
+        raise ValueError(
+            f"{type(module.advantages).__name__} compares the responses to one prompt: "
+            f"group_size must be at least 2, got {group_size}"
+        )
+    responses = prompts * group_size
+    updates = responses / module.minibatch_size * module.update_epochs
+    if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
+        log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)
+    if responses % module.minibatch_size:
+        divisors = [size for size in range(1, responses + 1) if responses % size == 0]
+        nearest = min(divisors, key=lambda size: abs(size - module.minibatch_size))
+        raise ValueError(
+            f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
+            f"({prompts} prompts x group_size {group_size}); {nearest} would"
+        )
+    ranks = module.data_ranks.size
+    if data.batch_size < ranks or module.minibatch_size < ranks:
+        raise ValueError(
+            f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "
+            f"both must be at least {ranks}"
+        )
+
+
+@torch.no_grad()
+def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_logprob_diff: float | None) -> None:
+    """Raise an error if the engine does not compute the same log-probabilities as the actor. All ranks.
+
+    A single token may differ by any amount: among millions of tokens in bfloat16 some differ by more than a nat. A
+    weight that is lost moves most tokens, and with them the mean and the 99th percentile.
+
+    Args:
+        engine: engine with the actor's weights.
+        module: module with the actor.
+        rollout: responses of the engine.
+        max_logprob_diff: bound of the 99th percentile, nats; the mean's is a twentieth. None chooses by dtype and
+            device.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
+    """
+    rows = rollout.to(module.device)
+    with module.trainer.precision_plugin.forward_context():
+        logprobs = module.actor_scores("actor", rows).logprobs
+    gaps = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask]
+    # One reduction, on every rank: a rank that fails alone would wait for the others below.
+    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps)).tolist()
+    dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
+    bound = max_logprob_diff or _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUND)
+    if mean <= bound * _MEAN_SHARE and percentile <= bound:
+        return
+    roles = module.role_strategy
+    parameters = roles.iter_adapters("actor") if engine.swaps_adapters else roles.iter_full_params("actor")
+    name = engine.first_difference(parameters)
+    deque(parameters, maxlen=0)  # every rank goes through all of them
+    if name:
+        cause = f"the first parameter that differs is {name}"
+    else:
+        cause = "all weights were transferred correctly, so the engine damaged them or computes something else"
+    raise RuntimeError(
+        f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "
+        f"nats on average (allowed: {bound * _MEAN_SHARE:g}) and {percentile:.3g} at the 99th percentile (allowed: "
+        f"{bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
+    )
+
+
+def gap_statistics(gaps: Tensor) -> Tensor:
+    """Return mean, 99th percentile and maximum of the differences; infinity if one of them is NaN.
+
+    The percentile leaves out one token in a hundred; of fewer than a hundred it is the maximum.
+
+    Args:
+        gaps: (N,) absolute differences of the tokens, nats; may be empty.
+    """
+    gaps = torch.cat([gaps.double().nan_to_num(nan=torch.inf), gaps.new_zeros(1, dtype=torch.float64)])
+    count = len(gaps) - 1  # without the 0, which replaces an empty rollout
+    ordered = gaps.sort(descending=True).values
+    return torch.stack([gaps.sum() / max(count, 1), ordered[count // 100], ordered[0]])

@@ -20,7 +20,7 @@ from torch import multiprocessing as processes
 from benchmarks.acceptance_runs import LETTERS, accelerator, data_of, module_of, trainer_on
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.throughput import PEAKS
-from lightning_rlhf.cli.doctor_try import share_of_a
+from lightning_rlhf.cli.commands.doctor_try import share_of_a
 from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.planning import memory as terms

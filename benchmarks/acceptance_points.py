@@ -30,8 +30,8 @@ from benchmarks.acceptance_runs import (
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.checks import gap_statistics
-from lightning_rlhf.cli.doctor_gpu import SMI_QUERY, compiler_rows
-from lightning_rlhf.cli.doctor_try import digest
+from lightning_rlhf.cli.commands.doctor import SMI_QUERY, compiler_findings
+from lightning_rlhf.cli.commands.doctor_try import digest
 from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
@@ -55,7 +55,7 @@ def machine(device: str, folder: Path) -> Figures:
         "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "compiler": {name: finding for name, finding, _ in compiler_rows(os.environ)},
+        "compiler": {name: finding for name, finding, _ in compiler_findings(os.environ)},
         "doctor": doctor.returncode,
         "faults": faults,
     }

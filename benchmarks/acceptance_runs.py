@@ -25,7 +25,7 @@ from lightning_rlhf import (
 )
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.defaults import complete
-from lightning_rlhf.cli.doctor_try import ARCHITECTURE, digest, share_of_a
+from lightning_rlhf.cli.commands.doctor_try import ARCHITECTURE, digest, share_of_a
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import SaveOptions
@@ -56,9 +57,9 @@ class RunCheckpoint(ModelCheckpoint):
     ) -> None:
         check_at_least(1, every_n_steps=every_n_steps, keep_last=keep_last)
         if every_n_minutes is not None and not every_n_minutes > 0:
-            raise ValueError(f"every_n_minutes must be positive or null, got {every_n_minutes}")
+            raise UsageError(f"every_n_minutes must be positive or null, got {every_n_minutes}")
         if best is not None and (every_n_minutes is not None or keep_last != 1):
-            raise ValueError("every_n_minutes and keep_last apply to the last checkpoint: remove them, or best")
+            raise UsageError("every_n_minutes and keep_last apply to the last checkpoint: remove them, or best")
         super().__init__(
             filename="best" if best else "last",
             monitor=best,
@@ -98,7 +99,7 @@ class RunCheckpoint(ModelCheckpoint):
         """
         others = [c for c in trainer.checkpoint_callbacks if isinstance(c, RunCheckpoint) and c is not self]
         if any(other.filename == self.filename for other in others):
-            raise ValueError(f"two RunCheckpoint callbacks would write {self.filename}.ckpt: keep one of them")
+            raise UsageError(f"two RunCheckpoint callbacks would write {self.filename}.ckpt: keep one of them")
         self.dirpath = str(_directory(trainer))
         self._state = None
         self._saved_step = None
@@ -112,7 +113,7 @@ class RunCheckpoint(ModelCheckpoint):
                 options = SaveOptions(self.keep_last, self.background, self._copy, newest)
             trainer.strategy.save_options[self.path] = options
         elif self.keep_last > 1 or self.copy_to:
-            raise ValueError(
+            raise UsageError(
                 f"keep_last and copy_to need checkpoints that are folders; {type(trainer.strategy).__name__} writes "
                 f"single files: use a strategy whose name begins with rlhf_"
             )
@@ -275,7 +276,7 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
             return url
     others = sorted(path for path in folder.glob("*.ckpt") if not manifest.never_finished(path))
     if others:
-        raise ValueError(
+        raise UsageError(
             f"{folder} has {others[0].name} but no last.ckpt: resume with --ckpt_path {others[0]}, or choose another "
             f"trainer.default_root_dir to start a new run"
         )
@@ -293,7 +294,7 @@ def check_copies(trainer: Trainer) -> None:
     def look() -> None:
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, RunCheckpoint) and callback.copy_to and remote.exists(callback._url):
-                raise ValueError(
+                raise UsageError(
                     f"{callback._url} is a checkpoint of an earlier run, which this run would replace: resume with "
                     f"--ckpt_path last, or set another copy_to of RunCheckpoint"
                 )

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
@@ -32,7 +33,7 @@ def check_at_least(least: float, **values: float) -> None:
     """
     for name, value in values.items():
         if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+            raise UsageError(f"{name} must be at least {least}, got {value}")
 
 
 def tensor_ranks(trainer: Trainer, module: RLHFModule) -> int:
@@ -47,7 +48,7 @@ def check_module(callback: Callback, module: LightningModule, kind: type[Lightni
         ValueError: the module is not derived from ``kind``.
     """
     if not isinstance(module, kind):
-        raise ValueError(
+        raise UsageError(
             f"{type(callback).__name__} works with a lightning_rlhf {kind.__name__} (PPOModule, GRPOModule, ...), got "
             f"{type(module).__name__}: leave the callback out"
         )
@@ -96,7 +97,7 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
         ValueError: mini-batches do not divide a step, or a rank would have no prompt or response.
     """
     if module.advantages.needs_groups and group_size < 2:
-        raise ValueError(
+        raise UsageError(
             f"{type(module.advantages).__name__} compares the responses to one prompt: "
             f"group_size must be at least 2, got {group_size}"
         )
@@ -107,13 +108,13 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
     if responses % module.minibatch_size:
         divisors = [size for size in range(1, responses + 1) if responses % size == 0]
         nearest = min(divisors, key=lambda size: abs(size - module.minibatch_size))
-        raise ValueError(
+        raise UsageError(
             f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
             f"({prompts} prompts x group_size {group_size}); {nearest} would"
         )
     ranks = module.data_ranks.size
     if data.batch_size < ranks or module.minibatch_size < ranks:
-        raise ValueError(
+        raise UsageError(
             f"batch_size {data.batch_size} and minibatch_size {module.minibatch_size} count over all {ranks} ranks: "
             f"both must be at least {ranks}"
         )
@@ -154,7 +155,7 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
         cause = f"the first parameter that differs is {name}"
     else:
         cause = "all weights were transferred correctly, so the engine damaged them or computes something else"
-    raise RuntimeError(
+    raise RunError(
         f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "
         f"nats on average (allowed: {bound * _MEAN_SHARE:g}) and {percentile:.3g} at the 99th percentile (allowed: "
         f"{bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"

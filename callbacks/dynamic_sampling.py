@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch, Rollout
@@ -32,7 +33,7 @@ class DynamicSampling:
 
     def __post_init__(self) -> None:
         if self.prompts_per_step < 1:
-            raise ValueError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
+            raise UsageError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
 
     def check(self, batch_size: int, group_size: int, rewards: list[RewardFunction], module: RLHFModule) -> None:
         """Validate the settings before anything is generated.
@@ -47,28 +48,28 @@ class DynamicSampling:
             ValueError: sizes do not divide each other, no reward can be compared, or greedy responses are needed.
         """
         if batch_size % self.prompts_per_step:
-            raise ValueError(
+            raise UsageError(
                 f"dynamic sampling generates in rounds of prompts_per_step={self.prompts_per_step}, which does not "
                 f"divide the data's batch_size {batch_size}: use a multiple of it"
             )
         if group_size < 2:
-            raise ValueError(
+            raise UsageError(
                 f"dynamic sampling compares responses to one prompt: group_size must be at least 2, got {group_size}"
             )
         names = [reward.label for reward in rewards if self.reward is not None or reward.weight]
         if not names or (self.reward is not None and self.reward not in names):
-            raise ValueError(
+            raise UsageError(
                 f"dynamic sampling compares the values of a reward function: {self.reward or 'any'} is not among "
                 f"{names}; the score of a reward model is computed later"
             )
         if module.advantages.needs_greedy:
-            raise ValueError(
+            raise UsageError(
                 f"dynamic sampling does not support the greedy responses of {type(module.advantages).__name__}: "
                 f"leave dynamic_sampling out"
             )
         ranks = module.data_ranks.size
         if batch_size % ranks or self.prompts_per_step % ranks:
-            raise ValueError(
+            raise UsageError(
                 f"with dynamic sampling {ranks} ranks share batch_size {batch_size} and prompts_per_step "
                 f"{self.prompts_per_step} equally: use multiples of {ranks}"
             )

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from lightning_rlhf.compat import disable_signal_handlers
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.interrupts import Interrupted, signal_name
 from lightning_rlhf.strategies import ranks
 
@@ -48,7 +49,7 @@ class GracefulShutdown(Callback):
 
     def __init__(self, grace_seconds: float = 25.0) -> None:
         if not grace_seconds > 0:
-            raise ValueError(f"grace_seconds must be positive, got {grace_seconds}")
+            raise UsageError(f"grace_seconds must be positive, got {grace_seconds}")
         self.grace_seconds = grace_seconds
         self._previous: dict[int, Any] = {}
         self._trainer: Trainer | None = None

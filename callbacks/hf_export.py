@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import Pretrained, quiet_transformers
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.strategies.checkpoints.io import digest
@@ -39,7 +40,7 @@ class HFExport(Callback):
 
     def __init__(self, every_n_steps: int = 0, adapter: bool = False) -> None:
         if every_n_steps < 0:
-            raise ValueError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
+            raise UsageError(f"every_n_steps must be 0 (only at the end) or positive, got {every_n_steps}")
         self.every_n_steps = every_n_steps
         self.adapter = adapter
 
@@ -130,7 +131,7 @@ def check_adapter(module: RoleModule, role: str, option: str) -> None:
     """
     if role != "actor" or module.sources[role].lora is None:
         reason = "whose head is trained too" if role != "actor" else "which has no adapters"
-        raise ValueError(
+        raise UsageError(
             f"{option} exports only LoRA adapters, and this run exports its {role}, {reason}: leave adapter out"
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 
@@ -30,7 +31,7 @@ class KLControl(Callback):
         if not hasattr(pl_module, "kl_reward"):
             check_module(self, pl_module, RLHFModule)
         if pl_module.kl_reward.coef <= 0:
-            raise ValueError(
+            raise UsageError(
                 f"KLControl needs a KL penalty in the reward: set kl_reward with a positive coef, got "
                 f"{pl_module.kl_reward.coef}"
             )
@@ -51,7 +52,7 @@ class KLControl(Callback):
         count = torch.tensor(float(len(pl_module.last_rollout)), device=pl_module.device)
         responses = int(pl_module.data_ranks.sum(count))
         if pl_module.kl_to_ref is None:
-            raise RuntimeError(f"KLControl needs the KL to the reference: {type(pl_module).__name__} sets no kl_to_ref")
+            raise RunError(f"KLControl needs the KL to the reference: {type(pl_module).__name__} sets no kl_to_ref")
         kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, like the logged value
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.data.rows import Source, text_of, use_rows
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import ordered_share
 from lightning_rlhf.models.loading import ModelSource, as_source, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
@@ -74,7 +75,7 @@ class PolicyCheck(Callback):
         """Validate prompts, rule and vocabularies before training."""
         rows, _ = use_rows(self.prompts, "policy check", dict, on_bad_row="error")
         if len(rows) < 2:
-            raise ValueError(f"PolicyCheck needs at least 2 prompts, got {len(rows)}")
+            raise UsageError(f"PolicyCheck needs at least 2 prompts, got {len(rows)}")
         self._rows = rows[: self.num_samples]
         if self.rule is not None:
             self.rule.check(sorted(name for name in rows[0] if name != "prompt"))

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 
 from .metrics_csv import MetricsCSV, read_metrics
@@ -53,7 +54,7 @@ class Report(Callback):
         """Validate that the callbacks exist whose results the report contains."""
         for kind in (RolloutLoop, MetricsCSV):
             if not any(isinstance(callback, kind) for callback in trainer.callbacks):
-                raise ValueError(f"Report needs {kind.__name__} among the trainer's callbacks")
+                raise UsageError(f"Report needs {kind.__name__} among the trainer's callbacks")
 
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Store the responses of the first validation."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_rlhf.compat import run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
@@ -91,9 +92,9 @@ class RolloutLoop(Callback):
         check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
         check_at_least(0, check_rows=check_rows)
         if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+            raise UsageError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
-            raise ValueError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
+            raise UsageError(f"max_logprob_diff must be positive or null, got {max_logprob_diff}")
         self.rewards = [own if isinstance(own, RewardFunction) else RewardFunction(own) for own in rewards or []]
         self.reward_executor = RewardExecutor(self.rewards)
         self.group_size = group_size
@@ -171,12 +172,12 @@ class RolloutLoop(Callback):
         """
         data = trainer.datamodule
         if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
-            raise ValueError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+            raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
         if not self.rewards and "reward_model" not in module.sources:
-            raise ValueError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
+            raise UsageError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
         labels = [reward.label for reward in self.rewards]
         if self.val_metric is not None and self.val_metric not in labels:
-            raise ValueError(f"val_metric must be the name of a reward, one of {labels}, got {self.val_metric!r}")
+            raise UsageError(f"val_metric must be the name of a reward, one of {labels}, got {self.val_metric!r}")
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module)
         check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
@@ -185,7 +186,7 @@ class RolloutLoop(Callback):
         check_reward_functions(self.rewards, self.reward_executor, data)
         splitting = tensor_ranks(trainer, module)
         if self._engine_choice != "auto" and self._engine_choice.ranks % splitting:
-            raise ValueError(
+            raise UsageError(
                 f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
                 f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
             )
@@ -245,7 +246,7 @@ class RolloutLoop(Callback):
         with clock("time/check_s"):
             self.verify(pl_module, rollout)
         if not rollout.rollout_logprobs.isfinite().all():
-            raise RuntimeError("the engine returned log-probabilities that are not finite: its weights are damaged")
+            raise RunError("the engine returned log-probabilities that are not finite: its weights are damaged")
         self._let_engine_sleep(pl_module.device)
         pl_module.receive(rollout, greedy)
         metrics |= max_over_ranks(clock.seconds, ranks, pl_module.device)  # all ranks wait for the slowest

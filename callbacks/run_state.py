@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.compat import finish_when_resumed, run_validation, settle_progress, validation_due
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
@@ -101,7 +102,7 @@ class RunState(Callback):
             ValueError: the checkpoint was written without this callback, or does not fit this run's schedules or data.
         """
         if _KEY not in checkpoint:
-            raise ValueError("this checkpoint has no random state: it was written without the RunState callback")
+            raise UsageError("this checkpoint has no random state: it was written without the RunState callback")
         self._restored = checkpoint[_KEY]
         if trainer.state.fn == "fit":
             step = checkpoint["global_step"]
@@ -124,7 +125,7 @@ class RunState(Callback):
         if new is None or stored is None:
             return
         if [set(state) for state in new] != [set(state) for state in stored]:
-            raise ValueError(
+            raise UsageError(
                 f"the learning-rate schedules differ in kind from those of the checkpoint ({len(stored)} in the "
                 f"checkpoint, {len(new)} configured): configure the same schedules, or start a new run from an export, "
                 f"with new optimizers"
@@ -139,7 +140,7 @@ class RunState(Callback):
         changed = changes(stored, self._settings) if stored else {}
         other_rows = [line for name, line in changed.items() if name in WHICH_ROWS]
         if other_rows and not self.allow_other_data:
-            raise ValueError(
+            raise UsageError(
                 f"{'; '.join(other_rows)}: the checkpoint's position in the data would mean other rows, so that some "
                 f"would be used twice and others never. Resume with the same data, seed and batch size, or start a new "
                 f"run from an export, or set allow_other_data: true of lightning_rlhf.callbacks.RunState"

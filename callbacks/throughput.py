@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
@@ -41,7 +42,7 @@ class Throughput(Callback):
 
     def __init__(self, peak_tflops: float | None = None) -> None:
         if peak_tflops is not None and not peak_tflops > 0:
-            raise ValueError(f"peak_tflops must be positive or null, got {peak_tflops}")
+            raise UsageError(f"peak_tflops must be positive or null, got {peak_tflops}")
         self.peak_tflops = peak_tflops
         self._started = 0.0
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.diagnostics import best_at_k, majority_at_k, ordered_share, pass_at_k, worst_at_k
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.types import PromptBatch, Rollout
@@ -198,7 +199,7 @@ class Validation:
         assert self._answer is not None
         answers = list(self._answer(completions))
         if len(answers) != len(completions) or not all(isinstance(answer, Hashable) for answer in answers):
-            raise RuntimeError(
+            raise RunError(
                 f"val_answer returned {answers!r} for {len(completions)} completions, expected a text or a number for "
                 f"each, or None for a completion without an answer"
             )

@@ -31,7 +31,7 @@ installed=$(cat "$stamp" 2> /dev/null || true)
 rm -f "$stamp"
 
 # The packages for GPUs are built for CUDA 13, and Triton compiles at run time. Without nvidia-smi, as where an image is
-# built, neither is known. lightning_rlhf/cli/doctor_gpu.py has the same requirements.
+# built, neither is known. lightning_rlhf/cli/commands/doctor.py has the same requirements.
 if [ "$device" = gpu ] && command -v nvidia-smi > /dev/null; then
     while IFS=', ' read -r driver capability; do
         [ "${driver%%.*}" -ge 580 ] || fail "the packages of $lock are built for CUDA 13, which needs NVIDIA driver 580" \

@@ -1,7 +1,8 @@
 """A new algorithm is an object in a file of yours: REINFORCE with the batch's mean reward as baseline.
 
 An estimator turns rewards into advantages, a policy loss turns advantages into losses of tokens, an aggregation turns
-those into one loss. This estimator is new, the loss is one of ours. From YAML both are reached by their dotted path:
+those into one loss. This estimator is new, the loss is one of ours. From YAML both are reached by their dotted path;
+`my_algorithms.py` is next to the configuration or in the working directory, and PYTHONPATH is not needed:
 
     model:
       class_path: lightning_rlhf.RLHFModule

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 from transformers import PretrainedConfig
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from lightning_rlhf.expected_errors import UsageError
+
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"]
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
 
@@ -29,7 +31,7 @@ def set_attention(config: PretrainedConfig, implementation: Attention | None = N
         config._attn_implementation = implementation
     requested = config._attn_implementation
     if requested is not None and requested not in get_args(Attention):
-        raise ValueError(
+        raise UsageError(
             f"the model's configuration requests attn_implementation {requested!r}, expected one of "
             f"{', '.join(get_args(Attention))}: set attn_implementation to one of them (code from the hub is never run)"
         )
@@ -49,7 +51,7 @@ def check_attention_package(config: PretrainedConfig) -> None:
     """
     name = config._attn_implementation
     if name in _FLASH and not _FLASH[name]():
-        raise ValueError(
+        raise UsageError(
             f"attn_implementation {name} needs an NVIDIA GPU and the package flash-attn (flash-attn-3), which is not "
             f"installed here: install it, or use sdpa"
         )

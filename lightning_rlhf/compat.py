@@ -4,9 +4,11 @@ Checked against lightning 2.6.6; tests/test_compat.py fails and names the change
 """
 
 import copy
+import traceback
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import do_nothing_closure
@@ -172,3 +174,23 @@ def replaces_samplers(trainer: Trainer) -> bool:
     """Return whether the Trainer replaces the sampler of each data loader to divide the data among processes."""
     connector = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler and connector.is_distributed)
+
+
+def is_lightning_error(error: BaseException, package: str = "lightning.") -> bool:
+    """Return whether Lightning rejected its arguments.
+
+    Lightning raises built-in exceptions for most such errors, so the module that raised them has to identify them.
+
+    Args:
+        error: exception.
+        package: beginning of the name of the module that raised it.
+    """
+    if not isinstance(error, MisconfigurationException | ValueError | RuntimeError | ImportError):
+        return False
+    return is_raised_in(error, package)
+
+
+def is_raised_in(error: BaseException, package: str) -> bool:
+    """Return whether a module of a package raised an error; the name ends with a dot."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(package)

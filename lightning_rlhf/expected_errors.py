@@ -1,40 +1,30 @@
-"""Expected errors, which users see as a one-line message, as opposed to bugs, which show a traceback."""
+"""Expected errors, which users see as a one-line message; any other error is a bug and shows its traceback."""
 
 from __future__ import annotations
 
-import traceback
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+class ExpectedError(Exception):
+    """Base class of errors in a user's input or environment. The message contains the value, the rule and the remedy.
 
-# Types of expected errors; a KeyError or an AssertionError is a bug.
-_TYPES = (ValueError, RuntimeError, FileNotFoundError, ModuleNotFoundError, FloatingPointError)
-
-
-def raising_module(error: BaseException) -> str:
-    """Return the dotted name of the module whose code raised an error; empty if it was never raised."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
-
-
-def is_expected(error: BaseException) -> bool:
-    """Return whether an error is an expected error of this package."""
-    return isinstance(error, _TYPES) and raising_module(error).startswith("lightning_rlhf.")
-
-
-def is_lightning_error(error: BaseException) -> bool:
-    """Return whether Lightning raised an error because it cannot run with its arguments."""
-    kinds = MisconfigurationException | ValueError | RuntimeError | ImportError
-    return isinstance(error, kinds) and raising_module(error).startswith("lightning.")
-
-
-def exit_code(error: BaseException, started: bool) -> int:
-    """Return the exit code of a run that an error ends.
-
-    Args:
-        error: the exception.
-        started: whether the first training step has begun.
-
-    Returns:
-        2 for a mistake found before the first training step, else 1.
+    Each subclass is also a built-in exception, which callers in Python may catch.
     """
-    return 2 if not started and (is_expected(error) or is_lightning_error(error)) else 1
+
+
+class UsageError(ExpectedError, ValueError):
+    """Error in an argument, a configuration, a model or data."""
+
+
+class RunError(ExpectedError, RuntimeError):
+    """Failure of a run in a component outside the trainer, such as an engine, a reward function or a server."""
+
+
+class MissingFileError(ExpectedError, FileNotFoundError):
+    """Missing file, model or data set."""
+
+
+class MissingPackageError(ExpectedError, ModuleNotFoundError):
+    """Missing optional package."""
+
+
+class NonFiniteError(ExpectedError, FloatingPointError):
+    """NaN or infinity in a loss or a gradient."""

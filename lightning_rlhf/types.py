@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.tensor_batch import TensorBatch, expect_shape
 
 FinishReason = Literal["stop", "length"]
@@ -38,13 +39,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+            raise UsageError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+            raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise UsageError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
+            raise UsageError(f"top_k must be 0 (keep all tokens) or positive, got {self.top_k}")
 
 
 _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
@@ -68,13 +69,13 @@ class Completion:
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
-            raise ValueError(
+            raise UsageError(
                 f"a completion needs one log-probability per token and at least one token, "
                 f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             )
         for i, value in enumerate(self.logprobs):
             if value > _ROUNDING:  # NaN raises later, where the damaged weight can be named
-                raise ValueError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
+                raise UsageError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
 
 
 @dataclass(frozen=True)

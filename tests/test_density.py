@@ -11,10 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")])
 TARGETS, POSITIONAL = 2, 5
 # Folders that were not yet gone over. Nothing is added here.
-PENDING = (
-    "lightning_rlhf/__main__.py",
-    "lightning_rlhf/cli/",
-)
+PENDING = ()
 
 
 def findings(tops=()):

@@ -8,7 +8,7 @@ import yaml
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.cli.parser import _parameters
+from lightning_rlhf.cli.parser import parameters
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -27,7 +27,7 @@ def test_its_schedule_can_be_made():
 
 
 def test_its_numbers_are_arguments():
-    known = {*_parameters(PPOModule), *inspect.signature(PromptDataModule).parameters}
+    known = {*parameters(PPOModule), *inspect.signature(PromptDataModule).parameters}
     known |= set(inspect.signature(RolloutLoop).parameters)
     named = re.findall(r"^\| [^|]+ \| `([\w.]+)", PAGE, re.MULTILINE)
     assert len(named) >= 12

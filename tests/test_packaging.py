@@ -1,6 +1,7 @@
 """The source distribution and the wheel hold what they should, and the wheel works away from the source tree."""
 
 import ast
+import copy
 import os
 import re
 import shutil
@@ -12,8 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_rlhf import __version__
+from tests.cli.conftest import PPO
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py")]
@@ -75,20 +78,61 @@ def test_source_distribution_holds_the_tree(dist):
     assert {"LICENSE", "Makefile", "constraints/cpu.lock", "constraints/install.sh", "tests/test_packaging.py"} <= names
 
 
-def test_wheel_works_in_a_clean_environment(wheel, tmp_path):
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A virtual environment with the wheel and the running environment's dependencies; its ``bin`` and packages."""
+    tmp_path = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=tmp_path)
     python = tmp_path / "venv/bin/python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     # The dependencies are those of the running environment; a path in a .pth file does not bring its editable installs.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return tmp_path / "venv/bin", site
 
-    assert __version__ in run(tmp_path / "venv/bin/lightning-rlhf", "--version", cwd=tmp_path)
+
+def test_wheel_works_in_a_clean_environment(installed, tmp_path):
+    programs, site = installed
+    python = programs / "python"
+    assert __version__ in run(programs / "lightning-rlhf", "--version", cwd=tmp_path)
     look = "import lightning_rlhf.callbacks as c; print(c.__file__, c.__path__[0], *c.__all__, sep='\\n')"
     file, folder, *exported = run(python, "-c", look, cwd=tmp_path).splitlines()
     assert Path(file) == site / "lightning_rlhf/callbacks/__init__.py"
     assert Path(folder) == site / "lightning_rlhf/callbacks"
     assert exported
+
+
+OWN_LOSS = """
+from dataclasses import dataclass
+
+import my_constants
+from lightning_rlhf.objectives.policy_losses import ReinforceLoss
+
+
+@dataclass(frozen=True)
+class MyLoss(ReinforceLoss):
+    strength: float = my_constants.STRENGTH
+
+    def __call__(self, *args, **kwargs):
+        loss, metrics = super().__call__(*args, **kwargs)
+        return self.strength * loss, metrics
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["configuration", "working directory"])
+def test_a_user_s_loss_is_found_without_pythonpath(installed, tmp_path, folder):
+    programs, _ = installed
+    (tmp_path / "empty").mkdir()
+    own = tmp_path if folder == "configuration" else tmp_path / "empty"
+    (own / "my_losses.py").write_text(OWN_LOSS)
+    (own / "my_constants.py").write_text("STRENGTH = 2.0")
+    (own / "torch.py").write_text("raise ImportError('a file of the user hides torch')")
+    config = copy.deepcopy(PPO)
+    config["model"]["init_args"]["policy_loss"] = {"class_path": "my_losses.MyLoss"}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    command = [programs / "lightning-rlhf", "fit", "--config", tmp_path / "my.yaml", "--trainer.max_steps", "1"]
+    assert "ended after step 1" in run(*command, cwd=tmp_path / "empty")
 
 
 def test_door_and_folder_export_the_same_callbacks():

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> list[Tensor]:
     """Split rows into micro-batches whose size stays within a budget, alike lengths together.
@@ -23,7 +25,7 @@ def token_budget_batches(lengths: Tensor, budget: int, packed: bool = False) -> 
         ValueError: the budget is not positive.
     """
     if budget < 1:
-        raise ValueError(f"micro_batch_tokens must be positive, got {budget}")
+        raise UsageError(f"micro_batch_tokens must be positive, got {budget}")
     batches: list[list[int]] = []
     lengths = lengths.cpu()  # once, or the host would wait for a GPU twice
     sizes = lengths.tolist()

@@ -1,4 +1,4 @@
-"""What becomes of a run that lies where a new one is to be written."""
+"""An earlier run in the directory of a new one: it is renamed, never mixed or overwritten."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from typing import Any
 
 from jsonargparse import Namespace
 
+from lightning_rlhf.expected_errors import UsageError
+
 log = logging.getLogger("lightning_rlhf")
 
 
-def set_aside(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run, and say so: nothing is lost, nothing is mixed.
-
-    Args:
-        directory: of the run to come.
-
-    Returns:
-        Where the earlier run is now; None if there was none.
-    """
+def rename_earlier_run(directory: Path) -> Path | None:
+    """Rename the directory of an earlier run to the next free name with a number, and log it."""
     if not (directory / "config.yaml").is_file():
         return None
     number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
@@ -34,79 +29,74 @@ def set_aside(directory: Path) -> Path | None:
     return earlier
 
 
-def put_back(earlier: Path, directory: Path) -> None:
-    """Let an earlier run have its place again, because the new one never began.
-
-    Args:
-        earlier: where it is now.
-        directory: where it was.
-    """
+def restore_earlier_run(earlier: Path, directory: Path) -> None:
+    """Rename an earlier run back, because the new one did not start."""
     shutil.rmtree(directory, ignore_errors=True)
     earlier.rename(directory)
-    log.info("This run did not begin: the earlier one is %s again.", directory)
+    log.info("This run did not start: the earlier one is %s again.", directory)
 
 
-def check_can_be_written(directory: Path, fresh: bool) -> None:
-    """Refuse a directory in which a run could not write.
+def check_writable(directory: Path, renames: bool) -> None:
+    """Validate that a run can write to its directory.
 
     Args:
-        directory: of the run to come.
-        fresh: whether an earlier run in it is to be renamed.
+        directory: directory of the run.
+        renames: whether an earlier run in it will be renamed.
 
     Raises:
-        ValueError: it is a file, or permission is missing.
+        UsageError: the directory is a file, cannot be made, or permission is missing.
     """
     if directory.exists() and not directory.is_dir():
-        raise ValueError(f"trainer.default_root_dir {str(directory)!r} is a file: give a directory")
+        raise UsageError(f"trainer.default_root_dir {str(directory)!r} is a file: set it to a directory")
     path = directory.absolute()
-    needed = [next(place for place in (path, *path.parents) if place.exists())]
-    if fresh and (directory / "config.yaml").is_file():
+    needed = [next(folder for folder in (path, *path.parents) if folder.exists())]
+    if renames:
         needed.append(path.parent)
-    for place in needed:
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise ValueError(
-                f"trainer.default_root_dir is {str(directory)!r}, and there is no permission to write in {place}: "
-                f"give another directory"
+    for folder in needed:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(
+                f"no permission to write in {folder}, which trainer.default_root_dir {str(directory)!r} needs: "
+                f"set it to another directory"
             )
-    if not directory.exists():
-        fault = None
-        try:
-            directory.mkdir(parents=True)
-            directory.rmdir()
-        except OSError as error:
-            fault = error.strerror
-        if fault is not None:
-            raise ValueError(
-                f"trainer.default_root_dir {str(directory)!r} cannot be made ({fault}): give another directory"
-            )
+    reason = None if directory.exists() else _creation_error(directory)
+    if reason is not None:
+        raise UsageError(
+            f"trainer.default_root_dir {str(directory)!r} cannot be made ({reason}): set it to another directory"
+        )
+
+
+def _creation_error(directory: Path) -> str | None:
+    """Return why a directory cannot be made, else None."""
+    try:
+        directory.mkdir(parents=True)
+        directory.rmdir()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def check_reads_elsewhere(config: Namespace, directory: Path) -> None:
-    """Refuse a new run that reads what it would set aside.
-
-    Args:
-        config: of ``fit``, parsed.
-        directory: of the run to come.
+    """Validate that a new run does not read from the earlier run that it renames.
 
     Raises:
-        ValueError: a model, tokenizer or data lie in it.
+        UsageError: a model, tokenizer or data are in the directory.
     """
     data = {name: value for name, value in config["data"]["init_args"].items() if name != "bad_rows"}
-    for text in _texts([config["model"], data]):
+    for text in _strings([config["model"], data]):
         if "/" in text and os.path.exists(text) and Path(text).resolve().is_relative_to(directory.resolve()):
-            raise ValueError(
-                f"this run reads {text!r} and is to be written to {str(directory)!r}, where an earlier run lies that "
-                f"would be set aside: give another trainer.default_root_dir, or go on with it by --ckpt_path last"
+            raise UsageError(
+                f"this run reads {text!r}, but the earlier run in {str(directory)!r} would be renamed: set another "
+                f"trainer.default_root_dir, or resume the earlier run with --ckpt_path last"
             )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Namespace):
-        yield from _texts(vars(value))
+        yield from _strings(vars(value))
     elif isinstance(value, Mapping):
-        yield from _texts(list(value.values()))
+        yield from _strings(list(value.values()))
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part)
+            yield from _strings(part)

@@ -1,171 +1,220 @@
-"""Errors of the command line in one sentence."""
+"""The parser of configurations: reports a mistake in one line, with the nearest known name."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import os
-import re
+import pkgutil
 import sys
-from dataclasses import is_dataclass
-from importlib import import_module
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.cli.other_names import ENGINES, called_here
+from lightning_rlhf.cli.config_files import config_files, read_yaml
+from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
 from lightning_rlhf.strategies import ranks
 
-_KEY = re.compile(r'^-?\s*Parser key "(.+)":\s*(.*)$')
-_CLASS = re.compile(r"^-?\s*Problem with given class_path '(.+)':$")
-_UNKNOWN = re.compile(
-    r"(?:Group '(?P<group>.+)' does not accept option|does not accept option|Option) '(?P<name>[^']+)'"
+_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config")
+_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+# Lines of jsonargparse's trees of alternatives that carry no reason.
+_STRUCTURE = (
+    "Does not validate",
+    "Subtypes:",
+    "Errors:",
+    "Given value type",
+    "Expected a path but",
+    "Not of type Path",
+    "Expected a <class 'NoneType'>",
 )
-_NO_CLASS = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
-_CALLABLE = re.compile(r"^Type .+ expects a function or a callable class: ")
-_NO_PATH = re.compile(r"^Expected a dot import path string: (.*)$")
-_NOT_EITHER = re.compile(r"^(?:Expected a dot import path string: (.*)|Not a valid subclass of .*)$")
-_WRONG_TYPE = re.compile(r"^Expected a (.+?)\. Got value: (.*)$")
-_ALTERNATIVE = re.compile(r"^Expected a (<class '.+'>|typing\.Literal\[.+\])$")
-_VALUE = re.compile(r"^Given value: (.*)$")
-_NO_NEWS = re.compile(r"^(Does not validate|Subtypes:|Errors:|Given value|Expected a path but|Not of type Path)")
-_YAML = re.compile(r"^Problems parsing config: (?P<what>.+)", re.DOTALL)
-_PLACE = re.compile(r"\s*in .*, (line \d+, column \d+)")
-_REQUIRED = re.compile(r"^the following arguments are required: fit\.(\w+)$")
-_NO_KEYS = re.compile(r"^Unexpected config: ?(.*)")
-_UNRECOGNIZED = re.compile(r"^unrecognized arguments: (--[\w.-]+)")
-_SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path")
+_MOST_CHARACTERS = 100  # of a value in a message
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-class FriendlyParser(LightningArgumentParser):
-    """Says what is wrong, suggests what was meant, and leaves out the usage page."""
+class ConfigParser(LightningArgumentParser):
+    """Parser of a run's configuration; errors are one line without the usage page."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._arguments: Sequence[str] = ()
+
+    def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        """Parse arguments, and keep them for messages about unknown names."""
+        self._arguments = sys.argv[1:] if args is None else args
+        return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print one sentence and exit with 2; parsers inside the parser raise, so that alternatives are tried."""
+        """Print one line and exit with 2; a parser within the parser raises, so that alternatives are tried."""
         if not self.exit_on_error:
             super().error(message, ex)
-        if is_first_here():
-            print(f"lightning-rlhf: {explain(message)}", file=sys.stderr)
+        if reports_errors():
+            print(f"lightning-rlhf: {self._unknown_name() or condense(message)}", file=sys.stderr)
         sys.exit(2)
 
+    def _unknown_name(self) -> str | None:
+        subparsers = [
+            parser
+            for action in self._actions
+            if isinstance(action.choices, Mapping)
+            for parser in action.choices.values()
+        ]
+        options = [option for parser in (self, *subparsers) for option in parser._option_string_actions]
+        sections = {option.removeprefix("--").partition(".")[0] for option in options}
+        config: dict[str, Any] = {}
+        for file in config_files(self._arguments):
+            if file.is_file():
+                config = _merge(config, read_yaml(file))
+        return next(unknown_names(_merge(config, _settings_of(self._arguments)), [*sections, *_SECTIONS]), None)
 
-def is_first_here() -> bool:
-    """Return whether this process reports a mistake in the configuration, which every process of a machine finds.
 
-    Once the processes have joined, the one that fails first reports.
+def reports_errors() -> bool:
+    """Return whether this process prints an error in the configuration, which every process of a machine detects.
+
+    Once the processes have joined, the first one that fails prints.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     return local_rank == "0" or ranks.is_distributed()
 
 
-def explain(message: str) -> str:
-    """What a message of jsonargparse comes down to.
+def condense(message: str) -> str:
+    """Return a message of jsonargparse in one line: the keys, and the first reason of its tree of alternatives.
 
     Args:
-        message: a tree of what was tried and why each did not fit.
-
-    Returns:
-        Where, and the first reason that says something; with what was meant, where a name is nearly right.
+        message: message, possibly of many lines.
     """
-    if found := _YAML.match(message):
-        lines = found["what"].strip().splitlines()  # where it began to read, what it found, and where that stands
-        said = [line for line in lines if line and not line.startswith(" ")]
-        places = _PLACE.findall(found["what"])
-        where = f", {places[-1]}: indentation, or a bracket or quote that is not closed?" if places else ""
-        return f"the configuration is not valid YAML: {said[1] if len(said) > 1 else said[0]}{where}"
-    if found := _REQUIRED.match(message):
-        return f"the configuration has no {found[1]!r}: give its class_path and init_args"
-    if found := _NO_KEYS.match(message):
-        return f"a configuration consists of keys such as 'model:' and 'trainer:', got {found[1]!r}"
-    if found := _UNRECOGNIZED.match(message):
-        section, _, name = found[1].removeprefix("--").rpartition(".")
-        known = _known_names("", None, section) if section in ("", "trainer") else []
-        if here := called_here(name):
-            return f"unknown option {found[1]!r}{here}"
-        return f"unknown option {found[1]!r}{_meant(name, [*known, 'config'])}"
-    keys: list[str] = []
-    class_path, alternatives, value = "", list[str](), ""
-    for line in (_CALLABLE.sub("", line.strip().removeprefix("- ")) for line in message.splitlines()):
-        if found := _KEY.match(line):
-            keys.append(found[1])
-            line = found[2].strip()
-        elif found := _CLASS.match(line):
-            class_path = found[1]
+    parts: list[str] = []
+    for line in (line.strip().removeprefix("- ") for line in message.splitlines()):
+        if line.startswith("Not a valid subclass") and parts:
+            break
+        if not line or line.startswith(_STRUCTURE):
             continue
-        if found := _ALTERNATIVE.match(line):
-            alternatives.append(_kind(found[1]))
-        elif found := _VALUE.match(line):
-            value = value or found[1]
-        elif alternatives and (found := _NOT_EITHER.match(line)):
-            value = value or found[1]
-            break  # what follows tells how a class is given, where a plain value is asked for
-        elif line and not _NO_NEWS.match(line):
-            return _located(_reason(line, class_path), keys, class_path)
-    wanted = " or ".join(name for name in alternatives if name != "NoneType")
-    return _located(f"expected {wanted}, got {value!r}", keys, class_path) if wanted else message
+        is_value = line.startswith("Given value: ")
+        if is_value and len(line) > _MOST_CHARACTERS:
+            break
+        is_alternative = bool(parts) and "Expected a" in parts[-1] and line.startswith("Expected a")
+        parts.append(f"or {line}" if is_alternative else line)
+        if is_value or "Got value: " in line:
+            break
+    return " ".join(parts) or message
 
 
-def _located(reason: str, keys: list[str], class_path: str) -> str:
-    """The reason behind the key and the class it is about."""
-    where = ".".join(dict.fromkeys(keys))
-    owner = f"({class_path.rpartition('.')[2]})" if class_path else ""
-    return ": ".join(part for part in (f"{where} {owner}".strip(), reason) if part)
+def _settings_of(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options of a command line as a nested dictionary, without those for files and help."""
+    settings: dict[str, Any] = {}
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if not argument.startswith("--"):
+            continue
+        name, has_value, value = argument.removeprefix("--").partition("=")
+        *sections, last = name.removesuffix("+").split(".")
+        if last == "help" or name == "config":
+            continue
+        inner = settings
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                break
+        else:
+            inner[last] = value if has_value else following
+    return settings
 
 
-def _kind(name: str) -> str:
-    """A type as people say it."""
-    if found := re.match(r"<class '(?:.*\.)?(\w+)'>$", name):
-        return found[1]
-    return f"one of {found[1]}" if (found := re.match(r"typing\.Literal\[(.+)\]$", name)) else name
+def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return nested dictionaries in one; values of the second, and another class, replace those of the first."""
+    merged = dict(first) if second.get("class_path") in (None, first.get("class_path")) else {}
+    for name, value in second.items():
+        both = isinstance(merged.get(name), dict) and isinstance(value, dict)
+        merged[name] = _merge(merged[name], value) if both else value
+    return merged
 
 
-def _reason(line: str, class_path: str) -> str:
-    if found := _NO_CLASS.search(line):
-        return f"{found[2]!r} was not found in {found[1]}{_meant(found[2], dir(import_module(found[1])))}"
-    if found := _NO_PATH.match(line):
-        engine = f"; write {ENGINES[found[1]]}" if found[1] in ENGINES else ""
-        return f"expected the dotted path of a class, got {found[1]!r}{engine}"
-    if found := _WRONG_TYPE.search(line):
-        return f"expected {_kind(found[1])}, got {found[2]!r}"
-    if found := _UNKNOWN.search(line):
-        section, _, name = found["name"].rpartition(".")
-        name = name or found["name"]
-        first = found["name"].partition(".")[0]
-        if first != "init_args" and difflib.get_close_matches(first, ["init_args"], cutoff=0.8):
-            return f"unknown key {first!r}; did you mean 'init_args'?"
-        if section in ("", "trainer") or class_path:
-            if (here := called_here(name)) and name not in _known_names(class_path, found["group"], section):
-                return f"unknown option {found['name']!r}{here}"
-            return f"unknown option {found['name']!r}{_meant(name, _known_names(class_path, found['group'], section))}"
-        return f"unknown option {found['name']!r}{_meant(section.partition('.')[0], _SECTIONS)}"
-    return line
+def unknown_names(config: dict[str, Any], sections: Sequence[str] = _SECTIONS) -> Iterator[str]:
+    """Yield a message for each unknown section, option of the Trainer, class, and argument of a class."""
+    for name, value in config.items():
+        if name not in sections:
+            yield f"unknown option {name!r}{_hint(name, sections)}"
+        if name == "trainer" and isinstance(value, dict):
+            known = list(inspect.signature(Trainer).parameters)
+            for option in value:
+                if option not in known:
+                    yield f"unknown option 'trainer.{option}'{_hint(option, known)}"
+        yield from _unknown_in(value, name, None)
 
 
-def _known_names(class_path: str, group: str | None, section: str) -> list[str]:
-    """Names that could have been meant: parameters of a class, of one of its groups, or of the Trainer."""
-    if not class_path:
-        return list(inspect.signature(Trainer).parameters) if section == "trainer" else list(_SECTIONS)
-    module, _, name = class_path.rpartition(".")
-    parameters = _parameters(getattr(import_module(module), name))
-    if group is None:
-        return list(parameters)
-    default = parameters[group].default if group in parameters else None
-    return list(inspect.signature(type(default)).parameters) if is_dataclass(default) else []
+def _unknown_in(value: Any, key: str, annotation: Any) -> Iterator[str]:
+    """Yield messages about the classes in a value."""
+    if isinstance(value, list):
+        for entry in value:
+            yield from _unknown_in(entry, key, annotation)
+    elif isinstance(value, dict):
+        class_path = value.get("class_path")
+        kind = _load(class_path) if isinstance(class_path, str) else _only_class(annotation)
+        if isinstance(class_path, str) and kind is None:
+            module_name, _, name = class_path.rpartition(".")
+            module = _load(module_name)
+            if module is not None:
+                yield f"{key}: {name!r} was not found in {module_name}{_hint(name, dir(module))}"
+        arguments = {name: entry for name, entry in value.items() if name not in _CLASS_KEYS}
+        if isinstance(value.get("init_args"), dict):
+            arguments |= value["init_args"]
+        known = parameters(kind) if callable(kind) else {}
+        for name, entry in arguments.items():
+            if known and name not in known:
+                label = f"{key} ({getattr(kind, '__name__', kind)})"
+                yield f"{label}: unknown option {name!r}{_hint(name, [*known, *_CLASS_KEYS])}"
+            if name == "engine" and isinstance(entry, str) and entry in ENGINES:
+                yield f"{key}.{name}: expected the path of a class, got {entry!r}; write {ENGINES[entry]}"
+            yield from _unknown_in(entry, f"{key}.{name}", known.get(name))
 
 
-def _parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """Constructor parameters, those passed on to base classes included."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            found = {**inspect.signature(vars(base)["__init__"]).parameters, **found}
-    return {name: parameter for name, parameter in found.items() if name not in ("self", "args", "kwargs")}
+def _load(path: str) -> Any:
+    """Return the object with a dotted path; None if there is an error, which jsonargparse reports."""
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        return None
 
 
-def _meant(name: str, known: list[str] | tuple[str, ...]) -> str:
+def _only_class(annotation: Any) -> type | None:
+    """Return the class in an annotation such as ``list[RewardFunction] | None``; None if there are several."""
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation
+    kinds = [_only_class(part) for part in typing.get_args(annotation)]
+    ours = [kind for kind in kinds if kind is not None and kind.__module__ not in ("builtins", "typing")]
+    return ours[0] if len(ours) == 1 else None
+
+
+def parameters(function: Any) -> dict[str, Any]:
+    """Return the parameters of a constructor with their annotations; empty if it accepts any names.
+
+    A constructor with ``**kwargs`` has those of the base class, too.
+    """
+    constructors = [function]
+    if isinstance(function, type):
+        constructors = [vars(base)["__init__"] for base in function.__mro__ if "__init__" in vars(base)]
+    result: dict[str, Any] = {}
+    for constructor in constructors:
+        try:
+            kinds = {name: parameter.kind for name, parameter in inspect.signature(constructor).parameters.items()}
+        except ValueError:  # a function in C
+            return {}
+        try:
+            annotations = typing.get_type_hints(constructor)
+        except (NameError, TypeError):  # a name that is imported for type checkers only
+            annotations = {}
+        result = {name: annotations.get(name) for name, kind in kinds.items() if kind not in _VARIADIC} | result
+        if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            result.pop("self", None)
+            return result
+    return {}
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: its name here, or the nearest known one."""
+    if name in OPTION_NAMES:
+        return f"; here it is {OPTION_NAMES[name]}"
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

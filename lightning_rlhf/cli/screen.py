@@ -1,16 +1,30 @@
-"""Lightning's messages that a run shows on the screen, and the line at its end."""
+"""Messages on the screen: this package's log, Lightning's messages without the routine ones, and the last line."""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
+import warnings
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.utilities import rank_zero_only
 
-# At every run, or said better by the first screen and the last line.
+log = logging.getLogger("lightning_rlhf")
+# Warnings that do not apply to runs of this package: rows are tokenised in advance, so loader workers have nothing to
+# do; the mode of each role is set separately; logged values are those of all ranks already.
+_WARNINGS = (
+    r".*does not have many workers.*",
+    r".*module\(s\) in eval mode.*",
+    r".*recommended to use `self.log\(.*sync_dist=True\)`.*",
+    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning's use of a renamed function of torch
+    r"`torch.distributed.\w+` is deprecated.*",  # DeepSpeed's use of it
+    r"\s*Unable to serialize instance cpu\b",  # jsonargparse, about a torch.device among the defaults of a callback
+    r"Using ModelCheckpoint with manual optimization.*",  # twelve lines at every save
+)
+# Messages of every run, or repeated by the first screen and the last line.
 _ROUTINE = re.compile(
     r"GPU available|TPU available|HPU available|Using |💡|Seed set to|Restor(ing|ed all) states|LOCAL_RANK|"
     r"Initializing distributed|-{20,}\s*distributed_backend|All distributed processes registered|"
@@ -28,22 +42,28 @@ class RoutineFilter(logging.Filter):
         return record.levelno >= logging.WARNING or _ROUTINE.match(record.getMessage().strip()) is None
 
 
-def show_lightning() -> None:
-    """Show the messages of Lightning that are not routine."""
+def configure_messages() -> None:
+    """Show this package's log and Lightning's messages on stdout, without routine messages and warnings."""
+    for pattern in _WARNINGS:
+        warnings.filterwarnings("ignore", message=pattern)
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(RoutineFilter())
     for name in ("lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
+    is_first = getattr(rank_zero_only, "rank", 0) == 0  # the other ranks would repeat it
+    log.setLevel(logging.INFO if is_first else logging.WARNING)
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
 
 
 def last_line(trainer: Trainer) -> str:
-    """Return why a ``fit`` ended and where its results are.
-
-    Args:
-        trainer: after the fit.
-    """
+    """Return why a ``fit`` ended and where its results are."""
     return f"ended after step {trainer.global_step}: {_reason(trainer)}; results are in {trainer.default_root_dir}"
 
 

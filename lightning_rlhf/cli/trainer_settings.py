@@ -1,4 +1,4 @@
-"""Settings of the Trainer that a run of this package cannot use, each refused with the name of the right one."""
+"""Settings of the Trainer that cannot be used here, with the setting to use instead."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_rlhf.strategies import registry  # noqa: F401 (names the strategies for the Trainer)
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.strategies import registry  # noqa: F401 (registers the strategies' names with the Trainer)
 from lightning_rlhf.strategies.names import our_name
 from lightning_rlhf.strategies.roles import RoleStrategy
 
-_ELSEWHERE = {
-    "gradient_clip_val": "gradients are clipped for each model by model.init_args.max_grad_norm: set that",
-    "gradient_clip_algorithm": "gradients are clipped by their norm, to model.init_args.max_grad_norm: set that",
-    "barebones": "it turns off the logging and the checkpoints that a run is made of: leave it out",
+_SETTINGS = {
+    "gradient_clip_val": "gradients are clipped for each model: set model.init_args.max_grad_norm",
+    "gradient_clip_algorithm": "gradients are clipped by their norm: set model.init_args.max_grad_norm",
+    "barebones": "it disables the logging and the checkpoints of a run: remove it",
 }
 _CALLBACKS = {
     LearningRateFinder: "set model.init_args.actor_optimizer.init_args.lr",
@@ -25,51 +27,66 @@ _CALLBACKS = {
 }
 
 
-def check_trainer(given: Mapping[str, Any]) -> None:
+def check_trainer(settings: Mapping[str, Any]) -> None:
     """Validate the ``trainer`` section of a configuration before the Trainer is made.
 
-    Args:
-        given: the section's values, with callbacks as objects.
-
     Raises:
-        ValueError: a setting belongs to automatic optimization, which is not used here, or would train nothing.
+        UsageError: a setting belongs to automatic optimization, which is not used here, or would train nothing.
     """
-    for name, instead in _ELSEWHERE.items():
-        if given.get(name):
-            raise ValueError(f"trainer.{name} is {given[name]!r}, but {instead}")
-    accumulated = given.get("accumulate_grad_batches")
+    for name, instead in _SETTINGS.items():
+        if settings.get(name):
+            raise UsageError(f"trainer.{name} is {settings[name]!r}, but {instead}")
+    accumulated = settings.get("accumulate_grad_batches")
     if accumulated not in (None, 1):
-        raise ValueError(
+        raise UsageError(
             f"trainer.accumulate_grad_batches is {accumulated}, but gradients are accumulated over micro-batches of "
             f"model.init_args.micro_batch_tokens tokens: lower that to save memory, and raise "
             f"data.init_args.batch_size for a larger batch"
         )
-    if given.get("max_steps") == 0:
-        raise ValueError("trainer.max_steps is 0, so nothing would be trained: give at least 1, or -1 for no limit")
-    callbacks = given.get("callbacks") or []
+    if settings.get("max_steps") == 0:
+        raise UsageError("trainer.max_steps is 0, so nothing would be trained: set at least 1, or -1 for no limit")
+    callbacks = settings.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
-                raise ValueError(
-                    f"{kind.__name__} works with one model under automatic optimization, and a run here has several "
-                    f"models under manual optimization: {instead}"
+                raise UsageError(
+                    f"{kind.__name__} needs automatic optimization of one model, but runs here optimize several "
+                    f"models manually: {instead}"
                 )
 
 
-def checked_strategy(given: str, processes: int) -> str:
-    """Return the role strategy that a name in a configuration stands for.
+def find_strategy(name: str, processes: int) -> str:
+    """Return the role strategy for a name in a configuration.
 
     Args:
-        given: the name, such as ``auto``, ``ddp`` or ``rlhf_fsdp``.
+        name: name such as ``auto``, ``ddp`` or ``rlhf_fsdp``.
         processes: number of processes over all nodes.
 
     Raises:
-        ValueError: no role strategy has this name.
+        UsageError: no role strategy has this name.
     """
-    name = our_name(given, processes)
     known = [ours for ours in StrategyRegistry if issubclass(StrategyRegistry[ours]["strategy"], RoleStrategy)]
-    if name in known:
-        return name
-    near = [] if given in StrategyRegistry else difflib.get_close_matches(name.lower(), known, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else "."
-    raise ValueError(f"trainer.strategy {given!r} is not available{meant} Available: auto, {', '.join(known)}")
+    strategy = our_name(name, processes)
+    if strategy in known:
+        return strategy
+    near = [] if name in StrategyRegistry else difflib.get_close_matches(strategy.lower(), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise UsageError(f"trainer.strategy {name!r} is not available{hint} Available: auto, {', '.join(known)}")
+
+
+def process_count(accelerator: Any, devices: Any, nodes: int) -> int:
+    """Return the number of processes for arguments of the Trainer, one per device.
+
+    Args:
+        accelerator: the Trainer's ``accelerator``.
+        devices: the Trainer's ``devices``; ``auto`` and -1 are all GPUs, or one process on CPUs.
+        nodes: number of machines.
+    """
+    if devices in (None, "auto", -1, "-1"):
+        gpus = 0 if accelerator == "cpu" else torch.cuda.device_count()
+        return max(gpus, 1) * nodes
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]
+    if isinstance(devices, str) and not devices.strip().isdigit():
+        return nodes  # Lightning reports the error
+    return (len(devices) if isinstance(devices, list) else int(devices)) * nodes

@@ -25,6 +25,7 @@ from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import run_seed
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class RowsDataModule(LightningDataModule):
         super().__init__()
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise UsageError(f"{name} must be at least 1, got {value}")
         self.sources = {"train": train, **({} if val is None else {"val": val})}
         self.tokenizer_source = tokenizer
         self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
@@ -94,7 +95,7 @@ class RowsDataModule(LightningDataModule):
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         check_options(self.chat_template_kwargs)
         if as_messages and split_after is not None:
-            raise ValueError(
+            raise UsageError(
                 "split_after splits plain text, which as_messages converts to messages: set only one of them"
             )
         markers = as_messages if isinstance(as_messages, dict) else None
@@ -134,7 +135,7 @@ class RowsDataModule(LightningDataModule):
         if check_reads := getattr(self.trainer and self.trainer.lightning_module, "check_reads", None):
             check_reads(self)
         if isinstance(self.trainer, Trainer) and replaces_samplers(self.trainer):
-            raise ValueError(
+            raise UsageError(
                 f"{type(self).__name__} splits each batch over the processes itself, and the Trainer would override "
                 f"that: set Trainer(use_distributed_sampler=False)"
             )
@@ -210,7 +211,7 @@ class RowsDataModule(LightningDataModule):
             self.bad_rows.parent.mkdir(parents=True, exist_ok=True)
             self.bad_rows.write_text("")
         except OSError as error:
-            raise ValueError(f"bad_rows {str(self.bad_rows)!r} cannot be written: {error.strerror}") from error
+            raise UsageError(f"bad_rows {str(self.bad_rows)!r} cannot be written: {error.strerror}") from error
         return self.bad_rows
 
     def _convert_row(self, row: Row) -> Any:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.expected_errors import UsageError
 
 Message = dict[str, Any]
 _ROLES = {
@@ -150,7 +151,7 @@ class Chat:
                 raise _renders_differently(turn, label, "; use a template with {% generation %} marks")
             spans.append((len(before), len(after)))
         if not self.tokenizer.is_fast:
-            raise ValueError("conversations need a fast tokenizer, or a chat template with {% generation %} marks")
+            raise UsageError("conversations need a fast tokenizer, or a chat template with {% generation %} marks")
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
         mask = [False] * len(ids)

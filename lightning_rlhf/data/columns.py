@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow
+from lightning_rlhf.expected_errors import UsageError
 
 # Columns that can contain one piece of information, as pairs (our field, the data's column).
 FieldCandidates = tuple[tuple[str, str], ...]
@@ -36,7 +37,7 @@ _COMMON_NAMES = {
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
-class AmbiguousColumns(ValueError):
+class AmbiguousColumns(UsageError):
     """Two columns could contain the same field, and the configuration does not choose one."""
 
 
@@ -134,7 +135,7 @@ class Columns:
         for candidates in field_candidates:
             both = sorted({field for field, _ in candidates} & mapping.keys())
             if len(both) > 1:
-                raise ValueError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
+                raise UsageError(f"columns sets both {both[0]!r} and {both[1]!r}; set only one of them")
 
     def find(self, row: Row) -> Fields:
         """Find the column of each field in a row.

@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 
 from lightning_rlhf.data.row import BadRow, Row, TextRow
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.paths import names_a_path
 
 LocatedRows = Iterator[tuple[str, Any]]
@@ -51,7 +52,7 @@ class Files:
             try:
                 yield from FILE_KINDS[_extension(path)](path)
             except (OSError, EOFError, zlib.error) as error:  # no permission, not gzip, truncated gzip
-                raise ValueError(f"cannot read {path!r}: {error}") from error
+                raise UsageError(f"cannot read {path!r}: {error}") from error
 
 
 def expand(source: str) -> list[str]:
@@ -83,7 +84,7 @@ def _expand_url(url: str) -> list[str]:
             paths = filesystem.ls(path, detail=False) if filesystem.isdir(path) else [path]
         return [filesystem.unstrip_protocol(name) for name in paths if filesystem.isfile(name)]
     except (OSError, ValueError, ImportError) as error:  # no network, unknown protocol, missing library
-        raise ValueError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"cannot read {url!r}: {' '.join(str(error).split())}") from error
 
 
 def looks_like_a_path(source: str) -> bool:
@@ -102,7 +103,7 @@ def _check_single_split(source: str, names: list[str]) -> None:
     train = [name for name in names if _TRAIN_NAME.search(name)]
     held_out = [name for name in names if _HELD_OUT_NAME.search(name) and name not in train]
     if train and held_out:
-        raise ValueError(
+        raise UsageError(
             f"{source!r} has files of several splits, {train[0]!r} and {held_out[0]!r}: list the files, or use a "
             f"pattern such as '*train*'"
         )
@@ -135,11 +136,11 @@ def _check_encoding(path: str) -> None:
         with open(path, "rb") as file:
             first = file.read(2)
     except OSError as error:
-        raise ValueError(f"cannot read {path!r}: {error}") from error
+        raise UsageError(f"cannot read {path!r}: {error}") from error
     if first == b"\x1f\x8b":
-        raise ValueError(f"cannot read {path!r}: it is compressed by gzip: rename it to {Path(path).name + '.gz'!r}")
+        raise UsageError(f"cannot read {path!r}: it is compressed by gzip: rename it to {Path(path).name + '.gz'!r}")
     if first in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"cannot read {path!r}: it is encoded as UTF-16: save it as UTF-8")
+        raise UsageError(f"cannot read {path!r}: it is encoded as UTF-16: save it as UTF-8")
 
 
 def _json_lines(path: str) -> LocatedRows:
@@ -149,7 +150,7 @@ def _json_lines(path: str) -> LocatedRows:
         for number, line in enumerate(lines, start=1):
             blank = 0 if line.strip() else blank + 1
             if blank > _MAX_BLANK_LINES:
-                raise ValueError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
+                raise UsageError(f"cannot read {path!r}: {_MAX_BLANK_LINES} lines before line {number} are blank")
             if not blank:
                 yield f"{path}:{number}", _parse_line(line.rstrip())
 
@@ -172,14 +173,14 @@ def _json(path: str) -> LocatedRows:
             row, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-            raise ValueError(
+            raise UsageError(
                 f"cannot read {path!r}: JSON parse error in the row that begins at line {line}: {reason}; "
                 f"in a .jsonl file, only the broken line would be unusable"
             ) from error
         position = _skip_separators(text, position)
         yield f"{path}:{line}", _expect_object(row)
     if is_array and text[position:].strip() != "]":
-        raise ValueError(f"cannot read {path!r}: JSON parse error: the array does not end with the file")
+        raise UsageError(f"cannot read {path!r}: JSON parse error: the array does not end with the file")
 
 
 def _skip_separators(text: str, position: int) -> int:
@@ -198,17 +199,17 @@ def _csv(path: str) -> LocatedRows:
         location = f"{path}:{number}"
         if isinstance(cells, BadRow):
             if not header:
-                raise ValueError(f"cannot read {path!r}: the header in line {number}: {cells}")
+                raise UsageError(f"cannot read {path!r}: the header in line {number}: {cells}")
             yield location, cells
         elif not header:
             header = [name.strip() for name in cells]
             if len(header) == 1 and (other := re.search(r"[;\t|]", header[0])):
-                raise ValueError(
+                raise UsageError(
                     f"cannot read {path!r}: its header {header[0]!r} is one cell; separate cells by commas, "
                     f"not by {other[0]!r}"
                 )
             if len(set(header)) != len(header):
-                raise ValueError(f"cannot read {path!r}: two columns have the same name in the header {header}")
+                raise UsageError(f"cannot read {path!r}: two columns have the same name in the header {header}")
         elif len(cells) != len(header):
             yield location, BadRow(f"{len(cells)} cells, the header has {len(header)}", "cells do not match the header")
         else:
@@ -257,7 +258,7 @@ def _parquet(path: str) -> LocatedRows:
                     yield f"{path}[{number}]", row
                     number += 1
     except pyarrow.ArrowException as error:
-        raise ValueError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"cannot read {path!r}: {' '.join(str(error).split())}") from error
 
 
 def _parse_line(line: str) -> Any:

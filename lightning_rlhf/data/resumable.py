@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.batching.shares import balanced_shares
 from lightning_rlhf.data.samplers import Sampler, shuffle
+from lightning_rlhf.expected_errors import UsageError
 
 
 class EpochOrder:
@@ -63,9 +64,9 @@ class SamplerOrder(EpochOrder):
         order = [int(row) for row in self._sampler.order(self._keys, self._lengths, self._seed, self.epoch)]
         name, rows = type(self._sampler).__name__, len(self._keys)
         if len(order) != self.size:
-            raise ValueError(f"{name} returned {len(order)} rows in epoch {self.epoch}, but {self.size} in epoch 0")
+            raise UsageError(f"{name} returned {len(order)} rows in epoch {self.epoch}, but {self.size} in epoch 0")
         if invalid := [row for row in order if not 0 <= row < rows]:
-            raise ValueError(f"{name} returned row {invalid[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
+            raise UsageError(f"{name} returned row {invalid[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
         repetitions = Counter[int]()
         for position, row in enumerate(order):
             order[position] += rows * repetitions[row]
@@ -144,12 +145,12 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
         if len(self._order) < batch_size:
-            raise ValueError(
+            raise UsageError(
                 f"batch_size is {batch_size}, but the training data have only {len(self._order)} usable rows: use a "
                 f"batch_size of at most {len(self._order)}, or more data"
             )
         if batch_size < ranks:
-            raise ValueError(f"batch_size is {batch_size}, but each of {ranks} ranks needs a row: use at least {ranks}")
+            raise UsageError(f"batch_size is {batch_size}, but each of {ranks} ranks needs a row: use at least {ranks}")
         self._position = 0
         self._resume_at = 0
         lengths = [1] * len(rows) if lengths is None else lengths
@@ -203,7 +204,7 @@ class HeldOutBatches:
 
     def __init__(self, rows: int, batch_size: int, rank: int, ranks: int) -> None:
         if rows < ranks:
-            raise ValueError(
+            raise UsageError(
                 f"there are {rows} validation rows, but each of {ranks} ranks needs one: use at least {ranks}"
             )
         smallest = max(ranks, min(batch_size, 2))

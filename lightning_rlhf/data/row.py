@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from lightning_rlhf.expected_errors import UsageError
+
 Row = Mapping[str, Any]
 
 
@@ -20,7 +22,7 @@ class RowSource(Protocol):
         """Yield pairs of a location, such as ``file:line``, and a row, or the :class:`BadRow` of an unreadable one."""
 
 
-class BadRow(ValueError):
+class BadRow(UsageError):
     """A row that cannot be used.
 
     Args:

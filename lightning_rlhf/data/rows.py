@@ -17,6 +17,7 @@ from lightning_rlhf.data.row import BadRow as BadRow
 from lightning_rlhf.data.row import Row as Row
 from lightning_rlhf.data.row import RowSource as RowSource
 from lightning_rlhf.data.row import SkippedRow
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.paths import describe_missing_path, hub_error_message
 
 OnBadRow = Literal["error", "skip"]
@@ -154,7 +155,7 @@ class HubDataset:
                 reason = hub_error_message(self.path, error)
             else:  # the dataset exists, but the split or configuration does not, or a file is broken
                 reason = str(error.__cause__ or error).strip().split("\n")[0]
-            raise ValueError(
+            raise UsageError(
                 f"cannot read {self.path!r}, split {self.split!r}, as a dataset of the hub: {reason}"
             ) from error
         for number, row in enumerate(dataset):
@@ -170,7 +171,7 @@ def as_rows(source: Source) -> RowSource:
     """
     if isinstance(source, list):
         if not source:
-            raise ValueError("the list of data is empty: add at least one file, hub id or row source")
+            raise UsageError("the list of data is empty: add at least one file, hub id or row source")
         return ConcatenatedRows([as_rows(part) for part in source])
     if not isinstance(source, str | Path):
         return source
@@ -178,7 +179,7 @@ def as_rows(source: Source) -> RowSource:
     if files := expand(source):
         return Files(tuple(files))
     if looks_like_a_path(source):
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"no data at {source!r}: expected an existing {', '.join(FILE_KINDS)} file, a directory or pattern of "
             f"them, a URL such as 'hf://datasets/owner/name/file.parquet', or a hub id such as 'Anthropic/hh-rlhf'; "
             f"{_describe_source(source)}"
@@ -234,7 +235,7 @@ def use_rows(
                 report.used += 1
                 report.locations.append(location)
             except AmbiguousColumns as error:
-                raise ValueError(f"{name}: {location}: {error}") from error
+                raise UsageError(f"{name}: {location}: {error}") from error
             except BadRow as reason:
                 report.drop(location, reason)
                 if file is not None:
@@ -242,7 +243,7 @@ def use_rows(
                     json.dump({"where": location, "why": str(reason), "row": values}, file, default=str)
                     file.write("\n")
     if report.bad and on_bad_row == "error":
-        raise ValueError(report.error_message() + ("" if bad_rows is None else f"\n  {bad_rows} lists all of them"))
+        raise UsageError(report.error_message() + ("" if bad_rows is None else f"\n  {bad_rows} lists all of them"))
     if not items:
-        raise ValueError("\n  ".join([f"{report}: no row can be used", *report.first_bad]))
+        raise UsageError("\n  ".join([f"{report}: no row can be used", *report.first_bad]))
     return items, report

@@ -14,6 +14,7 @@ import torch
 
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import derive_seed
 
 
@@ -79,9 +80,9 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not self.weights or not all(weight > 0 for weight in self.weights.values()):
-            raise ValueError(f"weights must be positive and not empty, got {self.weights}")
+            raise UsageError(f"weights must be positive and not empty, got {self.weights}")
         if self.rows is not None and self.rows < 1:
-            raise ValueError(f"rows must be at least 1, got {self.rows}")
+            raise UsageError(f"rows must be at least 1, got {self.rows}")
 
     def key(self, fields: Fields) -> Any:
         """Return the name of the source."""
@@ -98,7 +99,7 @@ class Mixture:
         names = sorted(self.weights)
         rows_of = {name: [row for row, key in enumerate(keys) if key == name] for name in names}
         if empty := [name for name in names if not rows_of[name]]:
-            raise ValueError(f"Mixture has a weight for {empty[0]!r}, but no row has this source")
+            raise UsageError(f"Mixture has a weight for {empty[0]!r}, but no row has this source")
         total, size = sum(self.weights.values()), self.rows or len(keys)
         counts = dict.fromkeys(names, 0)
         remaining: dict[str, list[int]] = {name: [] for name in names}

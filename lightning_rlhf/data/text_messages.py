@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.expected_errors import UsageError
 
 _ROLES = {"prompt": "user", "completion": "assistant", "chosen": "assistant", "rejected": "assistant"}
 _ALLOWED = ("system", "user", "assistant")
@@ -31,12 +32,12 @@ class TextMessages:
         if self.markers is None:
             return
         if unknown := sorted(set(self.markers) - set(_ALLOWED)):
-            raise ValueError(f"as_messages has a marker for {unknown[0]!r}, expected one of {', '.join(_ALLOWED)}")
+            raise UsageError(f"as_messages has a marker for {unknown[0]!r}, expected one of {', '.join(_ALLOWED)}")
         for role in ("user", "assistant"):
             if not self.markers.get(role, "").strip():
-                raise ValueError(f"as_messages needs a marker for {role}: the text that begins its messages")
+                raise UsageError(f"as_messages needs a marker for {role}: the text that begins its messages")
         if not all(self.markers.values()) or len(set(self.markers.values())) < len(self.markers):
-            raise ValueError(f"as_messages needs a different marker for each role, got {dict(self.markers)}")
+            raise UsageError(f"as_messages needs a different marker for each role, got {dict(self.markers)}")
 
     def __call__(self, name: str, value: Any) -> Any:
         """Convert the text of a field to messages; return other values unchanged.

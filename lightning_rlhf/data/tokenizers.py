@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 
 # Tokenizers differ in blanks, digits, punctuation, lines and letters beyond ASCII.
@@ -39,7 +40,7 @@ class CharacterTokenizer:
 
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters) or not self.characters:
-            raise ValueError(f"characters must be non-empty and unique, got {self.characters!r}")
+            raise UsageError(f"characters must be non-empty and unique, got {self.characters!r}")
 
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer."""
@@ -71,7 +72,7 @@ class BytePairTokenizer:
             ValueError: ``vocab_size`` is too small, or the data have no text.
         """
         if self.vocab_size < 260:
-            raise ValueError(f"vocab_size must be at least 260, got {self.vocab_size}")
+            raise UsageError(f"vocab_size must be at least 260, got {self.vocab_size}")
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +91,7 @@ class BytePairTokenizer:
         ]
         if not texts:
             columns = "any column" if self.columns is None else f"the columns {self.columns}"
-            raise ValueError(f"cannot train the tokenizer: {self.data!r} has no text in {columns}")
+            raise UsageError(f"cannot train the tokenizer: {self.data!r} has no text in {columns}")
         tokenizer.train_from_iterator(texts, trainer)
         return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
 
@@ -117,7 +118,7 @@ def load_tokenizer(source: str | TokenizerSource) -> PreTrainedTokenizerBase:
     """
     tokenizer = _load_saved(source) if isinstance(source, str) else source.load()
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {source!r} has no end-of-sequence token; responses could never end")
+        raise UsageError(f"the tokenizer {source!r} has no end-of-sequence token; responses could never end")
     return tokenizer
 
 
@@ -128,9 +129,9 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
     if names_a_path(source) or "/" not in source:
         expected = "expected a directory that save_pretrained wrote, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
         if not path.is_dir():
-            raise FileNotFoundError(f"{absent}: {expected}; {describe_missing_path(source)}")
+            raise MissingFileError(f"{absent}: {expected}; {describe_missing_path(source)}")
         if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            raise FileNotFoundError(f"{absent}: {expected}; {path.absolute()} has no tokenizer.json")
+            raise MissingFileError(f"{absent}: {expected}; {path.absolute()} has no tokenizer.json")
         source = str(path)
     try:
         if not path.is_dir():
@@ -139,10 +140,10 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         if path.is_dir():
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {reason}") from error
+            raise UsageError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {reason}") from error
         if not isinstance(error, OSError):
             raise
-        raise FileNotFoundError(f"{absent}: {hub_error_message(source, error)}") from None
+        raise MissingFileError(f"{absent}: {hub_error_message(source, error)}") from None
     _check_reloaded(path / "tokenizer.json", tokenizer)
     return tokenizer
 
@@ -161,7 +162,7 @@ def _check_reloaded(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     expected = Tokenizer.from_file(str(file)).encode(_SAMPLE, add_special_tokens=False)
     ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     if ids != expected.ids:
-        raise ValueError(
+        raise UsageError(
             f"the tokenizer in {str(file.parent)!r} was loaded as {type(tokenizer).__name__}, which splits texts "
             f"differently from tokenizer.json ({len(ids)} tokens of a sample, expected {len(expected.ids)}): move it "
             f"to a separate directory without config.json, and use that as tokenizer"

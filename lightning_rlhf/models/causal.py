@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.sequences import pack
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 
@@ -29,7 +30,7 @@ class CausalLM(nn.Module):
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
         if lm.get_output_embeddings() is None or lm.base_model is lm:
-            raise ValueError(
+            raise UsageError(
                 f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
             )
         self.lm = lm

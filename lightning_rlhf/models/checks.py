@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from lightning_rlhf.expected_errors import UsageError
+
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -25,7 +27,7 @@ def check_sizes(config: PretrainedConfig, name: str) -> None:
     for size in _SIZES:
         value = getattr(text_config, size, None)
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{name} has {size} {value}, expected at least 1")
+            raise UsageError(f"{name} has {size} {value}, expected at least 1")
 
 
 def check_shards(directory: Path) -> None:
@@ -43,12 +45,12 @@ def check_shards(directory: Path) -> None:
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} is damaged: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{index} is damaged: {type(error).__name__}: {error}") from None
     for file in sorted(map(str, files)):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ValueError(f"{index} names {file!r}: only *.safetensors files in the same directory are read")
+            raise UsageError(f"{index} names {file!r}: only *.safetensors files in the same directory are read")
         if not (directory / file).is_file():
-            raise ValueError(f"{index} names {file!r}, which is missing")
+            raise UsageError(f"{index} names {file!r}, which is missing")
 
 
 def memory_error(error: RuntimeError, name: str) -> ValueError | None:
@@ -60,4 +62,4 @@ def memory_error(error: RuntimeError, name: str) -> ValueError | None:
     """
     if "allocate" not in str(error):
         return None
-    return ValueError(f"{name} needs more memory than this machine has: {str(error).splitlines()[0]}")
+    return UsageError(f"{name} needs more memory than this machine has: {str(error).splitlines()[0]}")

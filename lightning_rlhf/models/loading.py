@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from lightning_rlhf.attention import Attention, check_attention_package, set_attention
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
 from lightning_rlhf.models.lora import LoRA
@@ -69,8 +70,8 @@ class Pretrained:
         except (OSError, ValueError, StrictDataclassError) as error:
             if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged, or of an unknown architecture
                 reason = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
-                raise ValueError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
-            raise FileNotFoundError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
+                raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
+            raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
         check_sizes(config, f"the config.json of {self.path!r}")
         return set_attention(_without_dropout(config), self.attn_implementation)
 
@@ -86,7 +87,7 @@ class Pretrained:
         try:
             expect_hub(self.path, self.revision)
         except ConnectionError as error:
-            raise FileNotFoundError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
+            raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
 
     def causal(self) -> CausalLM:
         """Load the language model."""
@@ -101,7 +102,7 @@ class Pretrained:
         config = self.hf_config()
         trained_head = any("Classification" in name for name in config.architectures or ())
         if trained_head and config.num_labels != 1:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} is a classifier with {config.num_labels} labels; a critic or reward model needs one "
                 f"(num_labels=1)"
             )
@@ -128,16 +129,16 @@ class Pretrained:
                     output_loading_info=True,
                 )
         except SafetensorError as error:
-            raise ValueError(f"the weights of {self.path!r} cannot be read, a file is damaged: {error}") from error
+            raise UsageError(f"the weights of {self.path!r} cannot be read, a file is damaged: {error}") from error
         except RuntimeError as error:
             if "ignore_mismatched_sizes" in str(error):
-                raise ValueError(
+                raise UsageError(
                     f"the weights of {self.path!r} have other shapes than its config.json specifies"
                 ) from None
             raise memory_error(error, self.path) or error from None
         missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional or ("\0",)))
         if missing:
-            raise ValueError(
+            raise UsageError(
                 f"{self.path} lacks {len(missing)} parameters of {type(model).__name__}: {missing[:3]} ..."
             )
         return model
@@ -168,16 +169,16 @@ class FromConfig:
         values = dict(self.architecture)
         model_type = values.pop("model_type", None)
         if model_type is None:
-            raise ValueError("FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'")
+            raise UsageError("FromConfig.architecture needs 'model_type', for example 'qwen2' or 'llama'")
         if model_type not in CONFIG_MAPPING:
             near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"transformers has no model_type {model_type!r}{hint}")
+            raise UsageError(f"transformers has no model_type {model_type!r}{hint}")
         _check_spelling(values, model_type)
         try:
             config = _without_dropout(AutoConfig.for_model(model_type, **values))
         except (StrictDataclassError, ValueError, TypeError) as error:
-            raise ValueError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
+            raise UsageError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
         check_sizes(config, f"the architecture {model_type!r}")
         set_attention(config)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -241,10 +242,10 @@ def _expect_model_directory(path: str) -> None:
         f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
     )
     if not Path(path).is_dir():
-        raise FileNotFoundError(f"{expected}; {describe_missing_path(path)}")
+        raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         names = sorted(entry.name for entry in Path(path).iterdir())[:5]
-        raise FileNotFoundError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}")
+        raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}")
 
 
 def _check_spelling(values: dict[str, Any], model_type: str) -> None:
@@ -256,7 +257,7 @@ def _check_spelling(values: dict[str, Any], model_type: str) -> None:
     for name in values:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         if name not in known and near and abs(len(name) - len(near[0])) <= 2:
-            raise ValueError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
+            raise UsageError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
 
 
 def _last_line(error: Exception) -> str:

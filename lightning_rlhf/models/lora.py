@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.seeding import derive_seed, run_seed
 
@@ -50,11 +51,11 @@ class LoRA:
     def __post_init__(self) -> None:
         for name, value in (("rank", self.rank), ("alpha", self.alpha)):
             if value < 1:
-                raise ValueError(f"lora: {name} must be at least 1, got {value}")
+                raise UsageError(f"lora: {name} must be at least 1, got {value}")
         if self.target_modules is not None and not self.target_modules:
-            raise ValueError("lora: target_modules is empty; leave it out to adapt all linear layers")
+            raise UsageError("lora: target_modules is empty; leave it out to adapt all linear layers")
         if importlib.util.find_spec("peft") is None:
-            raise ModuleNotFoundError("lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'")
+            raise MissingPackageError("lora needs peft, which is not installed: pip install 'lightning-rlhf[peft]'")
 
     def add_to(self, lm: PreTrainedModel) -> None:
         """Freeze a model and add float32 adapters to the linear layers of its backbone.
@@ -74,7 +75,7 @@ class LoRA:
             torch.default_generator.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
             inject_adapter_in_model(config, lm.base_model, _NAME)
         if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
-            raise ValueError(
+            raise UsageError(
                 f"lora: with these target_modules peft also adapts the experts of {type(lm).__name__}, which are "
                 f"stacked in one tensor and cannot be merged: set target_modules to some of "
                 f"{', '.join(sorted(layers.keys() - _EXPERT_LAYERS))}"
@@ -98,9 +99,9 @@ class LoRA:
         named = lm.base_model.named_modules()
         known = {_last_part(name): layer for name, layer in named if isinstance(layer, (nn.Linear, Conv1D))}
         if not known:
-            raise ValueError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")
+            raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")
         if unknown := sorted(set(self.target_modules or ()) - known.keys()):
-            raise ValueError(
+            raise UsageError(
                 f"lora: target_modules {', '.join(unknown)} not found among the linear layers of "
                 f"{type(lm).__name__}; available: {', '.join(sorted(known))}"
             )
@@ -174,7 +175,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no adapters to disable")
+        raise UsageError(f"{type(model).__name__} has no adapters to disable")
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -281,7 +282,7 @@ def check_adapters(sources: dict[str, Any], stored: dict[str, Any]) -> None:
     ours = adapter_settings(sources)
     for name in sorted(ours.keys() | stored.keys()):
         if ours.get(name) != stored.get(name):
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint was written with lora {stored.get(name, 'null')} for the {name}, but this run has "
                 f"{ours.get(name, 'null')}: use the checkpoint's settings, or start a new run from the exported model"
             )

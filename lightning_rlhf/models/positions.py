@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 
 # RoPE scaling types whose max_position_embeddings is the unscaled number; vLLM multiplies it by the factor, too.
@@ -51,11 +52,11 @@ def check_positions(roles: Mapping[str, ModelSource], longest_text: int, respons
         has = f"{name} accepts at most {limit} (max_position_embeddings)"
         shorter = "under data.init_args set max_tokens: {} with too_long: drop or cut_start, or use another model"
         if not response:
-            raise ValueError(f"the longest text has {longest_text} tokens, and {has}: {shorter.format(limit)}")
+            raise UsageError(f"the longest text has {longest_text} tokens, and {has}: {shorter.format(limit)}")
         remedy = shorter.format(limit - 1)
         if longest_text < limit:
             remedy = f"set max_response_tokens: {limit - longest_text} or less"
-        raise ValueError(
+        raise UsageError(
             f"the longest prompt has {longest_text} tokens and a response up to {response} (max_response_tokens), "
             f"{longest_text + response} together, and {has}: {remedy}"
         )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -33,7 +34,7 @@ class ScalarModel(nn.Module):
             head_shape = (
                 f"{head.out_features} outputs" if isinstance(head, nn.Linear) else "no linear head named 'score'"
             )
-            raise ValueError(
+            raise UsageError(
                 f"{type(lm).__name__} has {head_shape}; a critic or reward model needs one output (num_labels=1)"
             )
         self.lm: Any = lm

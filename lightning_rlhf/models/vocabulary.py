@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource, Pretrained, quiet_transformers
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -34,7 +35,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
         checked.append(source)
         size = vocab_size(source)
         if tokenizer is not None and len(tokenizer) > size:
-            raise ValueError(
+            raise UsageError(
                 f"the tokenizer has {len(tokenizer)} tokens, {name} only {size}: "
                 f"use the tokenizer that belongs to {name}"
             )
@@ -42,7 +43,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
         if own is not None and tokenizer is not None:
             _check_same_ids(own.get_vocab(), tokenizer.get_vocab(), name, whose)
         elif size != expected:
-            raise ValueError(
+            raise UsageError(
                 f"vocabulary sizes differ ({name} {size}, {first} {expected}), and there is no tokenizer to compare: "
                 f"use a model with the same vocabulary size, or one that was saved with its tokenizer"
             )
@@ -54,7 +55,7 @@ def _check_same_ids(own: dict[str, int], ours: dict[str, int], name: str, whose:
     token = next((token for token in order if own.get(token) != ours.get(token)), None)
     if token is not None:
         here, there = (f"{token!r} is {ids[token]}" if token in ids else f"{token!r} is unknown" for ids in (own, ours))
-        raise ValueError(
+        raise UsageError(
             f"{name} was trained with another tokenizer: in its tokenizer {here}, in {whose} {there}; "
             f"all roles must use the same token ids, so choose models that share one tokenizer"
         )
@@ -75,7 +76,7 @@ def _own_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | 
                 source.path, revision=source.revision, trust_remote_code=False
             )
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
+        raise UsageError(
             f"the tokenizer of {name} at {source.path!r} cannot be read, so it cannot be compared with the run's: "
             f"{str(error).splitlines()[0]}"
         ) from error

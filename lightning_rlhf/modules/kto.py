@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import with_next_rows_response
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -41,7 +42,7 @@ class KTOModule(DPOModule):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("batch_size", "val_batch_size"):
             if getattr(data, name, 2) < 2:
-                raise ValueError(f"KTO estimates its KL with the responses of other texts: {name} must be at least 2")
+                raise UsageError(f"KTO estimates its KL with the responses of other texts: {name} must be at least 2")
         super().setup(stage)
 
     def training_step(self, batch: UnpairedBatch, batch_idx: int) -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -55,17 +56,17 @@ class PPOModule(RLHFModule):
     ) -> None:
         super().__init__(actor, advantages=advantages, **kwargs)
         if not advantages.needs_critic:
-            raise ValueError(
+            raise UsageError(
                 f"{type(self).__name__} needs an advantage estimator with a critic such as GAE, got "
                 f"{type(advantages).__name__}: use the module of that algorithm, or RLHFModule"
             )
         if vf_coef <= 0:
-            raise ValueError(f"vf_coef must be positive, got {vf_coef}")
+            raise UsageError(f"vf_coef must be positive, got {vf_coef}")
         if critic_warmup_steps < 0:
-            raise ValueError(f"critic_warmup_steps must be at least 0, got {critic_warmup_steps}")
+            raise UsageError(f"critic_warmup_steps must be at least 0, got {critic_warmup_steps}")
         start = critic or ("reward_model" if "reward_model" in self.sources else "actor")
         if start == "reward_model" and start not in self.sources:
-            raise ValueError("critic: reward_model needs a reward_model to start from; give one, or set critic: actor")
+            raise UsageError("critic: reward_model needs a reward_model to start from; give one, or set critic: actor")
         self.sources["critic"] = self.sources[start] if start in ("actor", "reward_model") else as_source(start)
         self.critic_optimizer, self.critic_lr_scheduler = critic_optimizer, critic_lr_scheduler
         self.value_loss = value_loss

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.sequences import concatenate
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -79,7 +80,7 @@ class ResponsePairsModule(RLHFModule):
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         for size in {getattr(callback, "group_size", 1) for callback in callbacks} - {1}:
             if self.minibatch_size % size or self.minibatch_size // size < self.data_ranks.size:
-                raise ValueError(
+                raise UsageError(
                     f"minibatch_size {self.minibatch_size} must be a multiple of group_size {size} with a prompt for "
                     f"each of {self.data_ranks.size} ranks: use a multiple of {size * self.data_ranks.size}"
                 )
@@ -89,7 +90,7 @@ class ResponsePairsModule(RLHFModule):
         sizes = rollout.group.unique(return_counts=True)[1]
         self.group_size = int(sizes[0])
         if self.group_size < 2 or bool((sizes != self.group_size).any()):
-            raise ValueError(
+            raise UsageError(
                 f"all prompts must have the same number (>= 2) of responses, got {sizes.unique().tolist()}"
             )
         return super().evaluate(rollout, greedy)
@@ -196,7 +197,7 @@ class REBELModule(ResponsePairsModule):
         """Evaluate a rollout with an even number of responses to every prompt; see :meth:`RLHFModule.evaluate`."""
         experience = super().evaluate(rollout, greedy)
         if self.group_size % 2:
-            raise ValueError(f"REBEL pairs the responses to a prompt: group_size must be even, got {self.group_size}")
+            raise UsageError(f"REBEL pairs the responses to a prompt: group_size must be even, got {self.group_size}")
         return experience
 
     def select_training_rows(self, experience: Experience) -> ExperiencePairs:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.batching.shares import balanced_shares
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource
@@ -123,25 +124,25 @@ class RLHFModule(RoleModule):
         estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
         for name in ("update_epochs", "minibatch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.ent_coef < 0:
-            raise ValueError(f"ent_coef must be at least 0, got {self.ent_coef}")
+            raise UsageError(f"ent_coef must be at least 0, got {self.ent_coef}")
         if self.advantages.needs_critic and "critic" not in self.trained_roles:
-            raise ValueError(
+            raise UsageError(
                 f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "
                 f"estimator without critic such as GRPO"
             )
         if self.advantages.needs_sum_pi_squared and self.correction.bypass:
-            raise ValueError(
+            raise UsageError(
                 f"{estimator} evaluates the actor on every response, which bypass leaves out: use another correction"
             )
         if not self.advantages.reads_total_reward and ("reward_model" in self.sources or self.kl_reward.coef > 0):
-            raise ValueError(
+            raise UsageError(
                 f"{estimator} uses only its own reward keys, so reward_model and kl_reward would have no effect: "
                 f"remove them; kl_loss works"
             )
         if self.correction.bypass and self.correction.level is not None and self.policy_loss.uses_ratio:
-            raise ValueError(
+            raise UsageError(
                 f"with bypass, the ratio of {policy_loss} is the importance weight already: use ReinforceLoss, or "
                 f"level null"
             )
@@ -276,7 +277,7 @@ class RLHFModule(RoleModule):
             return False
         kl = results["actor"].means.approx_kl(self.data_ranks)
         if kl is None:
-            raise RuntimeError(
+            raise RunError(
                 f"target_kl is {self.target_kl}, but the actor's loss of {type(self).__name__} does not measure a KL: "
                 f"call means.add_approx_kl(kl, mask) in it, or set target_kl to null"
             )
@@ -304,7 +305,7 @@ class RLHFModule(RoleModule):
             RuntimeError: :meth:`receive` was not called for this batch.
         """
         if self._rollout is None:
-            raise RuntimeError(
+            raise RunError(
                 f"{type(self).__name__} has no rollout for this batch: a callback must call receive() before each step"
             )
         rollout, greedy = self._rollout, self._greedy
@@ -423,7 +424,7 @@ class RLHFModule(RoleModule):
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "provides_rollouts", False) for callback in callbacks):
-            raise ValueError(
+            raise UsageError(
                 f"{type(self).__name__} trains on rollouts, and no callback provides them: add "
                 f"lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )

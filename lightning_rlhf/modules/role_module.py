@@ -22,6 +22,7 @@ import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies fo
 from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
@@ -57,9 +58,9 @@ class RoleModule(LightningModule):
     def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
         super().__init__()
         if micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
+            raise UsageError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
         if max_grad_norm is not None and max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
+            raise UsageError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
         self.automatic_optimization = False
         self.strict_loading = False  # frozen roles are not in the checkpoint
         self.micro_batch_tokens = micro_batch_tokens
@@ -98,7 +99,7 @@ class RoleModule(LightningModule):
         self.frozen_roles = tuple(name for name in self.sources if name not in self.trained_roles)
         for name in self.frozen_roles:
             if self.sources[name].lora is not None:
-                raise ValueError(f"the {name} is not trained, so its source cannot have lora: remove it there")
+                raise UsageError(f"the {name} is not trained, so its source cannot have lora: remove it there")
 
     def build_role(self, name: str) -> nn.Module:
         """Build the model of a role."""
@@ -118,11 +119,11 @@ class RoleModule(LightningModule):
         """Validate precision, data, vocabularies, positions and optimizers before any model is loaded."""
         precision = self.trainer.precision
         if precision == "16-mixed":
-            raise ValueError(
+            raise UsageError(
                 "precision 16-mixed scales gradients, which several optimizers do not share: use bf16-mixed"
             )
         if precision not in ("32-true", "bf16-mixed"):
-            raise ValueError(
+            raise UsageError(
                 f"precision must be 32-true or bf16-mixed, got {precision}; to keep whole models in bfloat16, give "
                 f"their sources dtype: bfloat16"
             )
@@ -153,7 +154,7 @@ class RoleModule(LightningModule):
             fitting = {"SequenceBatch": "Conversation"}.get(
                 cls.reads.__name__, cls.reads.__name__.removesuffix("Batch")
             )
-            raise ValueError(
+            raise UsageError(
                 f"{cls.__name__} cannot train on the rows of {type(data).__name__}: "
                 f"use {fitting}DataModule as data module"
             )
@@ -189,12 +190,12 @@ class RoleModule(LightningModule):
             make_optimizer, make_scheduler = self.optimizer_of(name)
             optimizer = make_optimizer([p for p in getattr(self, name).parameters() if p.requires_grad])
             if not isinstance(optimizer, Optimizer):
-                raise ValueError(f"the {name}'s optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+                raise UsageError(f"the {name}'s optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
             entry: dict[str, Any] = {"optimizer": optimizer}
             if make_scheduler is not None:
                 scheduler = make_scheduler(optimizer)
                 if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-                    raise ValueError(f"the {name}'s schedule must be an LRScheduler of torch, got {scheduler!r}")
+                    raise UsageError(f"the {name}'s schedule must be an LRScheduler of torch, got {scheduler!r}")
                 if isinstance(scheduler, RunSchedule):
                     scheduler.stretch(self.trainer.estimated_stepping_batches)
                 entry["lr_scheduler"] = {"scheduler": scheduler, "interval": "step"}
@@ -243,7 +244,7 @@ class RoleModule(LightningModule):
                 self.role_strategy.backward_role(role, loss * (0.0 if filler else scale))
         norm = self.role_strategy.clip_role(role, self.max_grad_norm)
         if not math.isfinite(norm):
-            raise FloatingPointError(
+            raise NonFiniteError(
                 f"the {role}'s gradient norm is {float(norm)} at step {self.trainer.global_step}; its weights were not "
                 f"changed. Lower the learning rate, or look at this step's rewards and log-probabilities"
             )
@@ -370,7 +371,7 @@ class RoleModule(LightningModule):
         present = checkpoint["state_dict"].keys() | frozen_names(self)
         missing = [k for k in self.state_dict() if k.startswith(prefixes) and k not in present]
         if missing:
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint lacks {len(missing)} weights of {type(self).__name__}, the first is {missing[0]}; "
                 f"it was written by another kind of run"
             )
@@ -390,7 +391,7 @@ class RoleModule(LightningModule):
         strategy = self.role_strategy
         for name, tensor in strategy.iter_adapters(role) if adapter else strategy.iter_full_params(role):
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise FloatingPointError(f"{name} of the {role} has values that are not finite: nothing was exported")
+                raise NonFiniteError(f"{name} of the {role} has values that are not finite: nothing was exported")
             if write:
                 weights[name] = tensor.to("cpu", copy=True)
         model = getattr(self, role)

@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_rlhf.expected_errors import UsageError
+
 Kind = Literal[
     "cosine", "cosine_with_min_lr", "cosine_with_restarts", "linear", "polynomial", "constant_with_warmup",
     "inverse_sqrt",
@@ -37,7 +39,7 @@ class RunSchedule(LambdaLR):
         arguments: dict[str, float] | None = None,
     ) -> None:
         if not 0.0 <= warmup_ratio < 1.0:
-            raise ValueError(f"warmup_ratio must lie in [0, 1), got {warmup_ratio}")
+            raise UsageError(f"warmup_ratio must lie in [0, 1), got {warmup_ratio}")
         self.kind = kind
         self.warmup_ratio = warmup_ratio
         self.arguments = dict(arguments or {})
@@ -54,7 +56,7 @@ class RunSchedule(LambdaLR):
             ValueError: the number is not known, or the schedule refuses its arguments.
         """
         if not math.isfinite(steps) or steps < 1:
-            raise ValueError(f"RunSchedule needs the length of the run, which is {steps} steps: give trainer.max_steps")
+            raise UsageError(f"RunSchedule needs the length of the run, which is {steps} steps: give trainer.max_steps")
         self.steps = int(steps)
         self._make_factors()
         for group, factor in zip(self.optimizer.param_groups, self.lr_lambdas, strict=True):
@@ -79,7 +81,7 @@ class RunSchedule(LambdaLR):
 
 def _before_stretch(step: int) -> float:
     if step:
-        raise ValueError("RunSchedule was not given the length of the run: call stretch(steps) before training")
+        raise UsageError("RunSchedule was not given the length of the run: call stretch(steps) before training")
     return 1.0
 
 
@@ -91,6 +93,6 @@ def _factor(kind: str, rate: float, warmup: int, steps: int, arguments: dict[str
     try:
         schedule: Any = get_scheduler(kind, stand_in, warmup, steps, scheduler_specific_kwargs=dict(arguments))
     except TypeError as error:
-        raise ValueError(f"the schedule {kind!r} does not take the arguments {arguments}: {error}") from None
+        raise UsageError(f"the schedule {kind!r} does not take the arguments {arguments}: {error}") from None
     factor: Callable[[int], float] = schedule.lr_lambdas[0]
     return factor

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.types import SequenceBatch
@@ -66,7 +67,7 @@ def check_apart(module: RoleModule, role: str) -> None:
     lm: Any = getattr(module, role).lm
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
-        raise ValueError(f"{name} does not take positions, which separate packed texts: set packing: false")
+        raise UsageError(f"{name} does not take positions, which separate packed texts: set packing: false")
     generator = torch.Generator().manual_seed(0)
     vocabulary = lm.config.get_text_config().vocab_size
     one, other, ids = (torch.randint(vocabulary, (1, 12), generator=generator) for _ in range(3))
@@ -87,7 +88,7 @@ def check_apart(module: RoleModule, role: str) -> None:
     by_packing = float((after_one - alone).abs().max())
     # Another batch shape changes the rounding; another neighbour changes no bit, except in mixtures of experts.
     if not (by_neighbour <= rounding and by_packing <= 10 * rounding):
-        raise ValueError(
+        raise UsageError(
             f"{name} does not separate packed texts: a text's log-probabilities change by up to {by_neighbour:.1g} "
             f"nats with its neighbour, and by {by_packing:.1g} by packing: set packing: false"
         )

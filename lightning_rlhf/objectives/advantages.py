@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.masked import masked_whiten
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
@@ -40,7 +41,7 @@ class GAE(AdvantageEstimator):
     def __post_init__(self) -> None:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+                raise UsageError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`.
@@ -50,7 +51,7 @@ class GAE(AdvantageEstimator):
         """
         mask = inputs.mask
         if inputs.values is None:
-            raise ValueError("GAE needs the values of a critic")
+            raise UsageError("GAE needs the values of a critic")
         dtype = inputs.token_rewards.dtype
         token_rewards = inputs.token_rewards.double()  # sums over a response in bfloat16 lose rewards
         values = inputs.values.double()
@@ -58,7 +59,7 @@ class GAE(AdvantageEstimator):
         next_value = next_advantage = token_rewards.new_zeros(len(token_rewards))
         if self.bootstrap_truncated:
             if inputs.final_values is None:
-                raise ValueError("GAE with bootstrap_truncated needs the critic's final values")
+                raise UsageError("GAE with bootstrap_truncated needs the critic's final values")
             next_value = inputs.final_values.to(next_value.dtype)
         for t in reversed(range(token_rewards.shape[1])):
             delta = token_rewards[:, t] + self.gamma * next_value - values[:, t]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 
 
 class Aggregation(ABC):
@@ -69,7 +70,7 @@ class SequenceMeanTokenSum(Aggregation):
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < math.inf:
-            raise ValueError(f"scale must be positive and finite, got {self.scale}")
+            raise UsageError(f"scale must be positive and finite, got {self.scale}")
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
         """Responses, times the constant."""

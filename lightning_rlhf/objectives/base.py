@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class AdvantageInputs:
 
     def __post_init__(self) -> None:
         if not self.token_rewards.is_floating_point():
-            raise ValueError(
+            raise UsageError(
                 f"token_rewards must be of a floating-point dtype, got {self.token_rewards.dtype}: advantages have its "
                 f"dtype, and integers would cut them off"
             )

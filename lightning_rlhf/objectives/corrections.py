@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.mismatch import (
     LOG_BOUND,
     effective_share,
@@ -60,18 +61,18 @@ class RolloutCorrection:
 
     def __post_init__(self) -> None:
         if self.level not in ("token", "sequence", "geometric", None):
-            raise ValueError(f"level must be token, sequence, geometric or null, got {self.level!r}")
+            raise UsageError(f"level must be token, sequence, geometric or null, got {self.level!r}")
         if self.mode not in ("truncate", "mask"):
-            raise ValueError(f"mode must be truncate or mask, got {self.mode!r}")
+            raise UsageError(f"mode must be truncate or mask, got {self.mode!r}")
         if not self.upper > 0:
-            raise ValueError(f"upper must be positive, got {self.upper}")
+            raise UsageError(f"upper must be positive, got {self.upper}")
         if self.lower is not None and not 0 <= self.lower <= self.upper:
-            raise ValueError(f"lower must lie in [0, upper], got {self.lower} with upper {self.upper}")
+            raise UsageError(f"lower must lie in [0, upper], got {self.lower} with upper {self.upper}")
         if self.batch_normalize and (self.level is None or self.bypass):
-            raise ValueError("batch_normalize needs a level, and cannot go with bypass, which weighs micro-batches")
+            raise UsageError("batch_normalize needs a level, and cannot go with bypass, which weighs micro-batches")
         names = [rejection.name for rejection in self.rejections]
         if len(set(names)) < len(names):
-            raise ValueError(f"rejections must differ in statistic or level, got {', '.join(names)}")
+            raise UsageError(f"rejections must differ in statistic or level, got {', '.join(names)}")
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.masked import masked_centered
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
@@ -44,7 +45,7 @@ class ClipCovLoss(ClippedPolicyLoss):
         super().__post_init__()
         _check_share(self.share)
         if not self.covariance_low < self.covariance_high:
-            raise ValueError(
+            raise UsageError(
                 f"covariance_low must be less than covariance_high, got {self.covariance_low} and "
                 f"{self.covariance_high}"
             )
@@ -101,7 +102,7 @@ class KLCovLoss(PolicyLoss):
     def __post_init__(self) -> None:
         _check_share(self.share)
         if not self.kl_coef > 0:
-            raise ValueError(f"kl_coef must be positive, got {self.kl_coef}")
+            raise UsageError(f"kl_coef must be positive, got {self.kl_coef}")
 
     def select_tokens(
         self,
@@ -187,4 +188,4 @@ def _count(share: float, mask: Tensor, ranks: DataRanks = ONE_RANK) -> int:
 
 def _check_share(share: float) -> None:
     if not 0 < share <= 1:
-        raise ValueError(f"share must lie in (0, 1], got {share}")
+        raise UsageError(f"share must lie in (0, 1], got {share}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.masked import (
     masked_centered,
     masked_variance,
@@ -192,17 +193,17 @@ class GDPO(GroupAdvantage):
     def __post_init__(self) -> None:
         _check_eps(self.eps)
         if not self.reward_keys:
-            raise ValueError("reward_keys must name at least one reward, got none")
+            raise UsageError("reward_keys must name at least one reward, got none")
         weights = self.reward_weights
         if weights is not None and (len(weights) != len(self.reward_keys) or not all(map(math.isfinite, weights))):
-            raise ValueError(
+            raise UsageError(
                 f"reward_weights must be one finite number for each of {list(self.reward_keys)}, got {list(weights)}"
             )
 
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
         """See :meth:`GroupAdvantage.of_responses`."""
         if missing := [key for key in self.reward_keys if key not in inputs.rewards]:
-            raise ValueError(f"GDPO needs rewards named {missing}, got {sorted(inputs.rewards)}")
+            raise UsageError(f"GDPO needs rewards named {missing}, got {sorted(inputs.rewards)}")
         total = torch.zeros(len(member), dtype=torch.float64, device=member.device)
         compared = torch.zeros_like(member)
         for key, weight in zip(self.reward_keys, self.reward_weights or [1.0] * len(self.reward_keys), strict=True):
@@ -217,7 +218,7 @@ class GDPO(GroupAdvantage):
 
 def _check_eps(eps: float) -> None:
     if not 0 < eps < math.inf:
-        raise ValueError(f"eps must be positive and finite, got {eps}")
+        raise UsageError(f"eps must be positive and finite, got {eps}")
 
 
 @dataclass(frozen=True)

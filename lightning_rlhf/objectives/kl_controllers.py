@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.kl import KLEstimator, kl_estimate
 from lightning_rlhf.objectives.base import log_ratio_of
 
@@ -34,13 +35,13 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         if not self.coef >= 0:
-            raise ValueError(f"KL coef must be at least 0, got {self.coef}")
+            raise UsageError(f"KL coef must be at least 0, got {self.coef}")
         if self.estimator not in get_args(KLEstimator):
-            raise ValueError(f"KL estimator must be one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
+            raise UsageError(f"KL estimator must be one of {', '.join(get_args(KLEstimator))}, got {self.estimator!r}")
         if self.clamp is not None and not self.clamp > 0:
-            raise ValueError(f"KL clamp must be positive or null, got {self.clamp}")
+            raise UsageError(f"KL clamp must be positive or null, got {self.clamp}")
         if self.importance and self.estimator not in ("k1", "k3"):
-            raise ValueError(
+            raise UsageError(
                 f"importance mends the gradient of an unbiased estimator, so it needs k1 or k3, got {self.estimator!r}"
             )
 
@@ -67,7 +68,7 @@ class KLTerm:
         if not self.importance:
             return estimate
         if old_logprobs is None:
-            raise ValueError("a KL term with importance needs old_logprobs, the log-probabilities at sampling time")
+            raise UsageError("a KL term with importance needs old_logprobs, the log-probabilities at sampling time")
         return estimate * log_ratio_of(logprobs, torch.where(mask, old_logprobs, 0.0)).exp()
 
 
@@ -89,7 +90,7 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         if not (self.target > 0 and self.horizon > 0):
-            raise ValueError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
+            raise UsageError(f"target and horizon must be positive, got target={self.target}, horizon={self.horizon}")
 
     def __call__(self, coef: float, kl: float, num_responses: int) -> float:
         """The next coefficient.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 
 
@@ -53,13 +54,13 @@ class ClippedPolicyLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range must lie in (0, 1), got {self.clip_range}")
+            raise UsageError(f"clip_range must lie in (0, 1), got {self.clip_range}")
         if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
-            raise ValueError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
+            raise UsageError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
         if self.clip_range_high is not None and not self.clip_range_high > 0:
-            raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
+            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
         if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be greater than 1, got {self.dual_clip}")
+            raise UsageError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
     def __call__(
         self,
@@ -140,9 +141,9 @@ class CISPOLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         if self.clip_range_low is not None and not 0 < self.clip_range_low <= 1:
-            raise ValueError(f"clip_range_low must lie in (0, 1] or be null, got {self.clip_range_low}")
+            raise UsageError(f"clip_range_low must lie in (0, 1] or be null, got {self.clip_range_low}")
         if not self.clip_range_high > 0:
-            raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
+            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
     def __call__(
         self,
@@ -182,7 +183,7 @@ class SAPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         for name in ("tau_pos", "tau_neg"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
         self,
@@ -218,7 +219,7 @@ class DROLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
+            raise UsageError(f"beta must be positive, got {self.beta}")
 
     def __call__(
         self,
@@ -257,9 +258,9 @@ class DPPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         for name in ("divergence_low", "divergence_high"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
         if not self.ratio_cap >= 1:
-            raise ValueError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
+            raise UsageError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
 
     @abstractmethod
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

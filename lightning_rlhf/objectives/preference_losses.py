@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 @dataclass(frozen=True)
 class PairwiseLoss:
@@ -24,7 +26,7 @@ class PairwiseLoss:
 
     def __post_init__(self) -> None:
         if not self.center_coef >= 0:
-            raise ValueError(f"center_coef must be at least 0, got {self.center_coef}")
+            raise UsageError(f"center_coef must be at least 0, got {self.center_coef}")
 
     def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
         """Loss of each pair.
@@ -59,7 +61,7 @@ class DirectLoss(ABC):
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
+            raise UsageError(f"beta must be positive, got {self.beta}")
 
     @abstractmethod
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ class DPOLoss(DirectLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+            raise UsageError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
 
     def __call__(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         """See :class:`DirectLoss`; nats."""
@@ -167,7 +169,7 @@ class KTOLoss:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+                raise UsageError(f"{name} must be positive, got {value}")
 
     def __call__(self, log_ratio: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
         """Loss of each answer.
@@ -202,7 +204,7 @@ class REBELLoss:
 
     def __post_init__(self) -> None:
         if not self.eta > 0:
-            raise ValueError(f"eta must be positive, got {self.eta}")
+            raise UsageError(f"eta must be positive, got {self.eta}")
 
     def __call__(self, first: Tensor, second: Tensor, reward_difference: Tensor) -> Tensor:
         """Loss of each pair.

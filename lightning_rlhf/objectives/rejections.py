@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.mismatch import response_mean
 
 
@@ -36,16 +37,16 @@ class Rejection:
 
     def __post_init__(self) -> None:
         if self.statistic not in ("k1", "k2", "k3"):
-            raise ValueError(f"statistic must be one of k1, k2, k3, got {self.statistic!r}")
+            raise UsageError(f"statistic must be one of k1, k2, k3, got {self.statistic!r}")
         if self.level not in ("token", "sequence_sum", "sequence_mean", "sequence_max"):
             levels = "token, sequence_sum, sequence_mean, sequence_max"
-            raise ValueError(f"level of a rejection must be one of {levels}, got {self.level!r}")
+            raise UsageError(f"level of a rejection must be one of {levels}, got {self.level!r}")
         if not self.upper > 0:
-            raise ValueError(f"upper bound of a rejection must be positive, got {self.upper}")
+            raise UsageError(f"upper bound of a rejection must be positive, got {self.upper}")
         if self.statistic != "k1" and self.lower is not None:
-            raise ValueError(f"{self.statistic} is never negative and has no lower bound, got {self.lower}")
+            raise UsageError(f"{self.statistic} is never negative and has no lower bound, got {self.lower}")
         if self.statistic == "k1" and not 0 < self._ratio_bounds[0] <= self.upper:
-            raise ValueError(f"k1 needs ratio bounds 0 < lower <= upper, got {self._ratio_bounds[0]} and {self.upper}")
+            raise UsageError(f"k1 needs ratio bounds 0 < lower <= upper, got {self._ratio_bounds[0]} and {self.upper}")
 
     @property
     def name(self) -> str:

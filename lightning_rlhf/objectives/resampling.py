@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
+
 Method = Literal["pow", "max_min", "max_random"]
 
 
@@ -30,9 +32,9 @@ class ScoreResampling:
 
     def __post_init__(self) -> None:
         if self.method not in ("pow", "max_min", "max_random"):
-            raise ValueError(f"method must be one of pow, max_min, max_random, got {self.method!r}")
+            raise UsageError(f"method must be one of pow, max_min, max_random, got {self.method!r}")
         if not self.power >= 0:
-            raise ValueError(f"power must be at least 0, got {self.power}")
+            raise UsageError(f"power must be at least 0, got {self.power}")
 
     def __call__(self, scores: Tensor, generator: torch.Generator, count: int | None = None) -> Tensor:
         """Numbers of the rows to train on; empty for an empty batch.
@@ -49,7 +51,7 @@ class ScoreResampling:
             ValueError: a score is not finite.
         """
         if not scores.isfinite().all():
-            raise ValueError(f"scores must be finite, got {scores.tolist()}")
+            raise UsageError(f"scores must be finite, got {scores.tolist()}")
         if not len(scores):
             return torch.zeros(0, dtype=torch.int64, device=scores.device)
         weights = self.weights(scores.detach().double().cpu()) + 1e-8

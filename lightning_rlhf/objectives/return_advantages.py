@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.masked import discounted_sums, masked_whiten
 from lightning_rlhf.functional.segments import segment_sum
 from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
@@ -27,7 +28,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
     def __post_init__(self) -> None:
         if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma must lie in [0, 1], got {self.gamma}")
+            raise UsageError(f"gamma must lie in [0, 1], got {self.gamma}")
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
         """See :meth:`AdvantageEstimator.__call__`."""
@@ -53,7 +54,7 @@ class ReMax(AdvantageEstimator):
             ValueError: no reward of a greedy response was given.
         """
         if inputs.greedy_reward is None:
-            raise ValueError("ReMax needs the reward of a greedy response to each prompt")
+            raise UsageError("ReMax needs the reward of a greedy response to each prompt")
         returns = discounted_sums(inputs.token_rewards, inputs.mask)
         advantages = (returns - inputs.greedy_reward.unsqueeze(1)).masked_fill(~inputs.mask, 0)
         return _like_rewards(inputs, advantages, returns)
@@ -137,7 +138,7 @@ def cumulative_energy(inputs: AdvantageInputs) -> Tensor:
         ValueError: one of the two is missing.
     """
     if inputs.logprobs is None or inputs.sum_pi_squared is None:
-        raise ValueError("the optimal token baseline needs log-probabilities and sums of squared probabilities")
+        raise UsageError("the optimal token baseline needs log-probabilities and sums of squared probabilities")
     energy = 1 - 2 * inputs.logprobs.double().exp() + inputs.sum_pi_squared.double()
     energy = energy.clamp(min=0)  # a squared norm: below 0 by rounding only
     if inputs.weights is not None:

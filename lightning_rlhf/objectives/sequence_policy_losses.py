@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
 from lightning_rlhf.objectives.policy_losses import policy_inputs
 
@@ -44,9 +45,9 @@ class GSPOLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         if not 0 < self.clip_range_low <= 1:
-            raise ValueError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
+            raise UsageError(f"clip_range_low must lie in (0, 1], got {self.clip_range_low}")
         if not self.clip_range_high > 0:
-            raise ValueError(f"clip_range_high must be positive, got {self.clip_range_high}")
+            raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
     def __call__(
         self,
@@ -99,7 +100,7 @@ class GMPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         for name in ("clip_range_low", "clip_range_high"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
         self,
@@ -145,7 +146,7 @@ class VESPOLoss(PolicyLoss):
     def __post_init__(self) -> None:
         for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
     def __call__(
         self,

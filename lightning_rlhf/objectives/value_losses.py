@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 @dataclass(frozen=True)
 class ClippedValueLoss:
@@ -20,7 +22,7 @@ class ClippedValueLoss:
 
     def __post_init__(self) -> None:
         if self.clip_range is not None and not self.clip_range > 0:
-            raise ValueError(f"value clip_range must be positive or null, got {self.clip_range}")
+            raise UsageError(f"value clip_range must be positive or null, got {self.clip_range}")
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token.

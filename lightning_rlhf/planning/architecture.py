@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 
 
@@ -152,7 +153,7 @@ def architecture(
     blocks = set(model._no_split_modules or ())
     paths = [path for path, module in model.named_modules() if type(module).__name__ in blocks]
     if len(paths) != text.num_hidden_layers:
-        raise ValueError(
+        raise UsageError(
             f"plan supports decoder-only models with {text.num_hidden_layers} similar attention layers; "
             f"{type(model).__name__} has a different structure"
         )
@@ -180,7 +181,7 @@ def _parameter(name: str, model: nn.Module, paths: list[str], plan: dict[nn.Modu
 def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
     down = [value.shape for name, value in parameters.items() if "down_proj" in name and not name.endswith("bias")]
     if not down:
-        raise ValueError(
+        raise UsageError(
             f"plan supports layers whose MLP has gate_proj, up_proj and down_proj, as in Llama, Qwen and Mixtral; "
             f"the layers of {config.model_type!r} have other parts"
         )

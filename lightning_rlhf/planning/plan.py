@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.planning import memory as memory_
 from lightning_rlhf.planning.setup import Run
 from lightning_rlhf.planning.traffic import traffic
@@ -85,16 +86,16 @@ def plan(run: Run, gpus: int) -> Plan:
         ValueError: strategy, engine or mini-batch cannot use this number.
     """
     if run.strategy.kind == "single" and gpus > 1:
-        raise ValueError(f"rlhf_single runs on one GPU, got {gpus}: use rlhf_ddp, rlhf_fsdp or rlhf_deepspeed_stage_3")
+        raise UsageError(f"rlhf_single runs on one GPU, got {gpus}: use rlhf_ddp, rlhf_fsdp or rlhf_deepspeed_stage_3")
     sizes = {
         "tensor_parallel_size": run.strategy.tensor_parallel_size,
         "the engine's tensor_parallel_size": _engine_size(run),
     }
     for name, size in sizes.items():
         if gpus % size:
-            raise ValueError(f"{name} {size} does not divide {gpus} GPUs; use a multiple of it")
+            raise UsageError(f"{name} {size} does not divide {gpus} GPUs; use a multiple of it")
     if run.work.minibatch_size < run.ranks(gpus):
-        raise ValueError(
+        raise UsageError(
             f"a mini-batch of {run.work.minibatch_size} texts leaves some of {run.ranks(gpus)} ranks without one: "
             f"make it larger, or use fewer GPUs"
         )

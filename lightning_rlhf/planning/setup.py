@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.planning.architecture import Architecture
 
 Kind = Literal["single", "ddp", "fsdp", "zero"]
@@ -85,12 +86,12 @@ def strategy(name: str, **options: Any) -> Strategy:
     offload = plain != name
     deepspeed = _DEEPSPEED.fullmatch(plain)
     if (plain not in _KINDS and deepspeed is None) or (offload and plain in ("rlhf_single", "rlhf_ddp")):
-        raise ValueError(
+        raise UsageError(
             f"plan supports rlhf_single, rlhf_ddp, rlhf_fsdp and rlhf_deepspeed_stage_1, _2, _3, the last four also "
             f"with _offload; got strategy {name!r}"
         )
     if options.get("tensor_parallel_size", 1) > 1 and plain != "rlhf_fsdp":
-        raise ValueError(f"{name} has no tensor parallelism: use rlhf_fsdp, or tensor_parallel_size 1")
+        raise UsageError(f"{name} has no tensor parallelism: use rlhf_fsdp, or tensor_parallel_size 1")
     stage = int(deepspeed[1]) if deepspeed else 0
     if offload:
         options = {"offload_optimizer": True, "offload_params": plain == "rlhf_fsdp" or stage == 3} | options

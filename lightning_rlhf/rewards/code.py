@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.sandbox.bubblewrap import BubblewrapSandbox
 from lightning_rlhf.rewards.sandbox.program_tests import ProgramTest, read_tests
 from lightning_rlhf.rewards.sandbox.protocol import Limits, Sandbox
@@ -71,7 +72,7 @@ class CodeExecution:
             SandboxFault: the sandbox failed, so the programs' results are unknown.
         """
         if tests is None and ground_truth is None:
-            raise ValueError(
+            raise UsageError(
                 "CodeExecution needs a column 'tests' or 'ground_truth': map yours under the data's columns"
             )
         empty = [None] * len(completions)

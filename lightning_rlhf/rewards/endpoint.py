@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.rewards.results import AbortRun
 
 _MAX_WAIT_S = 30.0  # between two tries, whether computed or from Retry-After
@@ -21,7 +22,7 @@ class BudgetSpent(AbortRun):
     """The budget of requests or tokens is spent."""
 
 
-class ServerBusy(RuntimeError):
+class ServerBusy(RunError):
     """All tries were answered with status 429."""
 
 
@@ -58,18 +59,18 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+            raise UsageError(f"url must begin with http:// or https://, got {self.url!r}")
         if "@" in urlsplit(self.url).netloc:
-            raise ValueError("url must not contain a user name or password, because messages show it: use key_env")
+            raise UsageError("url must not contain a user name or password, because messages show it: use key_env")
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+                raise UsageError(f"{name} must be positive, got {value}")
         if self.key_env is not None:
             read_key(self.key_env)
         missing = [name for name in ("httpx", "tenacity") if importlib.util.find_spec(name) is None]
         if missing:
-            raise ImportError(
-                f"a reward from a server needs {' and '.join(missing)}: pip install 'lightning-rlhf[judge]'"
+            raise MissingPackageError(
+                f"a request to a server needs {' and '.join(missing)}: pip install 'lightning-rlhf[judge]'"
             )
 
 
@@ -129,11 +130,11 @@ class Client:
         except httpx.HTTPStatusError as error:
             reply = f"{error.response.status_code} {error.response.text[:200]!r}".replace(self._key, "***")
             tries = f" {self.endpoint.tries} times" if _is_temporary(error) else ""
-            kind = ServerBusy if error.response.status_code == 429 else RuntimeError
+            kind = ServerBusy if error.response.status_code == 429 else RunError
             raise kind(f"{self.endpoint.url} answered{tries}: {reply}") from None
         except (httpx.TransportError, ValueError) as error:
             reason = f"{type(error).__name__} {error}".strip()
-            raise RuntimeError(f"{self.endpoint.url} did not answer in {self.endpoint.tries} tries: {reason}") from None
+            raise RunError(f"{self.endpoint.url} did not answer in {self.endpoint.tries} tries: {reason}") from None
 
     async def _try(self, request: Request) -> Any:
         self._reserve(request)
@@ -232,9 +233,9 @@ def read_key(name: str) -> str:
     """
     key = os.environ.get(name, "").strip()
     if not key:
-        raise ValueError(f"the environment variable {name!r} (key_env) is not set: it must contain the key")
+        raise UsageError(f"the environment variable {name!r} (key_env) is not set: it must contain the key")
     if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError(
+        raise UsageError(
             f"the environment variable {name!r} (key_env) does not contain a key: keys are ASCII without spaces"
         )
     return key

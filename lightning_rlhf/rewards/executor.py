@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rewards.results import AbortRun, RewardFailure, RewardOutput, RewardResult
 from lightning_rlhf.rewards.worker import RewardWorkers, timeout_failure
@@ -127,7 +128,7 @@ class RewardExecutor:
                 continue
             for result in self.results(function, self._calls(function, columns, None, {})):
                 if isinstance(result, RewardFailure):
-                    raise ValueError(
+                    raise UsageError(
                         f"reward function {function.label!r} {result.message}; it was called before the run on a "
                         f"completion that repeats the prompt, and on an empty one (dry_call: false disables this)"
                     ) from result.cause
@@ -338,7 +339,7 @@ def _raise_if_fatal(
             raise AbortRun(f"reward function {function.label!r} {failure.message}") from failure.cause
         if function.on_error == "raise":
             reference = function.function if isinstance(function.function, str) else "..."
-            raise RuntimeError(
+            raise RunError(
                 f"reward function {function.label!r} {failure.message} ({_describe_row(function, failure, i, columns)})"
                 f"; under rewards, {{function: {reference}, on_error: skip}} leaves such a response out, and zero "
                 f"gives it 0{advice}"
@@ -346,7 +347,7 @@ def _raise_if_fatal(
     failed = len(failures) * _rows_per_call(function, count)
     if failed > function.max_error_rate * count:
         i, first = next(iter(failures.items()))
-        raise RuntimeError(
+        raise RunError(
             f"reward function {function.label!r} failed for {failed} of {count} completions, more than its "
             f"max_error_rate of {function.max_error_rate:g} allows; the first failure: it {first.message} "
             f"({_describe_row(function, first, i, columns)}){advice}"

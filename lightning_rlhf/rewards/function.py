@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.metric_names import TAKEN
 from lightning_rlhf.rewards.loading import load_function
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
@@ -101,15 +102,15 @@ class RewardFunction:
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive or null, got {self.timeout_s}")
+            raise UsageError(f"timeout_s must be positive or null, got {self.timeout_s}")
         if not 0 <= self.max_error_rate <= 1:
-            raise ValueError(f"max_error_rate must be in [0, 1], got {self.max_error_rate}")
+            raise UsageError(f"max_error_rate must be in [0, 1], got {self.max_error_rate}")
         if self.timeout_s is not None and self.per_sample is False:
-            raise ValueError("timeout_s applies to single completions: remove per_sample: false")
+            raise UsageError("timeout_s applies to single completions: remove per_sample: false")
         try:
             self.target  # noqa: B018 (loads the function now, so that a wrong reference is reported early)
         except ValueError as error:
-            raise ValueError(f"reward function {self.function!r}: {error}") from error
+            raise UsageError(f"reward function {self.function!r}: {error}") from error
 
     # -- the callable and its signature -----------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class RewardFunction:
             try:
                 (signature.bind if is_class else signature.bind_partial)(**self.arguments)
             except TypeError as error:
-                raise ValueError(f"its arguments do not match its signature: {error}") from error
+                raise UsageError(f"its arguments do not match its signature: {error}") from error
         return self._loaded(**self.arguments) if is_class else self._loaded
 
     @cached_property
@@ -283,12 +284,12 @@ class RewardFunction:
             if renamed:
                 hint = f"; it reads the column {needed!r}: map yours with columns: {{{needed}: <yours>}}"
             source = "the data has only" if renamed else "a rollout offers only"
-            raise ValueError(f"reward function {self.label!r} needs {parameter!r}, but {source} {available}{hint}")
+            raise UsageError(f"reward function {self.label!r} needs {parameter!r}, but {source} {available}{hint}")
         if self.runs_in_worker:
             try:
                 ForkingPickler.dumps((self.picklable, self.arguments))
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise ValueError(
+                raise UsageError(
                     f"reward function {self.label!r} has a timeout_s, so it runs in worker processes, and it cannot be "
                     f"sent to them ({error}): define it at the top level of a file and specify it as file.py:name"
                 ) from error
@@ -337,14 +338,14 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
     columns = list(columns)
     for label, count in Counter(reward.label for reward in rewards).items():
         if count > 1:
-            raise ValueError(f"two reward functions are both called {label!r}: give one of them another name")
+            raise UsageError(f"two reward functions are both called {label!r}: give one of them another name")
         if "/" in label:
-            raise ValueError(f"a reward cannot be called {label!r}: loggers that write files would make folders of '/'")
+            raise UsageError(f"a reward cannot be called {label!r}: loggers that write files would make folders of '/'")
         if label in TAKEN:
-            raise ValueError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
+            raise UsageError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
     hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *CALL_ARGUMENTS)]
     if rewards and hidden:
-        raise ValueError(
+        raise UsageError(
             f"the data has a column {hidden[0]!r}, a name that reward functions receive from the rollout: rename it, "
             f"for example columns: {{my_{hidden[0]}: {hidden[0]}}}"
         )

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
 
 TEMPLATE = """Grade how good a response to a request is, from {lowest} (useless or harmful) to {highest} (nothing to
@@ -69,13 +70,13 @@ class JudgeReward:
 
     def __post_init__(self) -> None:
         if not self.lowest < self.highest:
-            raise ValueError(f"lowest must be below highest, got {self.lowest:g} and {self.highest:g}")
+            raise UsageError(f"lowest must be below highest, got {self.lowest:g} and {self.highest:g}")
         self._template = TEMPLATE if self.template is None else self.template
         used = set(_FIELDS.findall(self._template))
         if not {"prompt", "response"} <= used:
-            raise ValueError("the judge's template needs {prompt} and {response}")
+            raise UsageError("the judge's template needs {prompt} and {response}")
         if self.score_pattern is not None and re.compile(self.score_pattern).groups < 1:
-            raise ValueError(f"score_pattern {self.score_pattern!r} needs a group around the score")
+            raise UsageError(f"score_pattern {self.score_pattern!r} needs a group around the score")
         self.needs_truth = "ground_truth" in used
         self.client = Client(self.endpoint)
 
@@ -94,7 +95,7 @@ class JudgeReward:
             ValueError: the template contains the ground truth, but the data has no such column.
         """
         if self.needs_truth and ground_truth is None:
-            raise ValueError("the judge's template contains {ground_truth}, but the data has no such column")
+            raise UsageError("the judge's template contains {ground_truth}, but the data has no such column")
         truths = ground_truth or [""] * len(completions)
         rows = zip(prompts, completions, truths, strict=True)
         return list(await asyncio.gather(*(self._grade(*row) for row in rows)))
@@ -124,9 +125,9 @@ class JudgeReward:
         """
         score = self._read_score(answer)
         if score is None:
-            raise RuntimeError(f"the judge {self.model} returned no score: {answer[-120:]!r}")
+            raise RunError(f"the judge {self.model} returned no score: {answer[-120:]!r}")
         if not self.lowest <= score <= self.highest:
-            raise RuntimeError(
+            raise RunError(
                 f"the judge {self.model} returned a score of {score:g}, not in [{self.lowest:g}, {self.highest:g}]: "
                 f"{answer[-120:]!r}"
             )
@@ -154,9 +155,9 @@ class JudgeReward:
             answer = choice["message"]["content"]
             truncated = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RuntimeError(f"no chat completion from {self.client.endpoint.url}: {str(reply)[:200]!r}") from None
+            raise RunError(f"no chat completion from {self.client.endpoint.url}: {str(reply)[:200]!r}") from None
         if truncated:  # the last score may be quoted from the response
-            raise RuntimeError(f"the judge {self.model} was truncated at max_answer_tokens={self.max_answer_tokens}")
+            raise RunError(f"the judge {self.model} was truncated at max_answer_tokens={self.max_answer_tokens}")
         return self.score(str(answer))
 
 

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from lightning_rlhf.attention import check_attention_package, set_attention
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.expected_errors import UsageError
 
 
 @dataclass(eq=False)
@@ -44,7 +45,7 @@ class LearnedReward:
     def __post_init__(self) -> None:
         for name, value in (("batch_tokens", self.batch_tokens), ("max_tokens", self.max_tokens)):
             if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise UsageError(f"{name} must be at least 1, got {value}")
         self._model: Any = None
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
@@ -88,7 +89,7 @@ class LearnedReward:
         if isinstance(prompt, str):
             ids = self._tokenizer(prompt + response)["input_ids"]
         elif self._tokenizer.chat_template is None:
-            raise ValueError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
+            raise UsageError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
         else:
             text = self._tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -101,7 +102,7 @@ class LearnedReward:
         config = set_attention(AutoConfig.from_pretrained(self.path, **options))
         check_attention_package(config)
         if config.num_labels != 1:
-            raise ValueError(f"{self.path} has {config.num_labels} labels; a reward model needs one (num_labels=1)")
+            raise UsageError(f"{self.path} has {config.num_labels} labels; a reward model needs one (num_labels=1)")
         self._tokenizer = AutoTokenizer.from_pretrained(self.path, **options)
         self._pad_token_id = config.pad_token_id
         device = torch.device(self._device_name())
@@ -118,7 +119,7 @@ class LearnedReward:
         if progress_bar:
             logging.enable_progress_bar()
         if report["missing_keys"]:
-            raise ValueError(f"{self.path} is not a trained reward model: missing {sorted(report['missing_keys'])[:3]}")
+            raise UsageError(f"{self.path} is not a trained reward model: missing {sorted(report['missing_keys'])[:3]}")
         self._model = model.eval().requires_grad_(False).to(device)
 
     def _device_name(self) -> str:

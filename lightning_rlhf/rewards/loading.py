@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 def load_function(reference: str) -> Callable[..., Any]:
     """Import the function that a reference names.
@@ -27,7 +29,7 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not colon:
         source, _, name = reference.rpartition(".")
     if not source or not name or (not colon and name == "py"):
-        raise ValueError(
+        raise UsageError(
             f"specify a function as 'package.module:function' or 'path/to/file.py:function', got {reference!r}"
         )
     is_path = source.endswith(".py") or os.sep in source
@@ -37,11 +39,11 @@ def load_function(reference: str) -> Callable[..., Any]:
             loaded = getattr(loaded, part)  # not vars(): some packages import their contents lazily
         except AttributeError as error:
             public = [known for known in dir(loaded) if not known.startswith("_")]
-            raise ValueError(f"{part!r} was not found in {source}{_suggestion(part, public)}") from error
+            raise UsageError(f"{part!r} was not found in {source}{_suggestion(part, public)}") from error
         except ImportError as error:
-            raise ValueError(f"{part} in {source} cannot be imported: {error}") from error
+            raise UsageError(f"{part} in {source} cannot be imported: {error}") from error
     if not callable(loaded):
-        raise ValueError(f"{name!r} in {source} is not callable ({type(loaded).__name__}: {loaded!r})")
+        raise UsageError(f"{name!r} in {source} is not callable ({type(loaded).__name__}: {loaded!r})")
     return loaded
 
 
@@ -50,13 +52,13 @@ def _load_module(name: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-            raise ValueError(f"{name} cannot be imported: {error}") from error  # a module that it imports is missing
-        raise ValueError(
+            raise UsageError(f"{name} cannot be imported: {error}") from error  # a module that it imports is missing
+        raise UsageError(
             f"no module named {error.name!r} (to import {name}); specify a function in a file as "
             f"path/to/file.py:function"
         ) from error
     except Exception as error:
-        raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -64,7 +66,7 @@ def _load_file(path: Path) -> ModuleType:
         files = [file.name for file in path.parent.glob("*.py")]
         suggestion = _suggestion(path.name, files) if path.parent.is_dir() else ""
         working_directory = "" if path.is_absolute() else f" (working directory: {Path.cwd()})"
-        raise ValueError(f"file not found: {path}{suggestion}{working_directory}")
+        raise UsageError(f"file not found: {path}{suggestion}{working_directory}")
     path = path.resolve()
     # The name is the same in every process, so that objects of the file's classes can be sent between processes.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
@@ -72,13 +74,13 @@ def _load_file(path: Path) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file: its name must end in .py")
+        raise UsageError(f"{path} is not a Python file: its name must end in .py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from pebble import ProcessExpired, ProcessPool
 
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.rewards.math_worker import initialize, is_equal
 from lightning_rlhf.rewards.text import boxed
 
@@ -62,10 +63,10 @@ class MathReward:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ImportError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
+            raise MissingPackageError("MathReward needs math-verify: pip install 'lightning-rlhf[math]'")
         for name in ("timeout_s", "max_chars", "workers", "memory_mb"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
         self._pool: Any = None
         self._lock = threading.Lock()
 
@@ -150,7 +151,7 @@ def gold_text(gold: Any) -> str:
         ValueError: it is neither text nor number; math-verify would parse ``None`` as a product of four letters.
     """
     if not isinstance(gold, str | int | float) or isinstance(gold, bool):
-        raise ValueError(f"MathReward needs a formula or a number as ground_truth, got {gold!r}")
+        raise UsageError(f"MathReward needs a formula or a number as ground_truth, got {gold!r}")
     text = str(gold).strip()
     marked = _MARKED.findall(text)
     if marked:

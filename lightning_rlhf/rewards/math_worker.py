@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 class TimeLimitError(BaseException):
     """The time limit was exceeded; not an Exception, because the code that simplifies formulas catches those."""
@@ -58,7 +60,7 @@ def is_equal(gold: str, answer: str, seconds: float) -> bool | None:
         return None
     except RecursionError:
         return False
-    raise ValueError(f"math-verify cannot parse the data's answer {gold[:80]!r}")
+    raise UsageError(f"math-verify cannot parse the data's answer {gold[:80]!r}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from numbers import Real
 from typing import Any
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request
 from lightning_rlhf.rewards.judge import as_text
 
@@ -57,7 +58,7 @@ class _ServedReward(ABC):
         except (KeyError, IndexError, TypeError):
             reward = None
         if not isinstance(reward, Real) or isinstance(reward, bool):
-            raise RuntimeError(f"no reward in the reply of {self.client.endpoint.url}: {str(reply)[:200]!r}")
+            raise RunError(f"no reward in the reply of {self.client.endpoint.url}: {str(reply)[:200]!r}")
         return float(reward)
 
 
@@ -78,7 +79,7 @@ class RemoteReward(_ServedReward):
             ValueError: the protocol does not support chat messages.
         """
         if not isinstance(prompt, str) or not isinstance(response, str):
-            raise ValueError("RemoteReward sends text: remove messages: true")
+            raise UsageError("RemoteReward sends text: remove messages: true")
         return {"query": [prompt + response], "prompts": [prompt], "labels": [truth]}
 
     def reward(self, reply: Any) -> Any:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from lightning_rlhf.expected_errors import RunError
+
 RESERVED_METRICS = ("errors", "timeouts", "not_applicable")  # counted by the executor as reward_<reward>/...
 _FLOAT32_MAX = 3.4028234663852886e38
 _ARRAY_TYPES = (("torch", "Tensor"), ("numpy", "ndarray"), ("numpy", "generic"))
@@ -20,7 +22,7 @@ _TEXT_INDEXED_BY_NAME = "string indices must be integers"
 _OWN_MODULES = (__name__, "lightning_rlhf.rewards.function")
 
 
-class InvalidRewardError(RuntimeError):
+class InvalidRewardError(RunError):
     """A reward function returned a value that is not a reward; the message shows the value.
 
     Args:
@@ -33,7 +35,7 @@ class InvalidRewardError(RuntimeError):
         self.index = index
 
 
-class AbortRun(RuntimeError):
+class AbortRun(RunError):
     """Raised by a reward function to end the run regardless of ``on_error``, for example when a budget is spent."""
 
 

@@ -3,6 +3,8 @@
 import re
 from decimal import Decimal
 
+from lightning_rlhf.expected_errors import UsageError
+
 # 1234 or 1,234, decimals, a dollar sign, a minus sign before or after it; the hyphen of 3-5 is not a minus sign.
 _NUMBER = re.compile(
     r"(?:(?<![0-9])-)?\$?(?:(?<=\$)-)?"
@@ -48,7 +50,7 @@ def gsm8k_lenient(
 def _expected_numbers(ground_truth: list[str] | None, answer: list[str] | None) -> list[str]:
     answers = answer if ground_truth is None else ground_truth
     if answers is None:
-        raise ValueError("GSM8K's rules need the correct answers, in a column 'ground_truth' or 'answer'")
+        raise UsageError("GSM8K's rules need the correct answers, in a column 'ground_truth' or 'answer'")
     return [_expected_number(str(text)) for text in answers]
 
 
@@ -56,7 +58,7 @@ def _expected_number(answer: str) -> str:
     whole = _NUMBER.fullmatch(answer.strip())
     number = whole[0] if whole else _marked(answer)
     if number is None:
-        raise ValueError(f"the data's answer {answer[-60:]!r} has no '#### <number>', as GSM8K's answers have")
+        raise UsageError(f"the data's answer {answer[-60:]!r} has no '#### <number>', as GSM8K's answers have")
     return number
 
 

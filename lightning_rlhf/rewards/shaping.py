@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
+
 
 @dataclass(frozen=True)
 class ScoreShaping:
@@ -23,7 +25,7 @@ class ScoreShaping:
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"score clip must be positive or null, got {self.clip}")
+            raise UsageError(f"score clip must be positive or null, got {self.clip}")
 
     def __call__(self, scores: Tensor, truncated: Tensor) -> Tensor:
         """Shape and weight scores.
@@ -59,7 +61,7 @@ class OverlongPenalty:
 
     def __post_init__(self) -> None:
         if not 1 <= self.buffer_tokens <= self.max_tokens:
-            raise ValueError(f"buffer_tokens must be in [1, max_tokens={self.max_tokens}], got {self.buffer_tokens}")
+            raise UsageError(f"buffer_tokens must be in [1, max_tokens={self.max_tokens}], got {self.buffer_tokens}")
 
     def __call__(self, completion_ids: list[list[int]]) -> list[float]:
         """Compute one number in [-1, 0] per completion.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rewards.results import RESERVED_METRICS
@@ -22,7 +23,7 @@ class BySource:
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
         if not functions:
-            raise ValueError("BySource needs at least one pattern with its function")
+            raise UsageError("BySource needs at least one pattern with its function")
         self.per_sample = all(getattr(function, "per_sample", False) for function in functions.values())
         self.dry_call = all(getattr(function, "dry_call", True) for function in functions.values())
         self.rewards = {pattern: RewardFunction(function) for pattern, function in functions.items()}
@@ -78,6 +79,6 @@ class BySource:
         for pattern in self.rewards:
             if fnmatchcase(str(source), pattern):
                 return pattern
-        raise ValueError(
+        raise UsageError(
             f"no reward function for data_source {source!r}; patterns: {list(self.rewards)} ('*' matches all sources)"
         )

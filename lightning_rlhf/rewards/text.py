@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_rlhf.expected_errors import UsageError
+
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -125,7 +127,7 @@ class Format:
         try:
             re.compile(self.pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"format pattern {self.pattern!r} is not a regular expression: {error}") from error
+            raise UsageError(f"format pattern {self.pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, completions: list[str]) -> list[float]:
         """Return 1 or 0 for each completion."""
@@ -173,7 +175,7 @@ class Length:
 
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or self.slope < 0:
-            raise ValueError(
+            raise UsageError(
                 f"length needs 0 <= least <= most and slope >= 0, "
                 f"got least={self.least}, most={self.most}, slope={self.slope}"
             )
@@ -204,5 +206,5 @@ def _correct_answers(truth: Any) -> list[str]:
         truth = truth["target"]
     answers = list(truth) if isinstance(truth, list | tuple) else [truth]
     if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
-        raise ValueError(f"ground_truth must be a text, a number or a list of them, got {truth!r}")
+        raise UsageError(f"ground_truth must be a text, a number or a list of them, got {truth!r}")
     return [str(answer) for answer in answers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -61,7 +62,7 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
     while weights / size >= share / 2:
         size *= 2
         if size > available or world_size % size:
-            raise ValueError(
+            raise UsageError(
                 f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of the memory that engines get on "
                 f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more ranks cannot share one (this "
                 f"machine has {torch.cuda.device_count()} GPUs, the run {world_size} processes): configure "
@@ -76,7 +77,7 @@ def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
     if accelerator := unsupported_accelerator():
         return TransformersEngine(), f"VLLMEngine does not support {accelerator} devices"
     if fault := unusable_build():
-        raise ValueError(fault)
+        raise UsageError(fault)
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:

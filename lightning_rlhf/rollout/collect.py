@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import Calls, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
@@ -76,7 +77,7 @@ class Collector:
         batch = self._batch
         size = self._size
         if not completions or len(completions) != len(batch) * size:
-            raise ValueError(
+            raise UsageError(
                 f"got {len(completions)} completions for {len(batch)} prompts; each needs the same number, at least 1"
             )
         prompts = batch.positions or range(len(batch))

@@ -12,13 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import Completion, SamplingParams
 
 OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
 
 
-class EngineDied(RuntimeError):
+class EngineDied(RunError):
     """The engine has ended; the message contains how it ended and the path of its log."""
 
 
@@ -216,15 +217,15 @@ class CompletionCheck:
         """
         ids = completion.token_ids
         if completion.policy_version != self.version:
-            raise RuntimeError(
+            raise RunError(
                 f"the engine returned a completion of policy version {completion.policy_version}, but {self.version} "
                 f"was pushed last: its weights are not the actor's"
             )
         if len(ids) > self.max_tokens:
-            raise RuntimeError(f"the engine returned {len(ids)} tokens where at most {self.max_tokens} were requested")
+            raise RunError(f"the engine returned {len(ids)} tokens where at most {self.max_tokens} were requested")
         if not 0 <= min(ids) <= max(ids) < self.vocabulary:
             wrong = next(token for token in ids if not 0 <= token < self.vocabulary)
-            raise RuntimeError(f"the engine returned token {wrong}; the actor has tokens 0 to {self.vocabulary - 1}")
+            raise RunError(f"the engine returned token {wrong}; the actor has tokens 0 to {self.vocabulary - 1}")
 
     def check_all(self, completions: Sequence[Completion], prompts: int) -> None:
         """Validate the completions of all prompts.
@@ -237,7 +238,7 @@ class CompletionCheck:
             RuntimeError: a completion is missing or invalid.
         """
         if len(completions) != prompts:
-            raise RuntimeError(f"the engine returned {len(completions)} completions for {prompts} prompts")
+            raise RunError(f"the engine returned {len(completions)} completions for {prompts} prompts")
         for completion in completions:
             self.check_one(completion)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineDied, OnFinished
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -17,7 +18,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # a rollout has no time limit; ranks that die are detected by their connections
 _Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], list[Completion]]
-_ERRORS = {kind.__name__: kind for kind in (EngineDied, ValueError)}
+_ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, ValueError, RuntimeError)}
 
 
 def world_size() -> int:
@@ -40,7 +41,7 @@ class RankGroup:
     def __init__(self, ranks: int) -> None:
         world = world_size()
         if world % ranks:
-            raise ValueError(f"{ranks} ranks cannot share an engine in a run of {world}: use a divisor of {world}")
+            raise UsageError(f"{ranks} ranks cannot share an engine in a run of {world}: use a divisor of {world}")
         self.ranks = ranks
         self._group: Any = None
         self._index = 0
@@ -97,7 +98,7 @@ class RankGroup:
             results = [("result", value) for value in action()]
         except Exception as error:
             name = type(error).__name__
-            message = str(error) if name in _ERRORS or type(error) is RuntimeError else f"{name}: {error}"
+            message = str(error) if name in _ERRORS else f"{name}: {error}"
             self._send([(name, message)] * self.ranks)
             raise
         self._send(results)
@@ -114,7 +115,7 @@ class RankGroup:
         kind, content = received[0]
         if kind == "result":
             return content
-        raise _ERRORS.get(kind, RuntimeError)(content)
+        raise _ERRORS.get(kind, RunError)(content)
 
     @contextmanager
     def _death_of_rank_as_engine_died(self) -> Iterator[None]:
@@ -160,7 +161,7 @@ def generate_together(
 
     def generate_for_all() -> list[list[Completion]]:
         if any(other != sampling for _, _, other in requests):
-            raise ValueError(
+            raise UsageError(
                 f"ranks that share an engine must have equal sampling parameters, got {[p for _, _, p in requests]}"
             )
         unique = [request for index, request in enumerate(requests) if request not in requests[:index]]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -27,9 +28,9 @@ class SharedEngine(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine, ranks: int) -> None:
         if ranks < 2:
-            raise ValueError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
+            raise UsageError(f"SharedEngine needs at least 2 ranks, got {ranks}: use the engine without it")
         if isinstance(engine, (SharedEngine, VLLMServerEngine)):
-            raise ValueError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
+            raise UsageError(f"{type(engine).__name__} can serve several ranks without SharedEngine: set ranks={ranks}")
         self._engine = engine
         self._ranks = ranks
         self._group: RankGroup | None = None
@@ -74,7 +75,7 @@ class SharedEngine(RolloutEngine):
         def start() -> None:
             hosts = sorted({host for host, _ in members})
             if len(hosts) > 1:
-                raise ValueError(
+                raise UsageError(
                     f"the {self._ranks} ranks of a shared engine must be on one machine, but they are on "
                     f"{', '.join(hosts)}: use fewer ranks"
                 )
@@ -120,5 +121,5 @@ class SharedEngine(RolloutEngine):
     @property
     def _running(self) -> RankGroup:
         if self._group is None:
-            raise RuntimeError("the engine is not running: call start() first")
+            raise RunError("the engine is not running: call start() first")
         return self._group

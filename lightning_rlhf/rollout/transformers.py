@@ -18,6 +18,7 @@ from transformers import (
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from lightning_rlhf.attention import set_attention
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -32,7 +33,7 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(self, batch_size: int = 128) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+            raise UsageError(f"batch_size must be at least 1, got {batch_size}")
         self._batch_size = batch_size
         self._model: PreTrainedModel | None = None
         self._version = -1
@@ -56,7 +57,7 @@ class TransformersEngine(RolloutEngine):
         for name, tensor in parameters:
             not_updated.pop(name).copy_(tensor)
         if not_updated:
-            raise RuntimeError(f"the push contained no weights for {sorted(not_updated)[:3]} ...")
+            raise RunError(f"the push contained no weights for {sorted(not_updated)[:3]} ...")
         self._version = version
 
     @torch.no_grad()
@@ -121,7 +122,7 @@ class TransformersEngine(RolloutEngine):
     @property
     def _running(self) -> PreTrainedModel:
         if self._model is None:
-            raise RuntimeError("the engine is not running: call start() first")
+            raise RunError("the engine is not running: call start() first")
         return self._model
 
 

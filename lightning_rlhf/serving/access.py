@@ -9,6 +9,8 @@ import shlex
 import socket
 from pathlib import Path
 
+from lightning_rlhf.expected_errors import UsageError
+
 _MIN_KEY_CHARACTERS = 16
 _MAX_PORT = 65535
 
@@ -29,18 +31,18 @@ def load_key(variable: str | None, file: Path | None) -> tuple[str, str]:
         expression = f"${variable}"
     elif file is not None:
         if not file.is_file():
-            raise ValueError(f"key file {file} not found")
+            raise UsageError(f"key file {file} not found")
         try:
             key = file.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read a key from {file}: {error}") from error
+            raise UsageError(f"cannot read a key from {file}: {error}") from error
         source = str(file)
         expression = f"$(cat {shlex.quote(str(file))})"
     else:
         key = secrets.token_urlsafe(32)
         return key, key
     if len(key) < _MIN_KEY_CHARACTERS or not all("!" <= letter <= "~" for letter in key):
-        raise ValueError(
+        raise UsageError(
             f"{source} must hold a key of at least {_MIN_KEY_CHARACTERS} visible ASCII characters, for example from "
             f"`openssl rand -hex 32`"
         )
@@ -58,7 +60,7 @@ def check_host(host: str, has_own_key: bool) -> None:
         ValueError: other machines can reach the host and no key is set.
     """
     if not has_own_key and not is_local(host):
-        raise ValueError(
+        raise UsageError(
             f"{host} can be reached from other machines, so set a key: --api-key-env NAME or --api-key-file FILE"
         )
 
@@ -78,10 +80,10 @@ def bind(host: str, port: int) -> socket.socket:
         ValueError: the address cannot be used.
     """
     if not 0 <= port <= _MAX_PORT:
-        raise ValueError(f"the port must be from 0 (a free one) to {_MAX_PORT}, got {port}")
+        raise UsageError(f"the port must be from 0 (a free one) to {_MAX_PORT}, got {port}")
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = error.strerror if isinstance(error, OSError) else None
-        raise ValueError(f"cannot listen on {host}:{port}: {reason or error}") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {reason or error}") from error

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from lightning_rlhf.expected_errors import UsageError
+
 HEADER_BYTES = 16384  # largest size of a request's headers and address
 _INTEGER_LIMIT = 1 << 63  # the server reads numbers into 64 bits
 _Number = Annotated[int | float, Field(gt=-_INTEGER_LIMIT, lt=_INTEGER_LIMIT)]
@@ -55,7 +57,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+                raise UsageError(f"{name} must be positive, got {value}")
 
 
 def option_hint(limit: str) -> str:

@@ -18,6 +18,7 @@ from typing import IO
 
 import torch
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS
 from lightning_rlhf.serving.limits import Limits
@@ -111,7 +112,7 @@ class ServerProcess:
         command: tuple[str, ...] = (sys.executable, "-m", "lightning_rlhf.serving.server"),
     ) -> None:
         if len(tempfile.gettempdir()) > _TMPDIR_CHARACTERS:
-            raise ValueError(f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one")
+            raise UsageError(f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one")
         self.log = log
         output = _opened(log)
         self.folder = Path(tempfile.mkdtemp(prefix="rlhf-"))  # mode 0700
@@ -171,4 +172,4 @@ def _opened(log: Path) -> IO[bytes]:
         log.parent.mkdir(parents=True, exist_ok=True)
         return log.open("wb")
     except OSError as error:
-        raise ValueError(f"cannot write the log {log}: {error.strerror}; choose another by --log") from error
+        raise UsageError(f"cannot write the log {log}: {error.strerror}; choose another by --log") from error

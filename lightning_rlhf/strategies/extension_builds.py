@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.expected_errors import RunError
+
 log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 900.0  # builds take minutes; on a shared file system another machine may hold the lock
 
@@ -65,7 +67,7 @@ def _await(lock: Path, is_first: bool) -> None:
     while lock.exists() and not is_open(lock):
         age = time.time() - lock.stat().st_mtime
         if age > _PATIENCE_SECONDS:
-            raise RuntimeError(
+            raise RunError(
                 f"DeepSpeed's extension cannot be built: {lock} is {age / 60:.0f} minutes old, and no process of this "
                 f"machine holds it, so a build was interrupted. Remove it: rm {lock}"
             )

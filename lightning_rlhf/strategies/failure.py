@@ -31,7 +31,8 @@ import typing_extensions
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from lightning_rlhf import launch_environment
-from lightning_rlhf.expected_errors import exit_code
+from lightning_rlhf.compat import is_lightning_error
+from lightning_rlhf.expected_errors import ExpectedError, RunError
 from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from lightning_rlhf.strategies.joining import check_launch, joining
@@ -89,7 +90,7 @@ class FailureWatch:
         try:
             self._wire = Wire(socket.create_connection((host, port), timeout=60))
         except OSError as error:
-            raise RuntimeError(
+            raise RunError(
                 f"{self._name} cannot reach rank 0 at {host}, port {port} ({error}): machines of one run must reach "
                 f"each other on all ports, under the address in MASTER_ADDR"
             ) from error
@@ -229,7 +230,7 @@ class EndsTogether:
         started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         interrupted = isinstance(exception, Interrupted)
         if self._watch is not None and not (interrupted and started):  # before the first step there is no agreement
-            code = exception.exit_code if isinstance(exception, Interrupted) else exit_code(exception, started)
+            code = exception.exit_code if isinstance(exception, Interrupted) else _exit_code(exception, started)
             self._watch.report(exception, code)
         super().on_exception(exception)  # type: ignore[misc]
 
@@ -268,3 +269,8 @@ def _record_for_torchrun(error: BaseException) -> None:
 def _write_line(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def _exit_code(error: BaseException, started: bool) -> int:
+    """Return the exit code: 2 for an expected error before the first training step, else 1."""
+    return 2 if not started and (isinstance(error, ExpectedError) or is_lightning_error(error)) else 1

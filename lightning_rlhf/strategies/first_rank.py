@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 
 
@@ -60,7 +61,7 @@ def _like(bare: nn.Module, loaded: nn.Module, name: str) -> nn.Module:
     """Return the loaded role if it has the same tensors as the bare one of other ranks."""
     different = sorted(_layout(loaded) ^ _layout(bare))
     if different:
-        raise ValueError(
+        raise UsageError(
             f"the {name} must have the same tensors where its weights are loaded (rank 0) as where its configuration "
             f"alone is read (all others), but these differ: {'; '.join(different[:3])}"
         )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_rlhf.compat import set_group_timeout
 from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles, ProcessRanks
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -56,7 +57,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         if tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
+            raise UsageError(f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}")
         super().__init__(
             tensor_parallel_size=tensor_parallel_size, process_group_backend=process_group_backend, timeout=timeout
         )
@@ -76,7 +77,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """
         processes = self.num_nodes * self.num_processes
         if processes % self.tensor_parallel_size:
-            raise ValueError(
+            raise UsageError(
                 f"tensor_parallel_size: {self.tensor_parallel_size} does not divide the {processes} processes of this "
                 f"run; take a divisor"
             )

@@ -14,6 +14,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_rlhf.expected_errors import RunError, UsageError
+
 log = logging.getLogger(__name__)
 _NODES_SECONDS = 8.0  # nodes of one job start within seconds of each other
 _PROCESSES_SECONDS = 60.0  # processes of one machine import torch first, which takes a busy machine half a minute
@@ -32,7 +34,7 @@ def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
     """
     missing = [name for name in _ADDRESS if name not in os.environ]
     if nodes > 1 and isinstance(environment, LightningEnvironment) and missing:
-        raise ValueError(
+        raise UsageError(
             f"trainer.num_nodes is {nodes}, but {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set, and "
             f"neither torchrun nor SLURM started this process, so the nodes cannot find each other: use one of the "
             f"launchers in examples/cluster, or start the same command on every node with MASTER_ADDR and MASTER_PORT "
@@ -64,7 +66,7 @@ def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout
     try:
         yield
     except dist.DistError as error:
-        raise RuntimeError(f"{line}; not all came within {seconds:.0f} s: {' '.join(str(error).split())}") from None
+        raise RunError(f"{line}; not all came within {seconds:.0f} s: {' '.join(str(error).split())}") from None
     finally:
         timer.cancel()
 

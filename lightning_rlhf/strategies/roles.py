@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.compat import step_optimizer, trainer_of
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.lora import base_name, is_adapter, merged
 from lightning_rlhf.models.tensors import persistent_buffers
 from lightning_rlhf.strategies.names import OURS
@@ -147,7 +148,7 @@ def role_strategy_of(module: LightningModule) -> RoleStrategy:
     if trainer is None or trainer.world_size == 1:
         return SingleDeviceRoles(module)
     name = type(trainer.strategy).__name__
-    raise RuntimeError(
+    raise RunError(
         f"{name} wraps the whole module, but actor, critic, reference and reward model are trained and sharded "
         f"separately: use strategy={OURS.get(name, 'rlhf_ddp')!r}"
     )

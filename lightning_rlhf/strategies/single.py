@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.roles import RoleStrategy
 
@@ -38,7 +39,7 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDevic
         """
         count = len(self.parallel_devices or [0]) * self.num_nodes
         if count > 1:
-            raise ValueError(
+            raise UsageError(
                 f"rlhf_single runs in one process, the Trainer was given {count} devices: take rlhf_ddp, rlhf_fsdp or "
                 f"rlhf_deepspeed_stage_3, or devices: 1"
             )

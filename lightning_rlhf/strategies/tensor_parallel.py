@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.lora import adapted_parts
 
 # Names of styles in a plan, and their classes in torch. The last is a norm over the width of each head: every rank has
@@ -49,7 +50,7 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
     unknown = sorted(set(plan.values()) - set(_STYLES))
     if unknown or not plan:
         reason = f"splits by {', '.join(unknown)}" if unknown else "publishes no plan"
-        raise ValueError(
+        raise UsageError(
             f"tensor_parallel_size: {size} is not known for the {name}'s {type(model).__name__}, which {reason}; known "
             f"are architectures that split by {', '.join(_STYLES)} alone (Llama, Mistral, Qwen2, Qwen3): take "
             f"tensor_parallel_size: 1"
@@ -57,7 +58,7 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
     for field in _SPLIT:
         value = getattr(config, field, size)
         if value % size:
-            raise ValueError(f"tensor_parallel_size: {size} does not divide the {name}'s {field}, which is {value}")
+            raise UsageError(f"tensor_parallel_size: {size} does not divide the {name}'s {field}, which is {value}")
     styles = {
         part: _STYLES[style]()
         for path, module in model.base_model.named_modules()
@@ -69,7 +70,7 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
         (m for m, style in styles.items() if not isinstance(style, SequenceParallel) and type(m) is not nn.Linear), None
     )
     if other is not None:
-        raise ValueError(
+        raise UsageError(
             f"tensor_parallel_size: {size} splits plain linear layers, but the {name} has {type(other).__name__}: take "
             f"tensor_parallel_size: 1"
         )

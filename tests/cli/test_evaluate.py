@@ -3,12 +3,13 @@
 import itertools
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli import evaluate as command
-from lightning_rlhf.cli.scores import Judged, estimate, figures, sizes_of_draws
+from lightning_rlhf.cli.commands import evaluate as command
+from lightning_rlhf.cli.commands.scores import ScoredResponses, draw_sizes, estimate, statistics
 from tests.helpers import assert_close
 
 REWARDS = '''
@@ -180,6 +181,16 @@ def test_a_built_in_reward_judges_what_its_rule_says(evaluate):
     assert report["sources"]["data"]["rewards"]["gsm8k_strict"]["mean"] == 0.5
 
 
+def test_a_reward_in_the_working_directory_is_found_by_its_dotted_path(evaluate, monkeypatch):
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
+    Path("rewards_here.py").write_text(
+        "def length(completions):\n    return [float(len(text)) for text in completions]"
+    )
+    code, report, shown = evaluate("--reward", "rewards_here.length")
+    assert code == 0, shown
+    assert report["sources"]["a"]["rewards"]["length"]["mean"] == 1.0
+
+
 def test_a_reward_of_nine_tenths_is_correct_at_nine_tenths(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:nine_tenths", "--correct-at", "0.9")
     found = report["sources"]["a"]["rewards"]["nine_tenths"]
@@ -221,19 +232,22 @@ def test_intervals_at_none_and_all_hold_them(evaluate):
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():
     for right in itertools.product((0.0, 1.0), repeat=5):
-        found = figures([Judged("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
+        found = statistics([ScoredResponses("s", {"r": list(right)}, characters=[1] * 5)], 1.0)["rewards"]["r"]
         for k in (1, 2, 4, 5):
             draws = list(itertools.combinations(right, k))
             assert_close(found[f"pass@{k}"]["mean"], sum(any(draw) for draw in draws) / len(draws))
 
 
 def test_draws_are_powers_of_two_and_all():
-    assert [sizes_of_draws(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [draw_sizes(n) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
-    rows = [Judged("s", {"r": [1.0, 0.0]}, characters=[1, 1]), Judged("s", {"r": [1.0] * 5}, characters=[1] * 5)]
-    found = figures(rows, 1.0)["rewards"]["r"]
+    rows = [
+        ScoredResponses("s", {"r": [1.0, 0.0]}, characters=[1, 1]),
+        ScoredResponses("s", {"r": [1.0] * 5}, characters=[1] * 5),
+    ]
+    found = statistics(rows, 1.0)["rewards"]["r"]
     assert [key for key in found if key.startswith("pass")] == ["pass@1", "pass@2"]
 
 
@@ -246,9 +260,19 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:right"], [{**ROWS[0], "responses": [3]}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:broken"], ROWS, 1, "reward function 'broken' raised KeyError: 'mine'"),
-        (["--reward", "rewards.py:right", "--answer", "rewards.py:lists"], ROWS, 1, "--answer gave a list, which"),
+        (
+            ["--reward", "rewards.py:right", "--answer", "rewards.py:lists"],
+            ROWS,
+            1,
+            "--answer returned a list, expected",
+        ),
         (["--reward", "rewards.py:right", "--answer", "rewards.py:broken_answers"], ROWS, 1, "--answer raised KeyErr"),
-        (["--reward", "rewards.py:right", "--answer", "rewards.py:too_few"], ROWS, 1, "--answer gave 1 answers to 4"),
+        (
+            ["--reward", "rewards.py:right", "--answer", "rewards.py:too_few"],
+            ROWS,
+            1,
+            "--answer returned 1 answers to 4",
+        ),
         (["--reward", "rewards.py:not_a_number"], ROWS, 1, "reward function 'not_a_number' returned nan"),
         (["--reward", "rewards.py:endless"], ROWS, 1, "reward function 'endless' returned inf"),
         (["--reward", "rewards.py:length"], [{"prompt": ["a"], "responses": ["x"]}], 2, "responses.jsonl: 1 of 1 rows"),
@@ -256,12 +280,12 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
             ["--reward", "rewards.py:length"],
             [{**row, "data_source": s} for row, s in zip(ROWS, ("all", "b", "c"), strict=True)],
             2,
-            "a data_source is called 'all', as the figures of all of them are: rename it",
+            "a data_source is called 'all', the name of the statistics over all sources: rename it",
         ),
         (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: no row can be used"),
         (["--reward", "rewards.py:length", "--correct-at", "nan"], ROWS, 2, "--correct-at must be a number, got nan"),
         (["--reward", "rewards.py:length", "--json", "rewards.py/x"], ROWS, 2, "cannot write rewards.py/x: "),
-        (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "columns are given as ours=yours"),
+        (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "--columns takes ours=yours"),
     ],
 )
 def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, told):

@@ -12,8 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from lightning_rlhf.cli import export as command
-from lightning_rlhf.cli import generate
+from lightning_rlhf.cli.commands import export as command
+from lightning_rlhf.cli.commands import generate
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
@@ -183,9 +183,9 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--to", "runs"], "runs is there already: choose another directory, or remove it"),
-        (["--to", "."], ". is there already: choose another directory, or remove it"),
-        (["--to", "out", "--role", "ref"], "the run trains actor, critic, and no ref: choose --role among them"),
+        (["--to", "runs"], "runs exists already: choose another directory, or remove it"),
+        (["--to", "."], ". exists already: choose another directory, or remove it"),
+        (["--to", "out", "--role", "ref"], "the run does not train 'ref': set --role to one of actor, critic"),
         (["--to", "out", "--adapter"], "--adapter exports only LoRA adapters, and this run exports its actor,"),
         (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),
         (["--to", "out", "--checkpoint", "nowhere"], "no checkpoint at nowhere"),

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.cli import generate as command
-from lightning_rlhf.cli.engine_answering import fingerprint
-from lightning_rlhf.cli.responses_file import ResponsesFile, read_lines
+from lightning_rlhf.cli.commands import generate as command
+from lightning_rlhf.cli.commands.response_backends import weights_digest
+from lightning_rlhf.cli.commands.responses_file import ResponsesFile, read_lines
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,23 +82,6 @@ def test_greedy_responses_are_what_transformers_generates(generate, tiny_export)
         said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
         assert row["responses"] == [tokenizer.decode(said, skip_special_tokens=True)]
         assert row["prompt_tokens"] == ids.shape[1]
-
-
-@pytest.mark.parametrize("ending", ["json", "parquet"])
-def test_other_formats_hold_the_same_rows(generate, ending):
-    assert generate()[0] == 0
-    assert generate(to=f"out.{ending}")[0] == 0
-    if ending == "json":
-        rows = json.loads(Path("out.json").read_text())
-    else:
-        from pyarrow import parquet
-
-        rows = parquet.read_table("out.parquet").to_pylist()
-    assert rows == read_lines(Path("out.jsonl"))
-    assert not list(Path().glob("*.part.jsonl"))
-    code, out, _ = generate(to=f"out.{ending}")
-    assert code == 0
-    assert f"out.{ending} has 11 of 11 rows already" in out
 
 
 def test_a_file_that_was_cut_short_anywhere_is_gone_on_with(generate):
@@ -172,19 +155,6 @@ def test_settings_that_were_damaged_are_a_sentence(generate):
     assert "out.jsonl.settings.json is damaged: remove it and out.jsonl" in err
 
 
-def test_columns_that_only_later_rows_have_reach_parquet(tmp_path):
-    file = ResponsesFile(tmp_path / "x.parquet", {}, 2)
-    file.begin()
-    file.append([{"a": 1}])
-    file.append([{"b": "x"}])
-    file.finish()
-    file.close()
-    from pyarrow import parquet
-
-    assert parquet.read_table(tmp_path / "x.parquet").to_pylist() == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
-    assert {path.name for path in tmp_path.iterdir()} == {"x.parquet", "x.parquet.settings.json"}
-
-
 def test_lines_that_hold_line_separators_and_twins_are_gone_on_with(generate):
     rows = [{"prompt": f"a\u2028b\u2029c\x85d\x1c{i // 2}", "note": "\u2028\r\n"} for i in range(6)]
     text = "\n".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)  # and blank lines
@@ -209,7 +179,9 @@ def test_a_full_disk_is_a_sentence_and_what_is_there_is_gone_on_with(generate):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1
-    assert err == "lightning-rlhf: cannot write out.jsonl: File too large; the same command goes on where it is\n"
+    assert (
+        err == "lightning-rlhf: cannot write out.jsonl: File too large; the same command continues after the last row\n"
+    )
     assert 0 < Path("out.jsonl").read_bytes().count(b"\n") < 11
     assert generate()[0] == 0
     assert Path("out.jsonl").read_bytes() == whole
@@ -241,7 +213,7 @@ def test_a_change_of_any_one_tensor_is_seen(tmp_path):
     def found(**changes):
         tensors = {name: torch.zeros(50_000) for name in "abc"} | changes
         save_file(tensors, tmp_path / "model.safetensors")
-        return fingerprint(str(tmp_path))
+        return weights_digest(str(tmp_path))
 
     # LoRA on some layers changes only some tensors, and neither the first nor the last of a file.
     every = [found(), *(found(**{name: torch.ones(50_000)}) for name in "abc")]
@@ -264,18 +236,18 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     ("arguments", "changes", "told"),
     [
         (("-n", "0"), {}, "n must be at least 1, got 0"),
-        (("--max-tokens", "256"), {}, "max_tokens 256 leaves no room for a prompt: the model takes 256 tokens"),
-        (("--columns", "question"), {}, "columns are given as ours=yours, for example prompt=question, got 'question'"),
+        (("--max-tokens", "256"), {}, "--max-tokens 256 leaves no tokens for a prompt: the model accepts 256"),
+        (("--columns", "question"), {}, "--columns takes ours=yours, for example prompt=question, got 'question'"),
         (("--columns", "prompt=question"), {}, "train data: 11 of 11 rows cannot be used"),
-        ((), {"to": "out.csv"}, "responses are written as .jsonl, .json, .parquet, got 'out.csv'"),
-        ((), {"to": "prompts.jsonl"}, "prompts.jsonl is there already and was not begun by generate"),
+        ((), {"to": "out.csv"}, "--to must end with .jsonl, got 'out.csv'"),
+        ((), {"to": "prompts.jsonl"}, "prompts.jsonl exists already and was not written by generate"),
         ((), {"model": "runs/none/export"}, "no model at 'runs/none/export'"),
         ((), {"source": "none.jsonl"}, "no data at 'none.jsonl'"),
         (("--temperature", "-1"), {}, "temperature must be 0 (greedy) or positive, got -1.0"),
         (("--temperature", "nan"), {}, "temperature must be 0 (greedy) or positive, got nan"),
         (("--server", "http://127.0.0.1:9"), {}, "no server answers at http://127.0.0.1:9"),
         (("--server", "http://127.0.0.1:9", "--api-key-env", "NO_KEY"), {}, "the environment variable 'NO_KEY'"),
-        (("--api-key-env", "KEY"), {}, "--api-key-env is for a --server"),
+        (("--api-key-env", "KEY"), {}, "--api-key-env needs --server"),
     ],
 )
 def test_a_mistake_is_a_sentence_and_code_2(generate, arguments, changes, told):
@@ -289,7 +261,7 @@ def test_a_prompt_that_leaves_no_room_is_a_bad_row(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x" * 245}) + "\n" + json.dumps({"prompt": "y"}) + "\n")
     code, _, err = generate()
     assert code == 2
-    assert "jsonl:1: the prompt has 245 tokens, and beside --max-tokens the model has room for 244" in err
+    assert "jsonl:1: the prompt has 245 tokens; --max-tokens leaves 244" in err
     assert generate("--on-bad-row", "skip")[0] == 0
     assert [row["prompt"] for row in read_lines(Path("out.jsonl"))] == ["y"]
 
@@ -315,4 +287,4 @@ def test_a_column_that_would_be_written_over_is_refused(generate):
 def test_weights_that_are_none_are_told_by_their_file(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"^the weights in .*model\.safetensors cannot be read, the file is damaged"):
-        fingerprint(str(tmp_path))
+        weights_digest(str(tmp_path))

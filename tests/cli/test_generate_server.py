@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli import answering
-from lightning_rlhf.cli import generate as command
-from lightning_rlhf.cli.responses_file import read_lines
+from lightning_rlhf.cli.commands import generate as command
+from lightning_rlhf.cli.commands import response_backends
+from lightning_rlhf.cli.commands.responses_file import read_lines
 from lightning_rlhf.rewards import endpoint
 
 KEY = "0123456789abcdef"
@@ -89,17 +89,17 @@ def test_text_is_completed_and_messages_are_answered(generate, stub):
 
 
 def test_a_server_that_is_busy_for_long_is_waited_for(generate, stub):
-    stub.answers = [(429, {"error": "come again"})] * 5 * answering._TRIES
+    stub.answers = [(429, {"error": "come again"})] * 5 * response_backends._TRIES
     assert generate() == (0, "")
-    assert len(stub.asked) == 5 * answering._TRIES + 2
+    assert len(stub.asked) == 5 * response_backends._TRIES + 2
 
 
 def test_a_server_that_stays_busy_is_given_up(generate, stub, monkeypatch):
-    monkeypatch.setattr(answering, "_SERVER_SECONDS", 0.05)
+    monkeypatch.setattr(response_backends, "_SERVER_SECONDS", 0.05)
     stub.answers = [(429, {"error": "come again"})] * 10_000
     code, said = generate()
     assert code == 1
-    assert f"answered {answering._TRIES} times: 429" in said
+    assert f"answered {response_backends._TRIES} times: 429" in said
 
 
 def test_a_server_that_stumbles_is_asked_again_and_what_is_there_is_kept(generate, stub):
@@ -137,11 +137,11 @@ def test_a_wrong_key_is_told_and_not_shown(generate, stub):
 @pytest.mark.parametrize(
     ("models", "told"),
     [
-        ((401, {}), "/v1/models answered 401; put its key into a variable and name it with --api-key-env"),
+        ((401, {}), "/v1/models answered 401; set --api-key-env to the environment variable with the key"),
         ((503, {}), "/v1/models answered 503; it may still be loading its model"),
-        ((200, b"<html>"), "/v1/models lists no models: is it a server with OpenAI's API?"),
-        ((200, {"data": None}), "/v1/models lists no models: is it a server with OpenAI's API?"),
-        ((200, {"data": [{"id": "a"}, {"id": "b"}]}), " serves a, b: say which by --model"),
+        ((200, b"<html>"), "/v1/models lists no models; use a server with OpenAI's API"),
+        ((200, {"data": None}), "/v1/models lists no models; use a server with OpenAI's API"),
+        ((200, {"data": [{"id": "a"}, {"id": "b"}]}), " serves a, b: set --model to one of them"),
     ],
 )
 def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, models, told):
@@ -154,11 +154,11 @@ def test_an_answer_that_is_none_is_a_sentence(generate, stub, answer):
     stub.answers = [(200, answer)] * 2
     code, said = generate()
     assert code == 1
-    assert "answered what is no completion: " in said
+    assert "returned an invalid completion: " in said
 
 
 def test_what_a_server_would_not_be_sent_is_a_bad_row(generate):
     rows = [{"prompt": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": False}}]
     code, said = generate(rows=rows)
     assert code == 2
-    assert "a server is not sent 'chat_template_kwargs'" in said
+    assert "'chat_template_kwargs' of the chat template cannot be sent to a server" in said

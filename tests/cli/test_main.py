@@ -12,9 +12,10 @@ import pytest
 import yaml
 from jsonargparse import Namespace
 
-from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, set_aside
-from lightning_rlhf.cli.main import SaveRunConfig, is_for_users
+from lightning_rlhf.cli.earlier_run import check_reads_elsewhere, rename_earlier_run
+from lightning_rlhf.cli.main import SaveRunConfig
 from lightning_rlhf.data.rows import text_of
+from lightning_rlhf.expected_errors import ExpectedError
 from tests import algorithm_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,7 +184,7 @@ def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": engine}
     result = fit(config)
     assert result.code == 2
-    assert result.err.startswith("lightning-rlhf: (VLLMEngine): VLLMEngine needs vLLM: pip install")
+    assert result.err.startswith("lightning-rlhf: VLLMEngine needs vLLM: pip install")
 
 
 def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training(fit, config, monkeypatch):
@@ -253,7 +254,7 @@ def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
 # -- an earlier run ----------------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_run_is_set_aside(fit, config):
+def test_an_earlier_run_is_rename_earlier_run(fit, config):
     assert fit(config).code == 0
     mark = Path("runs/tiny/mine.txt")
     mark.write_text("mine")
@@ -275,7 +276,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     Path("runs/tiny/mine.txt").write_text("mine")
     refused = fit(config, "--model.init_args.minibatch_size", "3")
     assert refused.code == 2
-    assert "This run did not begin: the earlier one is runs/tiny again." in refused.out
+    assert "This run did not start: the earlier one is runs/tiny again." in refused.out
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
 
     def fail(*given):
@@ -298,7 +299,7 @@ def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(f
     result = fit(config)
     assert result.code == 2
     assert result.err.startswith(
-        "lightning-rlhf: this run reads 'runs/tiny/export' and is to be written to 'runs/tiny', wh"
+        "lightning-rlhf: this run reads 'runs/tiny/export', but the earlier run in 'runs/tiny' would be"
     )
     assert Path("runs/tiny/export/config.json").is_file()
     assert not Path("runs/tiny-1").exists()
@@ -361,10 +362,10 @@ def test_a_trial_run_touches_nothing(fit, config):
 
 def test_a_directory_without_a_run_is_left_alone(tmp_path):
     (tmp_path / "somebodys").mkdir()
-    assert set_aside(tmp_path / "somebodys") is None
-    assert set_aside(tmp_path / "absent") is None
+    assert rename_earlier_run(tmp_path / "somebodys") is None
+    assert rename_earlier_run(tmp_path / "absent") is None
     (tmp_path / "somebodys" / "config.yaml").write_text("")
-    assert set_aside(tmp_path / "somebodys") == tmp_path / "somebodys-1"
+    assert rename_earlier_run(tmp_path / "somebodys") == tmp_path / "somebodys-1"
 
 
 # -- every configuration -----------------------------------------------------------------------------------------------
@@ -434,7 +435,7 @@ def test_the_quickstart_runs_for_two_steps_each(cli):
 def test_what_we_raise_on_purpose_is_a_sentence_and_a_bug_of_ours_is_not(row, sentence):
     with pytest.raises((ValueError, TypeError)) as raised:
         text_of(row, "c")  # a refused row, and a TypeError from inside our package
-    assert is_for_users(raised.value) == sentence
+    assert isinstance(raised.value, ExpectedError) == sentence
 
 
 def interrupted(completions):
@@ -488,8 +489,8 @@ def test_a_directory_without_permission_is_refused_before_an_earlier_run_is_touc
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "runs" and access(path, mode))
     result = fit(config)
     assert (result.code, Path("runs/tiny/config.yaml").read_text()) == (2, "earlier")
-    assert "there is no permission to write in" in result.err
-    assert "give another directory" in result.err
+    assert "no permission to write in" in result.err
+    assert "set it to another directory" in result.err
 
 
 class YAMLParser:

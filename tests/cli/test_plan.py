@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli import plan as command
+from lightning_rlhf.cli.commands import plan as command
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.planning.plan import plan
 from lightning_rlhf.planning.setup import Zero
@@ -253,7 +253,7 @@ def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
             ["--gpus", "2", "--model.init_args.minibatch_sise", "3"],
             "model (PPOModule): unknown option 'minibatch_sise'",
         ),
-        (["--gpus", "0"], "gpus: "),
+        (["--gpus", "0"], 'Parser key "gpus": '),
     ],
 )
 def test_what_cannot_be_planned_is_a_sentence_and_code_2(planned, arguments, told):

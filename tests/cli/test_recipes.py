@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.accelerators import AcceleratorRegistry, CPUAccelerator
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from lightning_rlhf.cli import plan as command
+from lightning_rlhf.cli.commands import plan as command
 from lightning_rlhf.models.loading import FromConfig, Pretrained
 from lightning_rlhf.planning.architecture import architecture as planned_for
 from lightning_rlhf.planning.plan import GIB, plan

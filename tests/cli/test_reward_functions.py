@@ -95,7 +95,10 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
             {"function": "my_rewards.py:faulty"},
             "'mine' raised ZeroDivisionError: float division by zero; it was called",
         ),
-        ({"function": "my_rewards.py:brief", "on_error": "ignore"}, "expected one of 'raise', 'skip', 'zero', got"),
+        (
+            {"function": "my_rewards.py:brief", "on_error": "ignore"},
+            "\"on_error\": Expected a typing.Literal['raise', 'skip', 'zero']. Got value: ig",
+        ),
     ],
     ids=lambda value: value["function"] if isinstance(value, dict) else "",
 )

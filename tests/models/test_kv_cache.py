@@ -5,7 +5,7 @@ import argparse
 import pytest
 from transformers import AutoConfig
 
-from lightning_rlhf.cli import serve
+from lightning_rlhf.cli.commands import serve
 from lightning_rlhf.models import kv_cache
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from tests.planning.fakes import source

@@ -65,7 +65,7 @@ def test_each_completion_is_compared_with_its_own_answer():
 
 @pytest.mark.parametrize("rule", [gsm8k_strict, gsm8k_lenient])
 def test_data_without_results_raise_an_error(rule):
-    with pytest.raises(RuntimeError, match=r"'gsm8k_\w+' raised ValueError: the data's answer 'twelve' has no '####"):
+    with pytest.raises(RuntimeError, match=r"'gsm8k_\w+' raised UsageError: the data's answer 'twelve' has no '####"):
         compute_reward(RewardFunction(rule), completions=["#### 12"], answer=["twelve"])
 
 

@@ -40,13 +40,13 @@ def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
         assert first[f"{what} EngineDied"] == "EngineDied: it burnt down"
         assert first[f"{what} ValueError"] == "ValueError: no such thing"
         assert first.pop(f"{what} ZeroDivisionError") == "ZeroDivisionError: by zero"
-        assert second.pop(f"{what} ZeroDivisionError") == "RuntimeError: ZeroDivisionError: by zero"
+        assert second.pop(f"{what} ZeroDivisionError") == "RunError: ZeroDivisionError: by zero"
     assert "must have equal sampling parameters" in first["sampling"]
     assert first["lives on"] == "nothing"
-    assert first["three"] == "ValueError: 3 ranks cannot share an engine in a run of 2: use a divisor of 2"
+    assert first["three"] == "UsageError: 3 ranks cannot share an engine in a run of 2: use a divisor of 2"
     assert (
         first["hosts"]
-        == "ValueError: the 2 ranks of a shared engine must be on one machine, but they are on a, b: use fewer ranks"
+        == "UsageError: the 2 ranks of a shared engine must be on one machine, but they are on a, b: use fewer ranks"
     )
     assert first == second
 

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from lightning_rlhf.cli import serve
+from lightning_rlhf.cli.commands import serve
 from lightning_rlhf.serving import middleware as module
 from lightning_rlhf.serving.limits import Limits, Rejected, check, option_hint
 from lightning_rlhf.serving.middleware import ROUTES, RequestGuard

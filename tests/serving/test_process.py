@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.cli import serve as command
+from lightning_rlhf.cli.commands import serve as command
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.serving.access import bind, is_local, load_key
 from lightning_rlhf.serving.example import curl_command, example_request

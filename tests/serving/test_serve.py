@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lightning_rlhf.cli import generate as generating
-from lightning_rlhf.cli.responses_file import read_lines
+from lightning_rlhf.cli.commands import generate as generating
+from lightning_rlhf.cli.commands.responses_file import read_lines
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.vllm.engine import vllm_installed

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.sandbox.cgroup import control_group, delegated_group
 from lightning_rlhf.rewards.sandbox.process import communicate, kill_session
 from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult, SandboxFault, SandboxUnavailable
@@ -98,7 +99,7 @@ class BubblewrapSandbox:
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, or null for one per processor, got {self.concurrency}")
+            raise UsageError(f"concurrency must be at least 1, or null for one per processor, got {self.concurrency}")
         self._slots  # noqa: B018 (created before any thread uses it)
 
     def __reduce__(self) -> tuple[Any, ...]:

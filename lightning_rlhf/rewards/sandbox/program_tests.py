@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult, Sandbox
 
 Verdict = Literal["passed", "wrong", "malformed", "error", "timeout", "too much output"]
@@ -159,7 +160,7 @@ def _parse_answer(stdout: str, nonce: str) -> dict[str, Any] | None:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not valid JSON")
+    raise UsageError(f"{name} is not valid JSON")
 
 
 # -- reading tests from data ---------------------------------------------------------------------------------
@@ -176,11 +177,11 @@ def read_tests(column: Any) -> list[ProgramTest]:
         try:
             value = json.loads(column)
         except ValueError as error:
-            raise ValueError(f"the tests {_short(column)} are not JSON ({error}); expected {_FORMATS}") from None
+            raise UsageError(f"the tests {_short(column)} are not JSON ({error}); expected {_FORMATS}") from None
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
         return _read_paired(value, column)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ValueError(f"the tests {_short(column)} have an unknown format; expected {_FORMATS}")
+        raise UsageError(f"the tests {_short(column)} have an unknown format; expected {_FORMATS}")
     return [_read_one(test, column) for test in value]
 
 
@@ -190,7 +191,7 @@ def _read_one(test: Any, column: Any) -> ProgramTest:
             return TextTest(test["input"], test["output"])
         if isinstance(test.get("name"), str) and isinstance(test.get("args"), Sequence) and "expected" in test:
             return CallTest(test["name"], tuple(test["args"]), test["expected"])
-    raise ValueError(
+    raise UsageError(
         f"a test of {_short(column)} is neither {{input, output}} nor {{name, args, expected}}: {_short(test)}"
     )
 
@@ -199,13 +200,13 @@ def _read_paired(value: Mapping[str, Any], column: Any) -> list[ProgramTest]:
     inputs, outputs = value["inputs"], value["outputs"]
     lists = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
     if not lists or not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"inputs and outputs of {_short(column)} must be lists of the same length, at least 1")
+        raise UsageError(f"inputs and outputs of {_short(column)} must be lists of the same length, at least 1")
     pairs = list(zip(inputs, outputs, strict=True))
     if name := value.get("fn_name"):
         return [_read_call(name, arguments, result, column) for arguments, result in pairs]
     texts = [(_join_lines(stdin), _join_lines(stdout)) for stdin, stdout in pairs]
     if not all(isinstance(text, str) for pair in texts for text in pair):
-        raise ValueError(f"inputs and outputs of {_short(column)} must be strings unless fn_name is set")
+        raise UsageError(f"inputs and outputs of {_short(column)} must be strings unless fn_name is set")
     return [TextTest(stdin, stdout) for stdin, stdout in texts]
 
 
@@ -225,9 +226,9 @@ def _read_call(name: str, arguments: Any, result: Any, column: Any) -> CallTest:
             expected = json.loads(result) if isinstance(result, str) else result
             return CallTest(name, tuple(json.loads(line) for line in arguments.splitlines()), expected)
         except ValueError as error:
-            raise ValueError(f"a call of {_short(column)} has a line that is not JSON: {error}") from None
+            raise UsageError(f"a call of {_short(column)} has a line that is not JSON: {error}") from None
     if not isinstance(arguments, list | tuple):
-        raise ValueError(f"an input of {_short(column)} must be a list of arguments, because fn_name is set")
+        raise UsageError(f"an input of {_short(column)} must be a list of arguments, because fn_name is set")
     unwrapped = tuple(result) if isinstance(result, list | tuple) and len(result) == 1 else ()
     return CallTest(name, tuple(arguments), result, unwrapped)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from lightning_rlhf.expected_errors import RunError, UsageError
+
 _MINIMA = {
     "seconds": 0.1,
     "memory_bytes": 64 * 2**20,
@@ -15,11 +17,11 @@ _MINIMA = {
 }
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(RunError):
     """No sandbox works on this machine; the message contains the remedy."""
 
 
-class SandboxFault(RuntimeError):
+class SandboxFault(RunError):
     """The sandbox failed, not the program in it; the program's result is unknown."""
 
 
@@ -46,7 +48,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name, minimum in _MINIMA.items():
             if not getattr(self, name) >= minimum:
-                raise ValueError(f"limits.{name} must be at least {minimum}, got {getattr(self, name)}")
+                raise UsageError(f"limits.{name} must be at least {minimum}, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.rewards.sandbox.protocol import Limits, ProgramResult, SandboxFault, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -44,17 +45,17 @@ class RemoteSandbox:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+            raise UsageError(f"url must begin with http:// or https://, got {self.url!r}")
         if "@" in urlsplit(self.url).netloc:
-            raise ValueError("url must not contain a user name or password, because messages show it")
+            raise UsageError("url must not contain a user name or password, because messages show it")
         for name in ("concurrency", "attempts"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         try:
             import httpx  # noqa: F401
             import tenacity  # noqa: F401
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(_INSTALL) from error
+            raise MissingPackageError(_INSTALL) from error
         self._slots, self._client  # noqa: B018 (created before any thread uses them)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.vllm.sync import Slot
 
 
@@ -57,7 +58,7 @@ class VLLMCore:
         self._llm.collective_rpc("receive_weights", kwargs=weights)
         if self._asleep:
             if not self._llm.wake_up(["kv_cache"]):
-                raise RuntimeError("vLLM did not wake up: some of its memory is still freed")
+                raise RunError("vLLM did not wake up: some of its memory is still freed")
             self._asleep = False
         self._adapter = None  # vLLM drops it with the weights that it belongs to
         self._reset_prefix_cache()
@@ -74,14 +75,14 @@ class VLLMCore:
             RuntimeError: vLLM rejected it, or a cached prefix could not be dropped because requests are running.
         """
         if not self._engine.add_lora(LoRARequest("policy", 1, adapter, load_inplace=True)):
-            raise RuntimeError(f"vLLM rejected the adapter in {adapter}")
+            raise RunError(f"vLLM rejected the adapter in {adapter}")
         self._adapter = LoRARequest("policy", 1, adapter)
         self._reset_prefix_cache()
         self._version = version
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
+            raise RunError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
 
     def first_lost(self, weights: dict[str, Any]) -> str | None:
         """Load the same weights again and check that all of them are read.

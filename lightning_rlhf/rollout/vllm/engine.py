@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.models.lora import LoRA, save_adapter
@@ -90,15 +91,15 @@ class VLLMEngine(RolloutEngine):
         sleep_while_learning: bool = False,
     ) -> None:
         if not vllm_installed():
-            raise ModuleNotFoundError(
+            raise MissingPackageError(
                 "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA GPU, "
                 "'make' installs the CPU build elsewhere; or choose TransformersEngine"
             )
         if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
+            raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise UsageError(f"{name} must be at least 1, got {value}")
         self._gpu_memory_utilization = gpu_memory_utilization
         self._tensor_parallel_size = tensor_parallel_size
         self._cpu_threads = cpu_threads
@@ -131,14 +132,14 @@ class VLLMEngine(RolloutEngine):
         gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
         for option, enabled in gpu_options.items():
             if enabled and not torch.cuda.is_available():
-                raise ValueError(f"VLLMEngine's {option} needs a GPU, and torch finds none on this machine: remove it")
+                raise UsageError(f"VLLMEngine's {option} needs a GPU, and torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():
-            raise ValueError(
+            raise UsageError(
                 f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {accelerator} devices: "
                 f"start a vLLM server built for them and use VLLMServerEngine (docs/rollouts.md)"
             )
         if fault := unusable_build():
-            raise ValueError(fault)
+            raise UsageError(fault)
 
     def start(self, setup: EngineSetup) -> None:
         """Start the process and return at once."""
@@ -174,7 +175,7 @@ class VLLMEngine(RolloutEngine):
                 gpu for index in range(torch.cuda.device_count()) for gpu in visible_gpu(torch.device("cuda", index))
             )
         if len(devices) < size:
-            raise ValueError(
+            raise UsageError(
                 f"tensor_parallel_size {size} needs {size} GPUs, this engine has {len(devices)}: share it between "
                 f"{size} ranks with SharedEngine(VLLMEngine(tensor_parallel_size={size}), ranks={size})"
             )
@@ -272,7 +273,7 @@ class VLLMEngine(RolloutEngine):
     @property
     def _running(self) -> EngineProcess:
         if self._process is None:
-            raise RuntimeError("the engine is not running: call start() first")
+            raise RunError("the engine is not running: call start() first")
         return self._process
 
 
@@ -340,11 +341,11 @@ class VLLMAdapterEngine(VLLMEngine):
 
 def _lora_of(setup: EngineSetup) -> LoRA:
     if setup.lora is None:
-        raise ValueError(
+        raise UsageError(
             "VLLMAdapterEngine pushes LoRA adapters, and the actor has none: set lora in its source, or use VLLMEngine"
         )
     if setup.lora.rank > _ADAPTER_RANKS[-1]:
-        raise ValueError(
+        raise UsageError(
             f"vLLM supports adapters up to rank {_ADAPTER_RANKS[-1]}, the actor's have {setup.lora.rank}: use "
             f"VLLMEngine, which gets merged weights"
         )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests
@@ -38,7 +39,7 @@ class InProcessVLLMEngine(VLLMEngine):
     ) -> None:
         super().__init__(gpu_memory_utilization, tensor_parallel_size, arguments=arguments)
         if tensor_parallel_size != 1:
-            raise ValueError("an engine in the trainer's process cannot use several devices; use VLLMEngine")
+            raise UsageError("an engine in the trainer's process cannot use several devices; use VLLMEngine")
         self._core: Any = None
 
     def start(self, setup: EngineSetup) -> None:

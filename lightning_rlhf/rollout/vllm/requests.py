@@ -7,6 +7,7 @@ from concurrent.futures import Future, as_completed
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.types import Completion, SamplingParams
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ def check_temperature(sampling: SamplingParams) -> None:
         ValueError: it is neither 0 nor within vLLM's bounds.
     """
     if sampling.temperature and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
-        raise ValueError(
+        raise UsageError(
             f"vLLM samples at temperatures from {_LOWEST_TEMPERATURE} to {_HIGHEST_TEMPERATURE}, got "
             f"{sampling.temperature}: use one of these or TransformersEngine"
         )
@@ -49,7 +50,7 @@ def as_completion(message: dict[str, Any]) -> Completion:
     try:
         fields = [message[name] for name in ("token_ids", "logprobs", "finish_reason", "policy_version")]
     except KeyError as error:
-        raise RuntimeError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
+        raise RunError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
     return Completion(*fields)
 
 

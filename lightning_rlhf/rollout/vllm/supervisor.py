@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
@@ -189,7 +190,7 @@ class EngineProcess:
                     reason = message["message"]
                 elif future := self._pending.pop(message["id"], None):
                     if message["kind"] == "error":
-                        future.set_exception(RuntimeError(message["message"]))
+                        future.set_exception(RunError(message["message"]))
                     else:
                         future.set_result(message)
         except (EOFError, OSError):

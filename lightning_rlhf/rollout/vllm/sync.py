@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_rlhf.attention import set_attention
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.tensors import whole_tensors
 
 SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
@@ -209,6 +210,6 @@ class WeightSender:
 
 
 def _changed_parameter(new: Slot | None, old: Slot | None) -> RuntimeError:
-    return RuntimeError(
+    return RunError(
         f"the model changed between two pushes: got {new or 'no parameter'} in place of {old or 'no parameter'}"
     )

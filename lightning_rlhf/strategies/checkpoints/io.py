@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes beside the target, syncs, then renames; reads tensors and plain values only, after checking the bytes.
@@ -47,10 +49,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+            raise MissingFileError(f"no checkpoint at {path}")
         expected = _sums(path)
         if expected and digest(path) not in expected:
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
             )
         return load_plain(path, map_location)
@@ -70,7 +72,7 @@ def load_plain(path: Path, map_location: Any = None) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
+        raise UsageError(
             f"{path} is not a checkpoint of tensors and plain values, and nothing else is loaded, because it could "
             f"run code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
         ) from None

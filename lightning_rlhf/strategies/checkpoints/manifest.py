@@ -24,6 +24,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints.io import digest, sync_folder
 
@@ -103,7 +104,7 @@ def begin(path: Path, above: int = 0) -> Path:
 
     def prepare() -> str:
         if path.is_file():
-            raise ValueError(f"{path} is a file, and a checkpoint is a folder: move it out of the way")
+            raise UsageError(f"{path} is a file, and a checkpoint is a folder: move it out of the way")
         remove_leftovers(path)
         if never_finished(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
         files = {name: entry for part in written for name, entry in part.items()}
         for name, entry in files.items():
             if not (version / name).is_file() or (version / name).stat().st_size != entry["bytes"]:
-                raise ValueError(
+                raise UsageError(
                     f"another process wrote {name} of the checkpoint {version.parent}, and here it is not to be seen: "
                     f"every node must see the same folder, choose a default_root_dir on a shared file system"
                 )
@@ -167,20 +168,20 @@ def verified(path: Path) -> Path:
 
     def look() -> tuple[Path, dict[str, Any]]:
         if path.is_file():
-            raise ValueError(
+            raise UsageError(
                 f"{path} is a file, and a checkpoint is a folder: it was written by another program or under a "
                 f"strategy of Lightning's own"
             )
         if not path.exists():
-            raise FileNotFoundError(f"no checkpoint at {path}")
+            raise MissingFileError(f"no checkpoint at {path}")
         folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
         if not exists(folder):
             reason = "no save into it was ever finished" if never_finished(folder) else "its manifest is lost"
-            raise ValueError(f"the checkpoint {path} is incomplete: it has no {NAME}, {reason}; resume from another")
+            raise UsageError(f"the checkpoint {path} is incomplete: it has no {NAME}, {reason}; resume from another")
         content = read(folder)
         name = content["version"] if folder == path else path.name
         if name not in _versions(content):
-            raise ValueError(
+            raise UsageError(
                 f"the version {path} of a checkpoint was never finished; {folder / NAME} names "
                 f"{', '.join(_versions(content))}"
             )
@@ -225,7 +226,7 @@ def _newest(versions: dict[str, dict[str, Any]], count: int) -> dict[str, dict[s
 
 
 def _damaged(path: Path, file: Path, what: str) -> ValueError:
-    return ValueError(f"the checkpoint {path} is damaged: {file.relative_to(path)} {what}; resume from another")
+    return UsageError(f"the checkpoint {path} is damaged: {file.relative_to(path)} {what}; resume from another")
 
 
 def _summed(version: Path) -> dict[str, dict[str, Any]]:
@@ -256,7 +257,7 @@ def read(path: Path) -> dict[str, Any]:
     if not whole or not isinstance(content, dict):
         raise _damaged(path, path / NAME, "does not have the content that it was written with")
     if content.get("format") != _FORMAT:
-        raise ValueError(
+        raise UsageError(
             f"the checkpoint {path} has format {content.get('format')!r}, and this release reads {_FORMAT}: resume "
             f"with the release that wrote it"
         )

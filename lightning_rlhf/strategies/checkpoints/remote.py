@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.strategies.checkpoints import manifest
 
 
@@ -30,7 +31,7 @@ def check_url(url: str) -> None:
     try:
         fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"RunCheckpoint cannot copy to {url!r}: {error}; give the URL of a folder that fsspec can write, such as "
             f"s3://bucket/run with the package s3fs installed"
         ) from error
@@ -105,7 +106,7 @@ def download(url: str, folder: Path) -> None:
     """
     fs, root = fsspec.core.url_to_fs(url)
     if not fs.exists(f"{root}/{manifest.NAME}"):
-        raise FileNotFoundError(f"no checkpoint at {url}: there is no {manifest.NAME}")
+        raise MissingFileError(f"no checkpoint at {url}: there is no {manifest.NAME}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fs.get_file(f"{root}/{manifest.NAME}", str(folder / manifest.NAME))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_rlhf.expected_errors import NonFiniteError, UsageError
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints import manifest, remote
 from lightning_rlhf.strategies.checkpoints.background import BackgroundSave, SaveOptions, in_host_memory
@@ -151,7 +152,7 @@ class ReshardableCheckpoints:
         trained = self._owner.trained_roles
         missing, odd = [name for name in trained if name not in stored], sorted(stored - set(trained))
         if missing or (odd and self._fitting):
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint {path} holds {', '.join(sorted(stored))}, and this run trains "
                 f"{', '.join(trained)}: it was written by another kind of run"
             )
@@ -160,7 +161,7 @@ class ReshardableCheckpoints:
             self.load_role_state(name, version / name)
         rest = ranks.raise_on_all_ranks(lambda: load_plain(version / _REST))
         if lost := sorted({"global_step", "loops", "state_dict", "callbacks"} - rest.keys()):
-            raise ValueError(
+            raise UsageError(
                 f"the checkpoint {path} is damaged: {_REST} has no {lost[0]!r}, which every run writes; resume from "
                 f"another"
             )
@@ -189,14 +190,14 @@ class ReshardableCheckpoints:
             ValueError: the module has other tensors.
         """
         if "averaging_state" in checkpoint:
-            raise ValueError(
+            raise UsageError(
                 "the checkpoint was written with weight averaging, whose average of several models cannot be put back "
                 "under this strategy: start a new run from the export, which holds the average"
             )
         ours, theirs = self.lightning_module_state_dict(), checkpoint["state_dict"]
         if odd := sorted(ours.keys() ^ theirs.keys()):
             where = "the checkpoint" if odd[0] in theirs else "this run's module"
-            raise ValueError(f"only {where} has {odd[0]}: the checkpoint was written by another kind of run")
+            raise UsageError(f"only {where} has {odd[0]}: the checkpoint was written by another kind of run")
         self._owner.load_state_dict(theirs, strict=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def check_finite(role: str, state: RoleState, step: int) -> None:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if own.is_floating_point() and not torch.isfinite(own).all():
             count = int((~torch.isfinite(own)).sum())
-            raise FloatingPointError(
+            raise NonFiniteError(
                 f"{count} values of {key.removeprefix('model.')} of the {role} are not finite after step {step}, so no "
                 f"checkpoint is written and the one before stays: lower the learning rate, or look at the rewards"
             )

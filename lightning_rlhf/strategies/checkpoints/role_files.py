@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 
 SETTINGS = "optimizer.json"
@@ -127,7 +128,7 @@ class StoredRole:
         try:
             self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
         except (ValueError, RecursionError):
-            raise ValueError(f"{settings} is not the JSON of an optimizer's settings; resume from another") from None
+            raise UsageError(f"{settings} is not the JSON of an optimizer's settings; resume from another") from None
         self._state: dict[str, dict[str, str]] = {}
         for key in sorted(self.shapes):
             if key.startswith("optim.state."):
@@ -151,13 +152,13 @@ class StoredRole:
         role = self.folder.name
         for here, there, verb in ((shapes, stored, "lacks"), (stored, shapes, "has, and this run's model has not,")):
             if odd := [name for name in here if name not in there]:
-                raise ValueError(
+                raise UsageError(
                     f"the {role} of the checkpoint {verb} {len(odd)} weights, the first is {odd[0]}; it was written "
                     f"by another kind of run"
                 )
         for name, shape in shapes.items():
             if stored[name] != shape:
-                raise ValueError(
+                raise UsageError(
                     f"the {role}'s {name} has shape {tuple(stored[name])} in the checkpoint and {tuple(shape)} in "
                     f"this run's model; it was written by another kind of run"
                 )
@@ -179,7 +180,7 @@ def _check_headers(folder: Path) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{file} is not a file of safetensors ({error}); resume from another") from None
+            raise UsageError(f"{file} is not a file of safetensors ({error}); resume from another") from None
 
 
 def _alone() -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
 
 # How a step is computed and not what; they follow from this run's devices.
@@ -134,10 +135,10 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
     settings = stored.settings
     ours = type(optimizer).__name__
     if settings is None:
-        raise ValueError(f"the checkpoint has weights of the {role} and no optimizer: it cannot be trained on")
+        raise UsageError(f"the checkpoint has weights of the {role} and no optimizer: it cannot be trained on")
     theirs = settings["optimizer"]
     if theirs != ours and not (theirs in _ADAM and ours in _ADAM):
-        raise ValueError(
+        raise UsageError(
             f"the {role} was optimized by {theirs} when the checkpoint was written, and now by {ours}: configure "
             f"{theirs}, or start a new run from the exported model"
         )
@@ -145,7 +146,7 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         of = [old for old in settings["param_groups"] if set(names) <= set(old["params"])]
         if not of:
-            raise ValueError(
+            raise UsageError(
                 f"the {role}'s parameters lie in other groups of the optimizer than when the checkpoint was written: "
                 f"configure the groups of then, or start a new run from the exported model"
             )
@@ -177,7 +178,7 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> T
     if isinstance(value, Tensor) and (value.shape == shape or value.ndim == 0):
         return value.detach()
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ValueError(
+    raise UsageError(
         f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which a "
         f"checkpoint could not give to another number of processes: take an optimizer whose state has the shape of "
         f"its parameters, as torch.optim.AdamW or torch.optim.SGD"
@@ -200,7 +201,7 @@ def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: tor
     try:
         optimizer = make([parameter])
     except ValueError as error:
-        raise ValueError(f"an optimizer cannot be made as it is configured: {error}") from error
+        raise UsageError(f"an optimizer cannot be made as it is configured: {error}") from error
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for key, value in optimizer.state[parameter].items():

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_rlhf.expected_errors import UsageError
+
 _BUCKET = 500_000_000  # elements, DeepSpeed's default
 
 # Settings that the module or the Trainer has already, and their source.
@@ -38,13 +40,13 @@ def configuration(
         ValueError: an argument contradicts another, or a setting of the module or the Trainer.
     """
     if stage not in (1, 2, 3):
-        raise ValueError(f"stage must be 1, 2 or 3, got {stage}; to spread nothing, take rlhf_ddp")
+        raise UsageError(f"stage must be 1, 2 or 3, got {stage}; to spread nothing, take rlhf_ddp")
     if stage < 3 and (offload_params or offload_frozen):
-        raise ValueError(f"DeepSpeed offloads weights in stage 3 only, got stage {stage}: take rlhf_deepspeed_stage_3")
+        raise UsageError(f"DeepSpeed offloads weights in stage 3 only, got stage {stage}: take rlhf_deepspeed_stage_3")
     for key in over.keys() & _SAID_ELSEWHERE.keys():
-        raise ValueError(f"config may not hold {key!r}, which would contradict {_SAID_ELSEWHERE[key]}: set that")
+        raise UsageError(f"config may not hold {key!r}, which would contradict {_SAID_ELSEWHERE[key]}: set that")
     if "stage" in over.get("zero_optimization", {}):
-        raise ValueError("config may not hold zero_optimization.stage: give the argument stage")
+        raise UsageError("config may not hold zero_optimization.stage: give the argument stage")
     zero: dict[str, Any] = {"stage": stage}
     if offload_optimizer:
         zero["offload_optimizer"] = _on_cpu()

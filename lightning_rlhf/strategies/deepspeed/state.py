@@ -26,6 +26,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
 from lightning_rlhf.strategies.checkpoints.role_state import merged_settings, owned_tensors, settings_of, storable
@@ -57,7 +58,7 @@ class _Pieces:
             flats = zero.fp32_groups_flat_partition
             pieces = [(zero.bf16_groups[i], flat, i) for i, flat in enumerate(flats)]
         else:
-            raise ValueError(
+            raise UsageError(
                 f"{type(zero).__name__} of DeepSpeed keeps its state in a way that no checkpoint can be made of: take "
                 f"ZeRO stage 1, 2 or 3"
             )
@@ -125,12 +126,12 @@ def refuse_swapped(zero: Any) -> None:
         ValueError: where its state is.
     """
     if zero.swap_optimizer:
-        raise ValueError(
+        raise UsageError(
             "DeepSpeed keeps the optimizer's state on NVMe, where no checkpoint can be made of it: set "
             "zero_optimization.offload_optimizer.device to cpu"
         )
     if zero.offload_optimizer and {*zero.subgroup_to_device.values()} != {"cpu"}:
-        raise ValueError(
+        raise UsageError(
             "DeepSpeed keeps part of the optimizer's state on the GPU and part on the CPU, of which no checkpoint can "
             "be made: set zero_optimization.offload_optimizer.ratio to 1.0"
         )
@@ -224,7 +225,7 @@ def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -
             number = scalar[key].item()
             other, known = numbers.setdefault((id(flat), kind), (name, number))
             if known != number:
-                raise ValueError(
+                raise UsageError(
                     f"the {stored.folder.name}'s {name} has {kind} {number} in the checkpoint and {other} has {known}: "
                     f"DeepSpeed keeps one for both, so this checkpoint can be resumed under rlhf_single, rlhf_ddp or "
                     f"rlhf_fsdp"

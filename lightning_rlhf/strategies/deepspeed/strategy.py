@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_rlhf import launch_environment
+from lightning_rlhf.expected_errors import MissingPackageError, RunError
 from lightning_rlhf.models.tensors import layers
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
@@ -78,7 +79,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         process_group_backend: str | None = None,
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
-            raise ModuleNotFoundError(
+            raise MissingPackageError(
                 "rlhf_deepspeed_stage_* needs DeepSpeed, which is missing: pip install 'lightning-rlhf[deepspeed]'"
             )
         self.activation_checkpointing = activation_checkpointing
@@ -105,7 +106,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
         device, chosen = self.root_device.type, get_accelerator().device_name()
         if device != chosen:
-            raise RuntimeError(
+            raise RunError(
                 f"the Trainer runs on {device}, but DeepSpeed was imported for {chosen}: "
                 f"set DS_ACCELERATOR={device} before Python starts"
             )

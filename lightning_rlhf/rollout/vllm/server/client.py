@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode, urlsplit
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
@@ -39,7 +40,7 @@ class VLLMServer:
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise ValueError(f"the url of a vLLM server looks like http://127.0.0.1:8000, got {url!r}")
+            raise UsageError(f"the url of a vLLM server looks like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -131,13 +132,13 @@ class VLLMServer:
     def _error(self, path: str, status: int, body: str) -> Exception:
         message = _message(body)
         if status == 401:
-            return ValueError(f"the vLLM server at {self.url} rejected the API key")
+            return UsageError(f"the vLLM server at {self.url} rejected the API key")
         if status in (403, 404, 405):
-            return ValueError(
+            return UsageError(
                 f"the vLLM server at {self.url} does not have the route {path} ({message}): {_HOW_TO_START}"
             )
         if status < 500:
-            return RuntimeError(f"the vLLM server at {self.url} rejected the request: {message}")
+            return RunError(f"the vLLM server at {self.url} rejected the request: {message}")
         return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's own output")
 
 

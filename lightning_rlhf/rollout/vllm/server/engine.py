@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
@@ -39,9 +40,9 @@ class VLLMServerEngine(RolloutEngine):
 
     def __init__(self, url: str, key_variable: str = "VLLM_API_KEY", ranks: int = 1, timeout: float = 1800.0) -> None:
         if ranks < 1:
-            raise ValueError(f"ranks must be at least 1, got {ranks}")
+            raise UsageError(f"ranks must be at least 1, got {ranks}")
         if not timeout > 0:
-            raise ValueError(f"timeout must be positive, got {timeout}")
+            raise UsageError(f"timeout must be positive, got {timeout}")
         VLLMServer(url, None, timeout)  # validates the url
         self._url = url
         self._key_variable = key_variable
@@ -69,7 +70,7 @@ class VLLMServerEngine(RolloutEngine):
         key = os.environ.get(self._key_variable)
         server = VLLMServer(self._url, key, self._timeout)
         if not key and not server.is_local:
-            raise ValueError(
+            raise UsageError(
                 f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
             )
         self._server = server
@@ -102,7 +103,7 @@ class VLLMServerEngine(RolloutEngine):
             *self._wrong_settings(config),
         ):
             if wrong:
-                raise ValueError(f"the vLLM server at {server.url} does not fit this run; start it with {flag}")
+                raise UsageError(f"the vLLM server at {server.url} does not fit this run; start it with {flag}")
         self._compare_models(config["model_config"]["model"])
         self._push = PUSHES[backend](server)
         return f"vLLM {server.get('/version')['version']} at {server.url}"
@@ -125,7 +126,7 @@ class VLLMServerEngine(RolloutEngine):
             server.get("/weight_info", with_key=False)
         except ValueError:
             return
-        raise ValueError(
+        raise UsageError(
             f"the vLLM server at {server.url} lets anyone change its weights; start it with "
             f"--middleware lightning_rlhf.rollout.vllm.server.plugin.GuardedRoutes"
         )
@@ -139,7 +140,7 @@ class VLLMServerEngine(RolloutEngine):
             return  # the first push and the loop's comparison of log-probabilities detect it too
         for key in _COMPARED_KEYS:
             if ours.get(key) != theirs.get(key):
-                raise ValueError(
+                raise UsageError(
                     f"the vLLM server at {self._url} serves another model, {name}: its {key} is {theirs.get(key)}, "
                     f"the actor's {ours.get(key)}"
                 )
@@ -229,5 +230,5 @@ class VLLMServerEngine(RolloutEngine):
     @property
     def _running(self) -> VLLMServer:
         if self._server is None:
-            raise RuntimeError("the engine is not running: call start() first")
+            raise RunError("the engine is not running: call start() first")
         return self._server

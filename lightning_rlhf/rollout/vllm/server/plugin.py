@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.vllm.receiver import repack
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, map_memory, read_slots
 
@@ -51,7 +52,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         if not _MEMORY_PATH.fullmatch(self.path):
-            raise ValueError(f"the path of the weights must be /proc/<process>/fd/<n>, got {self.path!r}")
+            raise UsageError(f"the path of the weights must be /proc/<process>/fd/<n>, got {self.path!r}")
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
@@ -98,7 +99,7 @@ class GuardedRoutes(AuthenticationMiddleware):
     def __init__(self, app: ASGIApp) -> None:
         key = os.environ.get("VLLM_API_KEY")
         if not key:
-            raise ValueError("GuardedRoutes needs a key in the environment variable VLLM_API_KEY")
+            raise UsageError("GuardedRoutes needs a key in the environment variable VLLM_API_KEY")
         super().__init__(app, [key])
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:

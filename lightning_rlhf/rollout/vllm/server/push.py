@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, WeightSender
@@ -58,7 +59,7 @@ class WeightPush(ABC):
         self._begin()
         self._send(weights)
         if not self._server.post("/reset_prefix_cache")["success"]:
-            raise RuntimeError(f"the vLLM server at {self._server.url} kept the prefix cache of its old weights")
+            raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of its old weights")
         self._server.post("/finish_weight_update", {"weight_version": label})
 
     def _begin(self) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.cli.commands.doctor import Finding
+from lightning_rlhf.cli.errors import one_line
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -26,9 +28,7 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.function import RewardFunction
 
-Row = tuple[str, str, str]  # name, finding, and a fault, empty where there is none
-
-# Heads of 64, which all attention kernels of vLLM have; vocabulary of the tokenizer.
+# All attention kernels of vLLM support heads of 64; the vocabulary is the tokenizer's.
 ARCHITECTURE = {
     "model_type": "llama",
     "vocab_size": 11,
@@ -44,53 +44,47 @@ ARCHITECTURE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of results near 1, TF32 included
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of results near 1, also with TF32
 _STEPS = 2
 
 
-def try_out() -> Iterator[Row]:
-    """Run the kernels, then two steps of PPO by the engine that ``auto`` chooses; yield one row for each finding.
+def try_out() -> Iterator[Finding]:
+    """Run the kernels, then two steps of PPO with the engine that ``auto`` selects; yield one finding for each.
 
-    The check of engine and actor runs in both steps, so that both pushes are compared with the actor.
+    The engine is compared with the actor in both steps, after each sync of the weights.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for dtype in _TOLERANCE:
-        yield _reported(f"kernels in {str(dtype).removeprefix('torch.')}", partial(kernels, device, dtype))
+        yield _finding(f"kernels in {str(dtype).removeprefix('torch.')}", partial(kernels, device, dtype))
     for precision in ("32-true", "bf16-mixed"):
         with tempfile.TemporaryDirectory() as folder:
-            yield _reported(f"PPO in {precision}", partial(steps, device, precision, Path(folder)))
+            yield _finding(f"PPO in {precision}", partial(steps, device, precision, Path(folder)))
 
 
-def _reported(name: str, attempt: Callable[[], str]) -> Row:
-    """Run an attempt; what CUDA, vLLM and this project raise becomes a fault, and the next attempt still runs."""
+def _finding(name: str, check: Callable[[], str]) -> Finding:
+    """Run a check; an error of CUDA, vLLM or this package becomes a fault, and the next check still runs."""
     began = time.monotonic()
     try:
-        finding = attempt()
+        finding = check()
     except (RuntimeError, ValueError, OSError, ArithmeticError, ImportError) as error:
-        words = " ".join(str(error).split())
-        return name, "failed", f"{name}: {type(error).__name__}: {words}"
+        return name, "failed", f"{name}: {type(error).__name__}: {one_line(error)}"
     return name, f"{finding}; {time.monotonic() - began:.1f} s", ""
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Compare a matrix product, attention and their gradients on a device with float64 on the CPU.
 
-    Args:
-        device: device to run on.
-        dtype: dtype to compute in.
-
-    Returns:
-        The largest difference.
-
     Raises:
         ArithmeticError: a result differs by more than rounding.
     """
-    draw = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, 2, 64, 64, generator=draw, dtype=torch.float64) for _ in range(3)]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 2, 64, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
     expected = _attention(inputs)
     results = _attention([values.to(device, dtype) for values in inputs])
-    pairs = zip(results, expected, strict=True)
-    worst = max(((ours.cpu().double() - right).abs().max() / right.abs().max()).item() for ours, right in pairs)
+    worst = max(
+        ((result.cpu().double() - values).abs().max() / values.abs().max()).item()
+        for result, values in zip(results, expected, strict=True)
+    )
     if not worst <= _TOLERANCE[dtype]:
         raise ArithmeticError(f"attention on {device} differs by {worst:.2g} from float64 on the CPU")
     return f"matrix product, attention and gradients on {device} within {worst:.1g} of float64"
@@ -106,16 +100,8 @@ def _attention(inputs: list[Tensor]) -> list[Tensor]:
 def steps(device: torch.device, precision: str, folder: Path) -> str:
     """Run two steps of PPO on a random model with the engine of ``auto``.
 
-    Args:
-        device: device of the trainer.
-        precision: precision of the Trainer.
-        folder: directory of the run.
-
-    Returns:
-        The engine, the seconds of push and step, and the difference of the log-probabilities.
-
     Raises:
-        ArithmeticError: weights are not finite, or did not change.
+        ArithmeticError: the weights are not finite, or did not change.
     """
     adam = partial(torch.optim.AdamW, lr=1e-3)
     source = FromConfig(ARCHITECTURE, seed=0)
@@ -145,10 +131,11 @@ def steps(device: torch.device, precision: str, folder: Path) -> str:
     if after == digest(source.causal()):
         raise ArithmeticError("weights are the same after two steps of PPO as before")
     metrics: dict[str, Any] = trainer.callback_metrics
-    mean, largest = (float(metrics[f"rollout/logprob_diff_{which}"]) for which in ("mean", "max"))
+    mean = float(metrics["rollout/logprob_diff_mean"])
+    largest = float(metrics["rollout/logprob_diff_max"])
     return (
-        f"{loop.engine_description}; {_STEPS} pushes, the last in {float(metrics['time/sync_s']):.2f} s; engine and "
-        f"actor differ by {mean:.1g} nats on average, {largest:.1g} at most; weights learnt"
+        f"{loop.engine_description}; {_STEPS} syncs, the last in {float(metrics['time/sync_s']):.2f} s; engine and "
+        f"actor differ by {mean:.1g} nats on average, {largest:.1g} at most; weights updated"
     )
 
 
@@ -159,10 +146,10 @@ def share_of_a(completions: list[str]) -> list[float]:
 
 def digest(model: nn.Module) -> str:
     """Return the SHA-256 of a model's parameters."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        total.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 @contextmanager

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_rlhf.cli.arguments import command_parser
-from lightning_rlhf.cli.main import is_for_users, quiet
+from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.data.tokenizers import load_tokenizer
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import max_positions
@@ -71,44 +73,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors
 def run(arguments: list[str]) -> int:
     """Serve until a signal ends it.
-
-    Args:
-        arguments: command line after ``serve``.
 
     Returns:
         Exit code: 0 after SIGTERM or SIGINT; 2 for an error found before the model loads; 1 if vLLM ends.
     """
     options = _parser().parse_args(arguments)
-    quiet()
-    try:
-        if not vllm_installed():
-            raise ModuleNotFoundError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
-        from lightning_rlhf.serving.process import ServerProcess
+    configure_messages()
+    if not vllm_installed():
+        raise MissingPackageError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+    from lightning_rlhf.serving.process import ServerProcess
 
-        key = load_key(options.api_key_env, options.api_key_file)
-        check_host(options.host, options.api_key_env is not None or options.api_key_file is not None)
-        options.model = Pretrained(options.model).path  # with the home directory expanded
-        longest = _longest_text(options)
-        limits = _limits(options, longest)
-        model = _served_model(options, longest, limits.max_tokens)
-        request = example_request(load_tokenizer(options.model), limits.max_tokens, longest)
-        secrets = [options.api_key_env] if options.api_key_env else []
-        with bind(options.host, options.port) as listening, _received_signals() as received:
-            server = ServerProcess(model, listening, key=key[0], limits=limits, log=options.log, secrets=secrets)
-            try:
-                url = _url(listening)
-                print(f"{url}: loading {model.name}; vLLM's output is in {server.log}", flush=True)
-                command = curl_command(url, model.name, key, request)
-                return _wait(server, listening, received, f"{model.name} is ready after", command)
-            finally:
-                server.close()
-    except Exception as error:
-        if not is_for_users(error):
-            raise
-        print(f"lightning-rlhf: {error}", file=sys.stderr)
-        return 2
+    key = load_key(options.api_key_env, options.api_key_file)
+    check_host(options.host, options.api_key_env is not None or options.api_key_file is not None)
+    options.model = Pretrained(options.model).path  # with the home directory expanded
+    longest = _longest_text(options)
+    limits = _limits(options, longest)
+    model = _served_model(options, longest, limits.max_tokens)
+    request = example_request(load_tokenizer(options.model), limits.max_tokens, longest)
+    secrets = [options.api_key_env] if options.api_key_env else []
+    with bind(options.host, options.port) as listening, _received_signals() as received:
+        server = ServerProcess(model, listening, key=key[0], limits=limits, log=options.log, secrets=secrets)
+        try:
+            url = _url(listening)
+            print(f"{url}: loading {model.name}; vLLM's output is in {server.log}", flush=True)
+            command = curl_command(url, model.name, key, request)
+            return _wait(server, listening, received, f"{model.name} is ready after", command)
+        finally:
+            server.close()
 
 
 def _limits(options: argparse.Namespace, longest: int) -> Limits:
@@ -135,7 +129,7 @@ def _longest_text(options: argparse.Namespace) -> int:
     if longest is None:
         longest = max_positions(Pretrained(options.model).hf_config())
     if longest is None:
-        raise ValueError(f"{options.model} does not limit the length of its texts: set --max-model-len")
+        raise UsageError(f"{options.model} does not limit the length of its texts: set --max-model-len")
     return _fitting(options, longest)
 
 
@@ -154,7 +148,7 @@ def _fitting(options: argparse.Namespace, longest: int) -> int:
         return longest
     needs = f"texts of {longest} tokens take a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
     if options.max_model_len is not None:
-        raise ValueError(f"{needs}, too much for this machine's free memory: set --max-model-len {limit} or less")
+        raise UsageError(f"{needs}, too much for this machine's free memory: set --max-model-len {limit} or less")
     print(f"{needs}, too much for this machine's free memory: serving texts of at most {limit} (--max-model-len)")
     return limit
 
@@ -200,18 +194,7 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 def _wait(server: ServerProcess, listening: socket.socket, received: list[int], ready: str, command: str) -> int:
-    """Wait until a signal arrives or the server ends; print a message when the server is ready.
-
-    Args:
-        server: the server, which is starting.
-        listening: socket of the server; its connections wait until the server is ready.
-        received: signals that arrived.
-        ready: begin of the message.
-        command: shell commands with a request.
-
-    Returns:
-        Exit code.
-    """
+    """Wait until a signal arrives or the server ends; print a message when the server is ready."""
     began = time.monotonic()
     host, port = listening.getsockname()[:2]
     health = http.client.HTTPConnection(host, port)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from jsonargparse import Namespace
@@ -16,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
-from lightning_rlhf.cli.main import is_for_users
-from lightning_rlhf.cli.understood import ConfigCLI, module_of, understood
+from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
@@ -67,6 +66,7 @@ class PlanCLI(ConfigCLI):
         parser.add_argument("--nodes", type=PositiveInt, default=None, help="number of machines with these GPUs")
 
 
+@one_line_errors
 def run(arguments: list[str]) -> int:
     """Print a run's plan.
 
@@ -79,23 +79,16 @@ def run(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(_USAGE)
         return 0
-    config = understood(arguments, PlanCLI)
-    try:
-        if config["gpus"] is None:
-            raise ValueError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
-        result = plan(run_of(config), config["gpus"])
-        if config["nodes"] is not None:
-            check_nodes(result, config["nodes"])
-    except Exception as error:
-        if not is_for_users(error):
-            raise
-        print(f"lightning-rlhf: {error}", file=sys.stderr)
-        return 2
+    config = parse_run_config(arguments, PlanCLI)
+    if config["gpus"] is None:
+        raise UsageError("set the number of GPUs to plan for with --gpus, for example --gpus 8")
+    result = plan(run_of(config), config["gpus"])
+    if config["nodes"] is not None:
+        check_nodes(result, config["nodes"])
     Console().print(table(result), *notes(result), sep="\n")
-    if result.fits:
-        return 0
-    print(f"lightning-rlhf: {misfit_message(result)}", file=sys.stderr)
-    return 2
+    if not result.fits:
+        raise UsageError(misfit_message(result))
+    return 0
 
 
 def run_of(config: Namespace) -> Run:
@@ -104,10 +97,10 @@ def run_of(config: Namespace) -> Run:
     Args:
         config: parsed configuration of ``fit`` and options of ``plan``.
     """
-    module = module_of(config)
+    module = make_module(config)
     chosen = strategy_of(config["trainer"]["strategy"], config["gpus"])
     mixed = config["trainer"]["precision"] == "bf16-mixed"
-    loop = next((own for own in config["trainer"]["callbacks"] or () if is_made_of(own, RolloutLoop)), None)
+    loop = next(iter(callbacks_of(config, RolloutLoop)), None)
     data = config["data"]["init_args"]
     work = work_of(module, data, None if loop is None else loop["init_args"], mixed)
     engine = None if loop is None else engine_of(loop["init_args"]["engine"])
@@ -127,9 +120,9 @@ def run_of(config: Namespace) -> Run:
 
 def saves_in_background(config: Namespace) -> bool:
     """Return whether checkpoints are written while training continues, as by the default RunCheckpoint."""
-    checkpoints = [own for own in config["trainer"]["callbacks"] or () if is_made_of(own, Checkpoint)]
+    checkpoints = callbacks_of(config, Checkpoint)
     return not checkpoints or any(
-        is_made_of(own, RunCheckpoint) and own["init_args"]["background"] for own in checkpoints
+        is_class(own, RunCheckpoint) and own["init_args"]["background"] for own in checkpoints
     )
 
 
@@ -155,7 +148,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
     longest = data["max_tokens"]
     if loop is None:
         if isinstance(module, RLHFModule):
-            raise ValueError(
+            raise UsageError(
                 "no callback generates rollouts: add lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
         texts = data["batch_size"]
@@ -227,11 +220,11 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
     for theirs, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_params")):
         device = merged.pop(theirs, {}).get("device", "none")
         if device not in ("cpu", "none"):
-            raise ValueError(f"plan supports {theirs} to cpu or none, got {device!r} in the strategy's config")
+            raise UsageError(f"plan supports {theirs} to cpu or none, got {device!r} in the strategy's config")
         settings[ours] = device == "cpu"
     sizes = {ours: int(merged.pop(theirs)) for theirs, ours in _ZERO_SIZES.items() if theirs in merged}
     if unknown := sorted(merged.keys() - _ZERO_WITHOUT_MEMORY):
-        raise ValueError(
+        raise UsageError(
             f"plan does not support zero_optimization.{unknown[0]} in the strategy's config: remove it to plan the rest"
         )
     return {**settings, "zero": Zero(**sizes)}
@@ -240,24 +233,18 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
 def engine_of(config: Any) -> Engine | None:
     """Read the engine; None for one on separate GPUs. ``auto`` is vLLM, which is chosen on a GPU."""
     options = Namespace() if isinstance(config, str) else config["init_args"]
-    if isinstance(config, str) or is_made_of(config, VLLMEngine):
+    if isinstance(config, str) or is_class(config, VLLMEngine):
         extra = options.get("arguments") or {}
         return Engine(
             options.get("gpu_memory_utilization", 0.4),
             options.get("tensor_parallel_size", 1),
             dtype=extra.get("dtype"),
         )
-    if is_made_of(config, SharedEngine):
+    if is_class(config, SharedEngine):
         return engine_of(options["engine"])
-    if is_made_of(config, TransformersEngine):
+    if is_class(config, TransformersEngine):
         return Engine(0.0, sequences=options["batch_size"])
     return None
-
-
-def is_made_of(config: Any, kind: type) -> bool:
-    """Return whether a class in the configuration is ``kind`` or derived from it."""
-    module, _, name = config["class_path"].rpartition(".")
-    return issubclass(getattr(import_module(module), name), kind)
 
 
 def check_nodes(plan: Plan, nodes: int) -> None:
@@ -268,13 +255,13 @@ def check_nodes(plan: Plan, nodes: int) -> None:
     """
     gpus_per_node, rest = divmod(plan.gpus, nodes)
     if rest:
-        raise ValueError(f"{plan.gpus} GPUs cannot be divided equally over {nodes} nodes; use a multiple of {nodes}")
+        raise UsageError(f"{plan.gpus} GPUs cannot be divided equally over {nodes} nodes; use a multiple of {nodes}")
     sizes = {"tensor_parallel_size": plan.run.strategy.tensor_parallel_size}
     if plan.run.engine is not None:
         sizes["the engine's tensor_parallel_size"] = plan.run.engine.tensor_parallel_size
     for name, size in sizes.items():
         if gpus_per_node % size:
-            raise ValueError(
+            raise UsageError(
                 f"{name} {size} does not divide the {gpus_per_node} GPUs of a node, so groups would span nodes"
             )
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from lightning_rlhf import __main__
-from lightning_rlhf.cli.config_classes import check_classes
-from lightning_rlhf.cli.main import Stopped
-from lightning_rlhf.cli.understood import module_of, understood
+from lightning_rlhf.cli.config_files import check_classes
+from lightning_rlhf.cli.errors import CLIError
+from lightning_rlhf.cli.run_config import make_module, parse_run_config
 
 OWN = """
 import torch
@@ -68,8 +68,8 @@ def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, co
     assert result.code == 2
     told = f"model.{key}: class_path must name a class, got 'os.system', a builtin_function_or_method"
     assert result.err == f"lightning-rlhf: {told}\n"
-    with pytest.raises(Stopped, match=told.removeprefix("model.")):
-        module_of(understood(["--config", "run.yaml"]))
+    with pytest.raises(CLIError, match=told.removeprefix("model.")):
+        make_module(parse_run_config(["--config", "run.yaml"]))
     assert not Path("ran").exists()
 
 

@@ -1,0 +1,265 @@
+"""``lightning-rlhf data check --config x.yaml``: check and describe the data of a run, without model weights."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.callbacks.checks import missing_columns
+from lightning_rlhf.cli.errors import constructor_errors, one_line_errors
+from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, make_data, make_module, parse_run_config
+from lightning_rlhf.data.base import RowsDataModule
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.expected_errors import ExpectedError, UsageError
+from lightning_rlhf.models.positions import check_positions, max_positions
+from lightning_rlhf.models.vocabulary import check_vocabularies
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
+
+_QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
+_OPEN, _CLOSE = "⟦", "⟧"
+_MOST_CHARACTERS = 100  # of the value of a column
+_USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options of fit]
+
+Reads the data of a run without making a model, and reports: the columns of each field; the numbers of rows that are
+used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
+know all tokens and have enough positions; the first row as the model reads it, with the trained part in ⟦ ⟧.
+
+  --config x.yaml  the configuration of the run
+  --json           print JSON
+
+Every option of fit is possible too, and changes the data; lightning-rlhf fit --help lists them:
+
+  lightning-rlhf data check --config examples/own_task/sft.yaml --data.init_args.max_tokens 16
+
+Exit code 0, or 2 if fit would reject the data."""
+
+
+class DataCheckCLI(ConfigCLI):
+    """Parses the configuration of a run, and ``--json``."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the argument."""
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Print a description of a run's data.
+
+    Returns:
+        Exit code: 0, or 2 if the configuration or the data has an error.
+    """
+    if {"--help", "-h"} & set(arguments):
+        print(_USAGE)
+        return 0
+    if arguments[:1] != ["check"]:
+        unknown = f"unknown command 'data {arguments[0]}'; " if arguments else ""
+        raise UsageError(f"{unknown}did you mean 'data check'?")
+    config = parse_run_config(arguments[1:], DataCheckCLI)
+    result = check(config)
+    print(json.dumps(result, indent=2) if config["json"] else render(result))
+    for error in result["errors"]:
+        print(f"lightning-rlhf: {error}", file=sys.stderr)
+    return 2 if result["errors"] else 0
+
+
+def check(config: Namespace) -> dict[str, Any]:
+    """Check the data of a configuration.
+
+    Args:
+        config: parsed configuration of ``fit``.
+
+    Returns:
+        The data module's name, a description of each part of the data, the rewards with all their columns in every row,
+        warnings, a line for each model, and the errors that would end the run.
+
+    Raises:
+        UsageError: the data cannot be read, or are those of another kind of data module.
+    """
+    data = make_data(config)
+    if not isinstance(data, RowsDataModule):
+        raise UsageError(f"data check reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
+    pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
+    reports_bad_rows = data.on_bad_row == "error"
+    data.on_bad_row = "skip"  # to report more than the first ones
+    data.setup("fit")
+    result: dict[str, Any] = {
+        "module": type(data).__name__,
+        "data": {name: describe(data, name) for name in data.examples},
+        "rewards": [],
+        "warnings": unused_template(data),
+        "models": [],
+        "errors": [report.error_message() for report in data.reports.values() if reports_bad_rows and report.bad],
+    }
+    checks: list[Callable[[], None]] = [
+        lambda: result["data"]["train"].update(batches=len(data.train_dataloader())),
+        lambda: _check_rewards(config, data, result),
+        lambda: _check_models(config, data, result["models"]),
+    ]
+    for run_check in checks:
+        try:
+            run_check()
+        except ExpectedError as error:
+            result["errors"].append(str(error))
+    return result
+
+
+def unused_template(data: RowsDataModule) -> list[str]:
+    """Return a warning if a chat model's template is not used because the data are plain text."""
+    columns = [column for report in data.reports.values() for column in report.column_mappings]
+    if not getattr(data.tokenizer, "chat_template", None) or any("messages)" in column for column in columns):
+        return []
+    return [
+        "the tokenizer has a chat template, which text columns do not use: a chat model is used to conversations; "
+        "data.init_args.as_messages: true makes them of the texts (docs/data.md)"
+    ]
+
+
+def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
+    """Describe one part of the data, such as ``train``."""
+    report = data.reports[part]
+    examples = data.examples[part]
+    lengths = torch.tensor([data.tokens(example) for example in examples], dtype=torch.float64)
+    quantiles = torch.quantile(lengths, torch.tensor(list(_QUANTILES.values()), dtype=torch.float64)).tolist()
+    return {
+        "read": report.used + report.dropped.total(),
+        "kept": report.used,
+        "dropped": dict(report.dropped.most_common()),
+        "cut": dict(report.cut.most_common()),
+        "columns": dict(report.column_mappings.most_common()),
+        "unknown": report.describe_unknown(),
+        "tokens": dict(zip(_QUANTILES, quantiles, strict=True)) | {"all": int(lengths.sum())},
+        "sample": describe_batch(data.collate(examples[:1], [0], [0], 0), data.tokenizer),
+    }
+
+
+def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
+    """Add the rewards with all their columns in every row to the result, and a warning for each of the others.
+
+    Raises:
+        ValueError: a reward cannot be made, or no row has its columns.
+    """
+    settings = _loop_arguments(config).get("rewards")
+    if not settings:
+        return
+    parser = LightningArgumentParser()
+    parser.add_argument("--rewards", type=list[RewardFunction])
+    with constructor_errors(parser):
+        rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
+    first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
+    check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
+    for reward in rewards:
+        missing = missing_columns(reward, data) if isinstance(data, PromptDataModule) else []
+        result["warnings"] += missing
+        if not missing:
+            result["rewards"].append(reward.label)
+
+
+def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> None:
+    """Compare the configurations of the models with the data, and add a line for each model.
+
+    A model that does not exist yet is not an error in the data: another run may write it.
+
+    Raises:
+        ValueError: a model has fewer tokens than the tokenizer, or fewer positions than the longest text.
+    """
+    sources = {}
+    for name, source in make_module(config).sources.items():
+        try:
+            model_config = source.hf_config()
+        except FileNotFoundError as error:
+            lines.append(f"{name}: not compared with the data, because there is {error}")
+            continue
+        sources[f"the {name}"] = source
+        limit = max_positions(model_config)
+        positions = "texts of any length" if limit is None else f"{limit} positions"
+        lines.append(f"{name}: {model_config.get_text_config().vocab_size} tokens, {positions}")
+    if sources:
+        check_vocabularies(sources, data.tokenizer)
+        check_positions(sources, data.longest_text, _loop_arguments(config).get("max_response_tokens") or 0)
+
+
+def _loop_arguments(config: Namespace) -> Namespace:
+    """Return the arguments of a configuration's RolloutLoop; empty without one."""
+    loops = callbacks_of(config, RolloutLoop)
+    return loops[0]["init_args"] if loops else Namespace()
+
+
+def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Decode a batch of one row.
+
+    Args:
+        batch: batch of one of our data modules.
+        tokenizer: tokenizer of the run.
+
+    Returns:
+        For each text by name, its text with the trained part marked, and its numbers of tokens and trained tokens.
+    """
+    if isinstance(batch, PromptBatch):
+        text = tokenizer.decode(batch.token_ids[0])
+        columns = {name: str(values[0]) for name, values in batch.columns.items()}
+        return {"prompt": {"text": text, "tokens": len(batch.token_ids[0]), "trained": 0, "columns": columns}}
+    if isinstance(batch, PreferenceBatch):
+        return {
+            "chosen": _describe_text(batch.chosen, tokenizer),
+            "rejected": _describe_text(batch.rejected, tokenizer),
+        }
+    if isinstance(batch, UnpairedBatch):
+        name = "desirable text" if batch.desirable[0] else "undesirable text"
+        return {name: _describe_text(batch.texts, tokenizer)}
+    return {"text": _describe_text(batch, tokenizer)}
+
+
+def _describe_text(batch: SequenceBatch, tokenizer: Any) -> dict[str, Any]:
+    length = int(batch.lengths[0])
+    is_trained = batch.loss_mask[0, :length].tolist()
+    text = ""
+    tokens = zip(is_trained, batch.input_ids[0, :length].tolist(), strict=True)
+    for trained, group in itertools.groupby(tokens, key=operator.itemgetter(0)):
+        part = tokenizer.decode([token for _, token in group])
+        text += f"{_OPEN}{part}{_CLOSE}" if trained else part
+    return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
+
+
+def render(result: dict[str, Any]) -> str:
+    """Render the result of :func:`check` as text."""
+    lines = [result["module"]]
+    for name, part in result["data"].items():
+        lines += ["", f"{name}: {part['read']} rows read, {part['kept']} kept"]
+        for label in ("columns", "dropped", "cut"):
+            lines += [f"  {label}: {count} rows: {reason}" for reason, count in part[label].items()]
+        lines.append("  tokens: " + ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items()))
+        if part["unknown"]:
+            lines.append(f"  {part['unknown']}")
+        if "batches" in part:
+            lines.append(f"  batches of an epoch: {part['batches']}")
+        for label, sample in part["sample"].items():
+            trained = f", {sample['trained']} of them trained on" if sample["trained"] else ""
+            lines.append(f"  first {label}, {sample['tokens']} tokens{trained}:")
+            lines += [f"    | {line}" for line in sample["text"].split("\n")]
+            lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
+    if result["rewards"]:
+        lines += ["", f"rewards with all their columns: {', '.join(result['rewards'])}"]
+    if result["warnings"]:
+        lines += ["", *(f"warning: {warning}" for warning in result["warnings"])]
+    if result["models"]:
+        lines += ["", *result["models"]]
+    return "\n".join(lines)
+
+
+def _short(value: str) -> str:
+    line = value.replace("\n", "\\n")
+    if len(line) <= _MOST_CHARACTERS:
+        return line
+    return f"{line[:_MOST_CHARACTERS]}... ({len(value)} characters)"

@@ -1,0 +1,164 @@
+"""``lightning-rlhf generate``: generate responses of a model, or of a server, to a file of prompts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.cli.commands.options import command_parser, parse_columns
+from lightning_rlhf.cli.commands.response_backends import (
+    EngineBackend,
+    Prompt,
+    Response,
+    ResponseBackend,
+    ServerBackend,
+    prompts_digest,
+)
+from lightning_rlhf.cli.commands.responses_file import (
+    FINISH_REASONS,
+    PROMPT_TOKENS,
+    RESPONSES,
+    TOKENS,
+    ResponsesFile,
+)
+from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
+from lightning_rlhf.cli.screen import configure_messages
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.types import SamplingParams
+
+_EPILOG = """Each line of the result is a row of the prompts with its responses. After an interruption the same command
+continues; each response has a separate seed, which does not depend on the batch size.
+
+  lightning-rlhf generate --model runs/quickstart/ppo/export --prompts questions.jsonl --to answers.jsonl -n 4
+  lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser("generate", "Generate responses of a model, or of a server, to a file of prompts.", _EPILOG)
+    files = parser.add_argument_group("files")
+    files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
+    files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
+    files.add_argument("--columns", nargs="+", default=[], metavar="OURS=YOURS", help="for example prompt=question")
+    files.add_argument("--as-messages", action="store_true", help="make each text a user's message to a chat model")
+    files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")
+    model.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
+    model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
+    model.add_argument("--server", metavar="URL", help="server with OpenAI's API, instead of an engine here")
+    model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
+    model.add_argument("--concurrency", type=int, default=50, help="requests to a server at a time (default: 50)")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("-n", type=int, default=1, help="responses per prompt (default: 1)")
+    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+    sampling.add_argument("--top-p", type=float, default=1.0, help="probability of the likeliest tokens (default: 1)")
+    sampling.add_argument("--top-k", type=int, default=0, help="number of likeliest tokens, 0 is all (default: 0)")
+    sampling.add_argument("--max-tokens", type=int, default=512, help="length of a response (default: 512)")
+    sampling.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    sampling.add_argument("--batch-size", type=int, default=128, help="prompts between two writes (default: 128)")
+    return parser
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Generate responses.
+
+    Returns:
+        Exit code: 0; 2 for a mistake found before anything was generated; 1 if it ended before the last prompt.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.server is None and options.model is None:
+        parser.error("set --model or --server")
+    configure_messages()
+    _check_options(options)
+    try:
+        with closing(_make_backend(options)) as backend:
+            rows = _generate_file(backend, options)
+    except KeyboardInterrupt:
+        print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)
+        return 1
+    print(f"{rows} rows are in {options.to}")
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.to.suffix != ".jsonl":
+        raise UsageError(f"--to must end with .jsonl, got {str(options.to)!r}")
+    for name in ("n", "batch_size", "concurrency", "tensor_parallel_size"):
+        if getattr(options, name) < 1:
+            raise UsageError(f"{name} must be at least 1, got {getattr(options, name)}")
+    if options.api_key_env is not None and options.server is None:
+        raise UsageError("--api-key-env needs --server")
+
+
+def _make_backend(options: argparse.Namespace) -> ResponseBackend:
+    sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k)
+    if options.server is not None:
+        return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)
+    return EngineBackend(options.model, options.engine, options.dtype, sampling, options.tensor_parallel_size)
+
+
+def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int:
+    """Read the prompts, generate the missing responses, and return the number of rows."""
+    columns = parse_columns(options.columns)
+    prompts = backend.read_prompts(options.prompts, columns, options.on_bad_row, options.as_messages)
+    _check_columns(prompts)
+    settings = {**backend.identity(), "prompts": prompts_digest(prompts)}
+    for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "seed"):
+        settings[name] = getattr(options, name)
+    with closing(ResponsesFile(options.to, settings, len(prompts))) as file:
+        if done := file.begin():
+            print(f"{file.path} has {done} of {len(prompts)} rows already")
+        if done < len(prompts):
+            log = options.to.with_name(f"{options.to.name}.engine.log")
+            print(f"generated by {backend.start(max(len(prompt.ids) for prompt in prompts), log)}")
+            with failure_code_1():
+                _generate(backend, prompts, file, options)
+            log.unlink(missing_ok=True)
+    return len(prompts)
+
+
+def _check_columns(prompts: list[Prompt]) -> None:
+    """Validate that no column of the rows has the name of one that is written."""
+    for name in (RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS):
+        if any(name in prompt.row for prompt in prompts):
+            raise UsageError(f"the prompts have a column {name!r} already, which generate writes: rename it")
+
+
+def _generate(
+    backend: ResponseBackend, prompts: list[Prompt], file: ResponsesFile, options: argparse.Namespace
+) -> None:
+    """Generate the responses to the prompts after the last row of a file, and write them batch by batch."""
+    n = options.n
+    tokens = 0
+    began = time.monotonic()
+    while file.done < len(prompts):
+        positions = range(file.done, min(file.done + options.batch_size, len(prompts)))
+        seeds = [
+            derive_seed(options.seed, "generate", position, sample) for position in positions for sample in range(n)
+        ]
+        responses = backend.generate([prompts[position] for position in positions for _ in range(n)], seeds)
+        groups = [responses[first : first + n] for first in range(0, len(responses), n)]
+        file.append([_row(prompts[position], group) for position, group in zip(positions, groups, strict=True)])
+        tokens += sum(response.tokens or 0 for response in responses)
+        speed = tokens / (time.monotonic() - began)
+        print(f"{file.done} of {len(prompts)} prompts, {tokens} tokens, {speed:.0f} tokens/s", flush=True)
+
+
+def _row(prompt: Prompt, responses: list[Response]) -> dict[str, Any]:
+    counts = {PROMPT_TOKENS: len(prompt.ids)} if prompt.ids else {}
+    return {
+        **prompt.row,
+        **counts,
+        RESPONSES: [response.text for response in responses],
+        TOKENS: [response.tokens for response in responses],
+        FINISH_REASONS: [response.finish_reason for response in responses],
+    }

@@ -1,0 +1,30 @@
+"""Command lines of commands without a configuration."""
+
+from __future__ import annotations
+
+import argparse
+
+from lightning_rlhf.expected_errors import UsageError
+
+
+def command_parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return a parser without abbreviations, which prints the line breaks of its epilog."""
+    return argparse.ArgumentParser(
+        f"lightning-rlhf {name}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def parse_columns(pairs: list[str]) -> dict[str, str]:
+    """Return our field names with the data's columns.
+
+    Raises:
+        UsageError: a value is not a pair.
+    """
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise UsageError(f"--columns takes ours=yours, for example prompt=question, got {wrong[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs)

@@ -1,0 +1,154 @@
+"""Errors of the command line: a one-line message and an exit code for expected errors, a traceback for bugs."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.cli.parser import condense
+from lightning_rlhf.compat import is_lightning_error, is_raised_in
+from lightning_rlhf.expected_errors import ExpectedError
+from lightning_rlhf.interrupts import Interrupted
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CLIError(ExpectedError):
+    """Ends a command with a one-line message and an exit code.
+
+    Args:
+        message: message; empty if another rank prints it.
+        code: 2 for a mistake found before the work starts, 1 for a failure in it; 128 plus the number of the signal
+            that ended it.
+    """
+
+    def __init__(self, message: str, code: int = 2) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a command: an expected error is printed in one line and becomes an exit code, 2 unless it has another."""
+
+    @functools.wraps(command)
+    def run(*args: Any) -> int:
+        try:
+            return command(*args)
+        except ExpectedError as error:
+            if str(error):
+                print(f"lightning-rlhf: {error}", file=sys.stderr)
+            return error.code if isinstance(error, CLIError) else 2
+
+    return run
+
+
+@contextmanager
+def failure_code_1(shows_cause: bool = False) -> Iterator[None]:
+    """Give expected errors exit code 1, after the work has started.
+
+    Args:
+        shows_cause: whether the traceback of the cause is printed, such as that of an error in a user's function.
+    """
+    try:
+        yield
+    except ExpectedError as error:
+        if shows_cause:
+            print_cause(error)
+        raise CLIError(str(error), code=1) from error
+
+
+def print_cause(error: BaseException) -> None:
+    """Print the traceback of the exception that an error was raised from, such as one of a user's function."""
+    if error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+
+
+@contextmanager
+def constructor_errors(parser: LightningArgumentParser) -> Iterator[None]:
+    """Turn errors of constructors that a parser calls into a :class:`CLIError`.
+
+    The traceback of an error that is neither an expected error nor one of Lightning is printed: it may be a bug in a
+    user's class.
+    """
+    raised: list[Exception] = []
+
+    def instantiate(constructor: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return constructor(*args, **kwargs)
+        except Exception as error:
+            raised.append(error)
+            if isinstance(constructor, type) and issubclass(constructor, Logger) and _is_lightnings(constructor):
+                message = f"trainer.logger: {constructor.__name__} cannot be made: {one_line(error)}"
+                raised.append(CLIError(message))
+                raise raised[-1] from error
+            raise
+
+    parser.add_instantiator(instantiate, object)
+    try:
+        yield
+    except Exception as error:
+        origin = _origin(error, raised)
+        if is_raised_in(origin, "jsonargparse."):
+            raise CLIError(condense(str(error))) from error
+        if not isinstance(origin, ExpectedError) and not is_lightning_error(origin):
+            traceback.print_exception(origin)
+        raise CLIError(one_line(origin)) from error
+
+
+def _origin(error: BaseException, raised: list[Exception]) -> BaseException:
+    """Return the error of a constructor that jsonargparse replaced by one with the messages of all alternatives."""
+    origin = error
+    while is_raised_in(origin, "jsonargparse.") and origin.__cause__ is not None:
+        origin = origin.__cause__
+    if not is_raised_in(origin, "jsonargparse."):
+        return origin
+    return next((candidate for candidate in reversed(raised) if str(candidate) in str(error)), origin)
+
+
+def _is_lightnings(constructor: type) -> bool:
+    return constructor.__module__.startswith("lightning.")
+
+
+def interrupt_of(error: BaseException) -> Interrupted | None:
+    """Return the interrupt that an error carries, else None; Lightning turns an interrupt into a SystemExit."""
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, Interrupted):
+        return cause
+    return Interrupted(signal.SIGINT) if isinstance(cause, KeyboardInterrupt) else None
+
+
+def disk_error(error: BaseException, directory: Path) -> str | None:
+    """Return a message if a full disk or a removed file of the run ended it, else None.
+
+    Args:
+        error: error that ended the run.
+        directory: directory of the run.
+    """
+    cause: BaseException | None = error
+    visited: list[BaseException] = []
+    while cause is not None and cause not in visited:  # the chain of an error that is raised again may be a circle
+        visited.append(cause)
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
+            return f"the disk of {directory} is full ({cause.strerror or cause}): free space on it"
+        if isinstance(cause, FileNotFoundError) and cause.filename is not None:
+            path = Path(os.fsdecode(cause.filename))
+            if path.absolute().is_relative_to(directory.absolute()):
+                return f"{path} was removed while the run wrote to it: do not change {directory} during a run"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error without its line breaks."""
+    return " ".join(str(error).split())

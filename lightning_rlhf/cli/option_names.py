@@ -1,0 +1,48 @@
+"""Options of TRL, peft, transformers and verl, with their names in a configuration of this package."""
+
+_LORA = "model.init_args.actor, as {class_path: lightning_rlhf.Pretrained, init_args: {path: ..., lora: {rank: 16}}}"
+_LOOP = "RolloutLoop under trainer.callbacks"
+_NAMES = {
+    "beta kl_coef": "kl_loss.coef (a penalty in the loss) or kl_reward.coef (in the rewards) of the module",
+    "kl_loss_coef": "kl_loss.coef of the module",
+    "learning_rate lr optim weight_decay": (
+        "model.init_args.actor_optimizer, as {class_path: torch.optim.AdamW, init_args: {lr: 1.0e-6}}"
+    ),
+    "lr_scheduler_type warmup_ratio warmup_steps": (
+        "model.init_args.actor_lr_scheduler, as {class_path: lightning_rlhf.modules.schedules.RunSchedule, init_args: "
+        "{kind: cosine, warmup_ratio: 0.03}}"
+    ),
+    "r lora_r lora_rank": f"lora.rank of {_LORA}",
+    "lora_alpha": f"lora.alpha of {_LORA}",
+    "peft_config": f"lora of {_LORA}",
+    "epsilon cliprange clip_ratio": "policy_loss.clip_range of the module",
+    "cliprange_value": "value_loss.clip_range of the module",
+    "lam": "advantages.gae_lambda of the module",
+    "num_iterations num_ppo_epochs ppo_epochs": "update_epochs of the module",
+    "ppo_mini_batch_size": "minibatch_size of the module, counted in responses",
+    "loss_type loss_agg_mode": "aggregation of the module",
+    "gradient_accumulation_steps": "micro_batch_tokens of the module, the tokens of one forward pass",
+    "gradient_checkpointing": "activation_checkpointing of the strategy",
+    "per_device_train_batch_size train_batch_size": "data.init_args.batch_size, counted over all devices",
+    "max_prompt_length": "data.init_args.max_tokens",
+    "num_generations": f"group_size of {_LOOP}",
+    "max_completion_length max_new_tokens": f"max_response_tokens of {_LOOP}",
+    "reward_funcs": f"rewards of {_LOOP}",
+    "reward_weights": f"weight of each entry of rewards of {_LOOP}",
+    "top_p top_k min_p": "not available: the probabilities of engine and trainer would be over different tokens",
+    "use_vllm": f"engine of {_LOOP}; its default, auto, uses vLLM where it runs",
+    "num_train_epochs total_epochs": "trainer.max_epochs",
+    "output_dir": "trainer.default_root_dir",
+    "bf16": "trainer.precision: bf16-mixed",
+    "report_to": "trainer.logger",
+    "save_steps": "every_n_steps of lightning_rlhf.callbacks.RunCheckpoint under trainer.callbacks",
+    "eval_steps": "trainer.val_check_interval",
+    "logging_steps": "every_n_steps of lightning_rlhf.callbacks.Console under trainer.callbacks",
+    "seed": "seed_everything",
+}
+OPTION_NAMES = {name: ours for names, ours in _NAMES.items() for name in names.split()}
+ENGINES = {
+    "vllm": "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
+    "hf": "lightning_rlhf.rollout.transformers.TransformersEngine",
+    "transformers": "lightning_rlhf.rollout.transformers.TransformersEngine",
+}

@@ -1,0 +1,71 @@
+"""A run's configuration, parsed and checked, for commands that use parts of it without a Trainer."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_rlhf.cli.config_files import check_classes
+from lightning_rlhf.cli.errors import constructor_errors
+from lightning_rlhf.cli.main import RLHFCLI
+from lightning_rlhf.cli.screen import configure_messages
+from lightning_rlhf.expected_errors import ExpectedError
+from lightning_rlhf.modules.role_module import RoleModule
+
+
+class ConfigCLI(RLHFCLI):
+    """Parses the configuration of a run, and instantiates nothing."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the arguments."""
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Keep the configuration as it is."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Return at once."""
+
+
+def parse_run_config(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> Namespace:
+    """Parse the configuration of ``fit``; exit with code 2 and a message if it is invalid."""
+    configure_messages()
+    try:
+        return cli(["fit", *arguments]).config["fit"]
+    except ExpectedError as error:
+        print(f"lightning-rlhf: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def make_module(config: Namespace) -> Any:
+    """Return the module of a parsed configuration; its models are not built."""
+    return _make(config, "model", RoleModule)
+
+
+def make_data(config: Namespace) -> Any:
+    """Return the data module of a parsed configuration, before it reads the data."""
+    return _make(config, "data", LightningDataModule)
+
+
+def _make(config: Namespace, key: str, base: type) -> Any:
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(base, key, subclass_mode=True)
+    with constructor_errors(parser):
+        check_classes(config[key])
+        return parser.instantiate_classes(Namespace({key: config[key]}))[key]
+
+
+def callbacks_of(config: Namespace, kind: type) -> list[Namespace]:
+    """Return the entries of a parsed configuration for callbacks of a class or its subclasses."""
+    return [entry for entry in config["trainer"]["callbacks"] or () if is_class(entry, kind)]
+
+
+def is_class(entry: Namespace, kind: type) -> bool:
+    """Return whether the ``class_path`` of an entry names a class or one of its subclasses."""
+    module, _, name = entry["class_path"].rpartition(".")
+    return issubclass(getattr(import_module(module), name), kind)

@@ -26,6 +26,7 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Keep tests that share fixtures on one worker of pytest-xdist: those of a file, and those of some folders."""
     for item in items:

@@ -241,7 +241,6 @@ class RLHFModule(RoleModule):
         policy, diagnostics = self.policy_loss(
             logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.selected_tokens
         )
-        diagnostics = {"approx_kl": approx_kl(log_ratio_of(logprobs, rows.old_logprobs)), **diagnostics}
         policy = policy * self.importance_weights(logprobs, rows, means)
         loss = policy - self.ent_coef * entropy
         if self.kl_loss.coef > 0:

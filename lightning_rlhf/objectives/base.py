@@ -1,5 +1,7 @@
 """Base classes of advantage estimators and policy losses. Subclass these for new ones."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -78,13 +80,67 @@ class AdvantageEstimator(ABC):
         """
 
 
+@dataclass(frozen=True)
+class PolicyTokens:
+    """Inputs of a policy loss: B responses of at most T tokens, all values 0 where the mask is False.
+
+    Args:
+        logprobs: (B, T) log-probabilities of the actor, with gradient.
+        old_logprobs: (B, T) log-probabilities of the actor before the first update.
+        advantages: (B, T) advantages.
+        mask: (B, T) bool, the tokens to learn from.
+        selected_tokens: (B, T) bool, rows of the result of :meth:`PolicyLoss.select_tokens`; False without selection.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    selected_tokens: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        selected_tokens: Tensor | None = None,
+    ) -> PolicyTokens:
+        """Fill tensors with 0 outside of the mask and clamp log-probabilities to [-1e4, 1e4]; NaN inside stays NaN.
+
+        They are filled before anything is computed, because infinity times a gradient of 0 is NaN, and clamped, so
+        that an impossible token has no infinite loss.
+        """
+        return cls(
+            logprobs=logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4),
+            old_logprobs=old_logprobs.masked_fill(~mask, 0).clamp(-1e4, 1e4),
+            advantages=advantages.masked_fill(~mask, 0),
+            mask=mask,
+            selected_tokens=torch.zeros_like(mask) if selected_tokens is None else selected_tokens,
+        )
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, T) log of the importance ratio, clamped to [-20, 20]."""
+        return log_ratio_of(self.logprobs, self.old_logprobs)
+
+
 class PolicyLoss(ABC):
     """From log-probabilities and advantages to one loss per token; the module aggregates."""
 
     uses_ratio: ClassVar[bool] = True  # whether exp(logprobs - old_logprobs) is part of the loss
-    selects_tokens: ClassVar[bool] = False  # whether choose() is to be called for each mini-batch
+    selects_tokens: ClassVar[bool] = False  # whether select_tokens() is called for each mini-batch
 
     @abstractmethod
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and diagnostics of each token.
+
+        Returns:
+            loss: (B, T).
+            diagnostics: names to (B, T) float without gradient, averaged over tokens as ``policy/<name>``.
+        """
+
     def __call__(
         self,
         logprobs: Tensor,
@@ -93,22 +149,13 @@ class PolicyLoss(ABC):
         mask: Tensor,
         selected_tokens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and diagnostics of each token.
+        """Loss and diagnostics of each token; see :class:`PolicyTokens` for the arguments.
 
-        Values where the mask is False are ignored; they must be finite.
-
-        Args:
-            logprobs: (B, T) the actor's now, with gradient.
-            old_logprobs: (B, T) the actor's before the first update.
-            advantages: (B, T).
-            mask: (B, T) bool, the tokens that count.
-            selected_tokens: (B, T) bool, rows of the result of :meth:`select_tokens`; None where it was not called.
-
-        Returns:
-            loss: (B, T).
-            diagnostics: names to (B, T) float without gradient, averaged over tokens as ``policy/<name>``;
-                ``approx_kl`` estimates KL(old || new).
+        Values where the mask is False are ignored. The diagnostics contain ``approx_kl``, which estimates KL(old || new).
         """
+        tokens = PolicyTokens.of(logprobs, old_logprobs, advantages, mask, selected_tokens)
+        losses, diagnostics = self.token_losses(tokens)
+        return losses, {**diagnostics, "approx_kl": approx_kl(tokens.log_ratio)}
 
     def select_tokens(
         self,

@@ -16,8 +16,8 @@ from torch.nn.functional import huber_loss
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.masked import masked_centered
-from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
-from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss, policy_inputs
+from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
+from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 
 _KINK = 1e-3  # nats; within it |log r| is a parabola
 
@@ -66,18 +66,11 @@ class ClipCovLoss(ClippedPolicyLoss):
         candidates = mask & ~bound & (large > self.covariance_low) & (large < self.covariance_high)
         return select_largest(torch.zeros_like(large), candidates, _count(self.share, mask, ranks), generator, ranks)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`ClippedPolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
-        loss, diagnostics = super().__call__(logprobs, old_logprobs, advantages, mask)
-        selected_tokens = torch.zeros_like(mask) if selected_tokens is None else selected_tokens
-        return loss.masked_fill(selected_tokens, 0), {**diagnostics, "chosen_fraction": selected_tokens.to(loss.dtype)}
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`ClippedPolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were drawn."""
+        loss, diagnostics = super().token_losses(tokens)
+        chosen_fraction = tokens.selected_tokens.to(loss.dtype)
+        return loss.masked_fill(tokens.selected_tokens, 0), {**diagnostics, "chosen_fraction": chosen_fraction}
 
 
 @dataclass(frozen=True)
@@ -117,33 +110,21 @@ class KLCovLoss(PolicyLoss):
         large = covariance(logprobs, advantages, mask, ranks)
         return select_largest(large, mask, _count(self.share, mask, ranks), generator, ranks)
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; ``chosen_fraction`` is 1 on the tokens that were held."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs)
-        loss = -advantages * torch.exp(log_ratio)
-        selected_tokens = torch.zeros_like(mask) if selected_tokens is None else selected_tokens
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; ``chosen_fraction`` is 1 on the tokens that were held."""
+        loss = -tokens.advantages * torch.exp(tokens.log_ratio)
         # Not the clamped log-ratio: the tokens that changed most are pulled back too. No kink at 0, where the two are
         # equal but for rounding, whose sign would be the gradient.
-        size = huber_loss(logprobs, old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
-        penalty = self.kl_coef * size
-        return torch.where(selected_tokens, loss + penalty, loss), {
-            "chosen_fraction": selected_tokens.to(loss.dtype),
-            "approx_kl": approx_kl(log_ratio),
-        }
+        size = huber_loss(tokens.logprobs, tokens.old_logprobs, reduction="none", delta=_KINK) / _KINK + _KINK / 2
+        loss = torch.where(tokens.selected_tokens, loss + self.kl_coef * size, loss)
+        return loss, {"chosen_fraction": tokens.selected_tokens.to(loss.dtype)}
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """(B, T) float64, each token's part in the covariance of advantages and log-probabilities; 0 outside the mask."""
-    logprobs, _, advantages = policy_inputs(logprobs, logprobs, advantages, mask)
-    product = masked_centered(advantages.double(), mask, ranks) * masked_centered(logprobs.double(), mask, ranks)
+    tokens = PolicyTokens.of(logprobs, logprobs, advantages, mask)
+    from_mean_advantage = masked_centered(tokens.advantages.double(), mask, ranks)
+    product = from_mean_advantage * masked_centered(tokens.logprobs.double(), mask, ranks)
     return product.masked_fill(~mask, 0)
 
 

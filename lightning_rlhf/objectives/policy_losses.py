@@ -5,7 +5,6 @@ The module sums and divides (:mod:`lightning_rlhf.objectives.aggregation`). Loss
 :mod:`lightning_rlhf.objectives.covariance_policy_losses`.
 
 Everywhere r = exp(logprobs - old_logprobs), whose logarithm is clamped to [-20, 20], and sg stops the gradient.
-Log-probabilities are clamped at -1e4, so that an impossible token gives no infinite loss.
 """
 
 from abc import abstractmethod
@@ -17,18 +16,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
-
-
-def policy_inputs(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same numbers, 0 outside the mask and log-probabilities within [-1e4, 1e4]; NaN inside stays NaN.
-
-    Filled before anything is computed: infinity times a gradient of 0 is NaN.
-    """
-    logprobs, old_logprobs = (values.masked_fill(~mask, 0).clamp(-1e4, 1e4) for values in (logprobs, old_logprobs))
-    return logprobs, old_logprobs, advantages.masked_fill(~mask, 0)
+from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 
 
 @dataclass(frozen=True)
@@ -62,22 +50,14 @@ class ClippedPolicyLoss(PolicyLoss):
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise UsageError(f"dual_clip must be greater than 1, got {self.dual_clip}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`.
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`.
 
         Diagnostics: 1 where the clipped branch won (``clip_fraction``) or the dual clip bound
         (``dual_clip_fraction``).
         """
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs)
-        ratio = torch.exp(log_ratio)
+        advantages = tokens.advantages
+        ratio = torch.exp(tokens.log_ratio)
         low = self.clip_range if self.clip_range_low is None else self.clip_range_low
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
         unclipped = -advantages * ratio
@@ -89,12 +69,8 @@ class ClippedPolicyLoss(PolicyLoss):
             dual_clipped = ((advantages < 0) & (loss > bound)).to(loss.dtype)
             loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
         with torch.no_grad():
-            diagnostics = {
-                "clip_fraction": (clipped > unclipped).to(loss.dtype),
-                "dual_clip_fraction": dual_clipped,
-                "approx_kl": approx_kl(log_ratio),
-            }
-        return loss, diagnostics
+            clip_fraction = (clipped > unclipped).to(loss.dtype)
+        return loss, {"clip_fraction": clip_fraction, "dual_clip_fraction": dual_clipped}
 
 
 @dataclass(frozen=True)
@@ -108,18 +84,9 @@ class ReinforceLoss(PolicyLoss):
 
     uses_ratio: ClassVar[bool] = False
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        kl = approx_kl(log_ratio_of(logprobs, old_logprobs))
-        return -advantages * logprobs, {"approx_kl": kl}
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`."""
+        return -tokens.advantages * tokens.logprobs, {}
 
 
 @dataclass(frozen=True)
@@ -145,22 +112,13 @@ class CISPOLoss(PolicyLoss):
         if not self.clip_range_high > 0:
             raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
-        ratio = torch.exp(log_ratio)
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the weight was clipped (``clip_fraction``)."""
+        ratio = torch.exp(tokens.log_ratio.detach())
         low = 0.0 if self.clip_range_low is None else 1 - self.clip_range_low
         weight = ratio.clamp(low, 1 + self.clip_range_high)
         clipped = (weight != ratio).to(ratio.dtype)
-        return -weight * advantages * logprobs, {"clip_fraction": clipped, "approx_kl": approx_kl(log_ratio)}
+        return -weight * tokens.advantages * tokens.logprobs, {"clip_fraction": clipped}
 
 
 @dataclass(frozen=True)
@@ -185,21 +143,13 @@ class SAPOLoss(PolicyLoss):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: the share of the gradient let through (``gate``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs)
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: the share of the gradient let through (``gate``)."""
+        advantages = tokens.advantages
         tau = torch.full_like(advantages, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
-        opened = torch.sigmoid(tau * (torch.exp(log_ratio) - 1))
+        opened = torch.sigmoid(tau * (torch.exp(tokens.log_ratio) - 1))
         gate = (4 * opened * (1 - opened)).detach()
-        return -advantages * 4 / tau * opened, {"gate": gate, "approx_kl": approx_kl(log_ratio)}
+        return -advantages * 4 / tau * opened, {"gate": gate}
 
 
 @dataclass(frozen=True)
@@ -221,19 +171,10 @@ class DROLoss(PolicyLoss):
         if not self.beta > 0:
             raise UsageError(f"beta must be positive, got {self.beta}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        penalty = huber_loss(logprobs, old_logprobs, reduction="none", delta=20.0)
-        kl = approx_kl(log_ratio_of(logprobs, old_logprobs))
-        return -advantages * logprobs + self.beta * penalty, {"approx_kl": kl}
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`."""
+        penalty = huber_loss(tokens.logprobs, tokens.old_logprobs, reduction="none", delta=20.0)
+        return -tokens.advantages * tokens.logprobs + self.beta * penalty, {}
 
 
 @dataclass(frozen=True)
@@ -266,32 +207,23 @@ class DPPOLoss(PolicyLoss):
     def divergence(self, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         """(B, T) at least 0."""
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`.
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`.
 
         Diagnostics: 1 where a token was dropped (``dropped_fraction``) or is kept with its ratio capped
         (``capped_fraction``).
         """
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        new = logprobs.detach()
+        new = tokens.logprobs.detach()
+        old_logprobs = tokens.old_logprobs
         divergence = self.divergence(new, old_logprobs)
         rose = (divergence > self.divergence_high) & (new > old_logprobs)
         fell = (divergence > self.divergence_low) & (new < old_logprobs)
-        dropped = torch.where(advantages > 0, rose, fell)
-        log_ratio = log_ratio_of(new, old_logprobs)
-        ratio = torch.exp(log_ratio)
+        dropped = torch.where(tokens.advantages > 0, rose, fell)
+        ratio = torch.exp(tokens.log_ratio.detach())
         weight = ratio.clamp(max=self.ratio_cap).masked_fill(dropped, 0)
-        return -weight * advantages * logprobs, {
+        return -weight * tokens.advantages * tokens.logprobs, {
             "dropped_fraction": dropped.to(ratio.dtype),
             "capped_fraction": (~dropped & (ratio > self.ratio_cap)).to(ratio.dtype),
-            "approx_kl": approx_kl(log_ratio),
         }
 
 

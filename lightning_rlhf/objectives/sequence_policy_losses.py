@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.objectives.base import PolicyLoss, approx_kl, log_ratio_of
-from lightning_rlhf.objectives.policy_losses import policy_inputs
+from lightning_rlhf.objectives.base import PolicyLoss, PolicyTokens
 
 
 def response_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -49,22 +48,14 @@ class GSPOLoss(PolicyLoss):
         if not self.clip_range_high > 0:
             raise UsageError(f"clip_range_high must be positive, got {self.clip_range_high}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
-        ratio = torch.exp(response_mean(log_ratio, mask) + (logprobs - logprobs.detach()))
-        unclipped = -advantages * ratio
-        clipped = -advantages * ratio.clamp(1 - self.clip_range_low, 1 + self.clip_range_high)
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where the clipped branch won (``clip_fraction``)."""
+        logprobs = tokens.logprobs
+        ratio = torch.exp(response_mean(tokens.log_ratio.detach(), tokens.mask) + (logprobs - logprobs.detach()))
+        unclipped = -tokens.advantages * ratio
+        clipped = -tokens.advantages * ratio.clamp(1 - self.clip_range_low, 1 + self.clip_range_high)
         clip_fraction = (clipped > unclipped).to(ratio.dtype)
-        return torch.maximum(unclipped, clipped), {"clip_fraction": clip_fraction, "approx_kl": approx_kl(log_ratio)}
+        return torch.maximum(unclipped, clipped), {"clip_fraction": clip_fraction}
 
 
 @dataclass(frozen=True)
@@ -102,24 +93,13 @@ class GMPOLoss(PolicyLoss):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs)
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: 1 where a token's ratio was clipped (``clip_fraction``)."""
+        log_ratio = tokens.log_ratio
         upwards = log_ratio.clamp(max=self.clip_range_high)
-        clipped = torch.where(advantages > 0, upwards, log_ratio.clamp(min=-self.clip_range_low))
-        loss = -response_mean(advantages, mask) * torch.exp(response_mean(clipped, mask))
-        return loss.expand_as(logprobs), {
-            "clip_fraction": (clipped != log_ratio).to(loss.dtype),
-            "approx_kl": approx_kl(log_ratio),
-        }
+        clipped = torch.where(tokens.advantages > 0, upwards, log_ratio.clamp(min=-self.clip_range_low))
+        loss = -response_mean(tokens.advantages, tokens.mask) * torch.exp(response_mean(clipped, tokens.mask))
+        return loss.expand_as(log_ratio), {"clip_fraction": (clipped != log_ratio).to(loss.dtype)}
 
 
 @dataclass(frozen=True)
@@ -148,24 +128,15 @@ class VESPOLoss(PolicyLoss):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} must be positive, got {getattr(self, name)}")
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: phi on each token (``sequence_weight``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
-        log_whole = log_ratio.sum(dim=1, keepdim=True).clamp(-20, 20)
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: phi on each token (``sequence_weight``)."""
+        log_whole = tokens.log_ratio.detach().sum(dim=1, keepdim=True).clamp(-20, 20)
         fall = 1 - torch.exp(log_whole)
         # In log space, where 20 k and exp(20) lambda are numbers; only their difference is exponentiated.
         positive = self.k_pos * log_whole + self.lambda_pos * fall
         negative = self.k_neg * log_whole + self.lambda_neg * fall
-        weight = torch.exp(torch.where(advantages >= 0, positive, negative))
-        return -weight * advantages * logprobs, {"sequence_weight": weight, "approx_kl": approx_kl(log_ratio)}
+        weight = torch.exp(torch.where(tokens.advantages >= 0, positive, negative))
+        return -weight * tokens.advantages * tokens.logprobs, {"sequence_weight": weight}
 
 
 @dataclass(frozen=True)
@@ -179,17 +150,8 @@ class TOPRLoss(PolicyLoss):
     ``SequenceMeanTokenSum``. The baseline of the advantages decides which responses are negative.
     """
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        selected_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :meth:`PolicyLoss.__call__`; diagnostics: w on each token (``sequence_weight``)."""
-        logprobs, old_logprobs, advantages = policy_inputs(logprobs, old_logprobs, advantages, mask)
-        log_ratio = log_ratio_of(logprobs, old_logprobs).detach()
-        truncated = torch.exp(log_ratio.sum(dim=1, keepdim=True).clamp(max=0))
-        weight = torch.where(advantages >= 0, torch.ones_like(truncated), truncated)
-        return -weight * advantages * logprobs, {"sequence_weight": weight, "approx_kl": approx_kl(log_ratio)}
+    def token_losses(self, tokens: PolicyTokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`PolicyLoss.token_losses`; diagnostics: w on each token (``sequence_weight``)."""
+        truncated = torch.exp(tokens.log_ratio.detach().sum(dim=1, keepdim=True).clamp(max=0))
+        weight = torch.where(tokens.advantages >= 0, torch.ones_like(truncated), truncated)
+        return -weight * tokens.advantages * tokens.logprobs, {"sequence_weight": weight}

@@ -25,8 +25,8 @@ class Squared(PolicyLoss):
         if self.strength <= 0:
             raise ValueError(f"strength must be positive, got {self.strength}")
 
-    def __call__(self, logprobs, old_logprobs, advantages, mask, selected_tokens=None):
-        return -self.strength * advantages * logprobs, {"seen": torch.ones_like(logprobs)}
+    def token_losses(self, tokens):
+        return -self.strength * tokens.advantages * tokens.logprobs, {"seen": torch.ones_like(tokens.logprobs)}
 
 
 class Half(TokenMean):

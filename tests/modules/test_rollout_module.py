@@ -219,8 +219,8 @@ def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_re
 
 def test_target_kl_stops_a_loss_that_says_nothing_of_the_kl():
     class Silent(PolicyLoss):
-        def __call__(self, logprobs, old_logprobs, advantages, mask, selected_tokens=None):
-            return -advantages * (logprobs - old_logprobs).exp(), {}
+        def token_losses(self, tokens):
+            return -tokens.advantages * (tokens.logprobs - tokens.old_logprobs).exp(), {}
 
     options = {"policy_loss": Silent(), "actor_optimizer": partial(torch.optim.SGD, lr=0.5), "update_epochs": 4}
     assert stepped(**options).metrics["policy/updates"] == 8

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf.objectives.aggregation import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
+from lightning_rlhf.objectives.base import PolicyTokens
 from lightning_rlhf.objectives.policy_losses import (
     CISPOLoss,
     ClippedPolicyLoss,
@@ -14,7 +15,6 @@ from lightning_rlhf.objectives.policy_losses import (
     DROLoss,
     ReinforceLoss,
     SAPOLoss,
-    policy_inputs,
 )
 from tests.helpers import assert_close, float64, golden
 from tests.objectives.paper_loops import Case, bounded, of_mean_token, over_responses, over_tokens, ppo
@@ -127,10 +127,10 @@ def test_dro_pulls_back_with_the_force_of_20_nats_from_beyond():
 
 def test_log_probabilities_lie_within_10000_and_are_0_outside_the_mask():
     values = float64([[-2e4, 2e4, -3, torch.nan]])
-    logprobs, old, advantages = policy_inputs(values, -values, values, torch.tensor([[True, True, True, False]]))
-    assert logprobs.tolist() == [[-1e4, 1e4, -3, 0]]
-    assert old.tolist() == [[1e4, -1e4, 3, 0]]
-    assert advantages.tolist() == [[-2e4, 2e4, -3, 0]]
+    tokens = PolicyTokens.of(values, -values, values, torch.tensor([[True, True, True, False]]))
+    assert tokens.logprobs.tolist() == [[-1e4, 1e4, -3, 0]]
+    assert tokens.old_logprobs.tolist() == [[1e4, -1e4, 3, 0]]
+    assert tokens.advantages.tolist() == [[-2e4, 2e4, -3, 0]]
 
 
 def test_dppo_by_total_variation_of_a_case_worked_by_hand():

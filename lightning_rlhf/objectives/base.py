@@ -151,7 +151,8 @@ class PolicyLoss(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and diagnostics of each token; see :class:`PolicyTokens` for the arguments.
 
-        Values where the mask is False are ignored. The diagnostics contain ``approx_kl``, which estimates KL(old || new).
+        Values where the mask is False are ignored. The diagnostics contain an estimate of KL(old || new), named
+        ``approx_kl``.
         """
         tokens = PolicyTokens.of(logprobs, old_logprobs, advantages, mask, selected_tokens)
         losses, diagnostics = self.token_losses(tokens)

@@ -45,3 +45,10 @@ def test_every_file_that_documents_name_exists():
     for document in documents:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)} links to {target}"
+
+
+def test_one_step_is_read_in_few_files():
+    section = README.partition("## One step")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d+\. \[`([^`]+)`\]", section, re.MULTILINE)
+    assert 5 < len(files) <= 12
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 2500

@@ -95,10 +95,10 @@ def _peak(device: str, reset: bool = False) -> float:
     """Return the most bytes allocated since the last reset; 0 on a CPU, where torch does not count them."""
     if device == "cpu":
         return 0.0
-    found = float(torch.cuda.max_memory_allocated())
+    figures = float(torch.cuda.max_memory_allocated())
     if reset:
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return figures
 
 
 def memory(device: str, folder: Path) -> Figures:
@@ -125,17 +125,17 @@ def memory(device: str, folder: Path) -> Figures:
     targets = torch.randint(0, vocabulary, (tokens,), device=device)
     chunked_token_scores(hidden, head, None, targets).logprobs.sum().backward()
     scores = _peak(device) - base
-    found = {
+    figures = {
         "step_gib": [round(peak / GIB, 2) for peak in peaks],
         "plan_gib": round(expected / GIB, 2),
         "plan_moment": when,
         "scores_of_8192_tokens_gib": round(scores / GIB, 2),
     }
     if device == "cpu":
-        return {"ok": True, **found, "note": "torch counts no memory on a CPU"}
-    found["reserved_to_allocated"] = round(torch.cuda.max_memory_reserved() / max(peaks), 2)
+        return {"ok": True, **figures, "note": "torch counts no memory on a CPU"}
+    figures["reserved_to_allocated"] = round(torch.cuda.max_memory_reserved() / max(peaks), 2)
     right = abs(peaks[-1] / expected - 1) < 0.15 and peaks[2] <= peaks[1] * 1.01 and scores < 5 * GIB
-    return {"ok": right, **found}
+    return {"ok": right, **figures}
 
 
 def speed(device: str, folder: Path) -> Figures:
@@ -147,32 +147,32 @@ def speed(device: str, folder: Path) -> Figures:
         body = worker.seconds(lambda: worker.model.lm.base_model(input_ids=worker.ids, use_cache=False))
         full = worker.seconds(lambda: worker.model(worker.ids, worker.index, worker.ids[:, 1:], worker.mask, 1.0))
     parameters = sum(parameter.numel() for parameter in worker.model.parameters())
-    found: Figures = {
+    figures: Figures = {
         "tokens_per_s": round(tokens / whole),
         "share_of_the_head_in_forward": round(1 - body / full, 3),
     }
     for name, options in (("foreach", {"foreach": True}), ("fused", {"fused": True})):
         adam = torch.optim.AdamW(worker.model.parameters(), lr=1e-6, **options)
-        found[f"adamw_{name}_s"] = round(worker.seconds(adam.step), 4)
+        figures[f"adamw_{name}_s"] = round(worker.seconds(adam.step), 4)
         del adam
     if device == "cuda":
         peak = next((value for part, value in PEAKS.items() if part in torch.cuda.get_device_name()), None)
-        found["mfu"] = None if peak is None else round(6 * parameters * tokens / whole / peak / 1e12, 3)
+        figures["mfu"] = None if peak is None else round(6 * parameters * tokens / whole / peak / 1e12, 3)
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worker.forward_backward()
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("default")
-    found["host_waits_of_a_micro_batch"] = sum("synchroniz" in str(warning.message) for warning in caught)
-    return {"ok": found["tokens_per_s"] > 0, **found}
+    figures["host_waits_of_a_micro_batch"] = sum("synchroniz" in str(warning.message) for warning in caught)
+    return {"ok": figures["tokens_per_s"] > 0, **figures}
 
 
 def push(device: str, folder: Path) -> Figures:
     """Measure GB/s of weights from the device to shared memory and to another process; bits must arrive unchanged."""
     nbytes, count = (2 << 30, 32) if device == "cuda" else (8 << 20, 4)
     parameters = [(f"w{i}", torch.randn(nbytes // count // 4 // 256, 256, device=device)) for i in range(count)]
-    found: Figures = {"gb": nbytes / 1e9}
+    figures: Figures = {"gb": nbytes / 1e9}
 
     def timed(action: Callable[[], object]) -> float:
         synchronize(device)
@@ -181,29 +181,29 @@ def push(device: str, folder: Path) -> Figures:
         synchronize(device)
         return round(nbytes / 1e9 / (time.perf_counter() - began), 2)
 
-    for dtype in ("float32", "bfloat16"):  # GB/s of the float32 weights, whatever is written
+    for dtype in ("float32", "bfloat16"):  # GB/s of the float32 weights in both cases
         sender = WeightSender()
         write = [timed(lambda s=sender, d=dtype: s.write(in_dtype(iter(parameters), d))) for _ in range(2)]
-        found[f"write_{dtype}_first_and_second_gb_s"] = write
+        figures[f"write_{dtype}_first_and_second_gb_s"] = write
         sender.close()
     for name, pinned in (("pageable", False), ("pinned", True)):
         if pinned and device == "cpu":
             continue
         staging = torch.empty(parameters[0][1].shape, pin_memory=pinned)
         copies = [lambda t=t, s=staging: s.copy_(t) for _, t in parameters]
-        found[f"to_host_{name}_gb_s"] = timed(lambda c=copies: [copy() for copy in c])
+        figures[f"to_host_{name}_gb_s"] = timed(lambda c=copies: [copy() for copy in c])
     torch.set_num_threads(1)
     for name, target in (("same_dtype", torch.float32), ("to_bfloat16", torch.bfloat16)):
         here = torch.randn(parameters[0][1].shape)
         there = torch.empty_like(here, device=device, dtype=target)
-        found[f"to_device_{name}_gb_s"] = timed(lambda h=here, t=there: [t.copy_(h) for _ in range(count)])
+        figures[f"to_device_{name}_gb_s"] = timed(lambda h=here, t=there: [t.copy_(h) for _ in range(count)])
     equal, seconds = _between_processes(parameters, device)
-    found["process_to_process_gb_s"] = round(nbytes / 1e9 / seconds, 2)
-    return {"ok": equal, **found}
+    figures["process_to_process_gb_s"] = round(nbytes / 1e9 / seconds, 2)
+    return {"ok": equal, **figures}
 
 
 def _between_processes(parameters: list[tuple[str, Tensor]], device: str) -> tuple[bool, float]:
-    """Hand tensors to another process by CUDA IPC (on a CPU by shared memory); whether all arrived, and the seconds."""
+    """Send tensors to another process by CUDA IPC, on a CPU by shared memory; return whether they arrived, and seconds."""
     context = processes.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     receiver = context.Process(target=_receive, args=(there, back, len(parameters), device), daemon=True)
@@ -282,7 +282,7 @@ def start_order(device: str, folder: Path) -> Figures:
     loop = RolloutLoop([RewardFunction(share_of_a)], engine, max_response_tokens=8, check_rows=0)
     trainer_on(device, folder, callbacks=[loop], max_steps=1).fit(module_of("ppo"), datamodule=data_of("ppo"))
     change = engine.measured[1] - engine.measured[0]
-    found: Figures = {"free_memory_changed_bytes": change}
+    figures: Figures = {"free_memory_changed_bytes": change}
     refused = True
     if device == "cuda":
         total = torch.cuda.mem_get_info()[1]
@@ -293,27 +293,27 @@ def start_order(device: str, folder: Path) -> Figures:
         except torch.cuda.OutOfMemoryError:
             pass
         torch.cuda.set_per_process_memory_fraction(1.0)
-        found["allocation_beyond_the_limit_refused"] = refused
-    return {"ok": abs(change) < 2**20 and refused, **found}
+        figures["allocation_beyond_the_limit_refused"] = refused
+    return {"ok": abs(change) < 2**20 and refused, **figures}
 
 
 def resume(device: str, folder: Path) -> Figures:
     """Kill a run of PPO after two of four steps and resume it: does it end with the bits of an undisturbed run?"""
-    found: Figures = {}
+    figures: Figures = {}
     for exact in ("default", "exact") if device == "cuda" else ("default",):
         paths = {name: folder / f"{exact}_{name}" for name in ("undisturbed", "again", "killed")}
         undisturbed = _weights(paths["undisturbed"], device, exact)
         again = _weights(paths["again"], device, exact)
         killed = _run(paths["killed"], device, exact, 2, "start").returncode
         resumed = _weights(paths["killed"], device, exact, "resume")
-        found[exact] = {
+        figures[exact] = {
             "killed": killed == -signal.SIGKILL,
             "the_same_run_twice_has_the_same_bits": undisturbed == again,
             "resumed_has_the_same_bits": undisturbed == resumed,
         }
-    # What the default algorithms do is a finding, not a fault; a run that repeats itself must resume to the same bits.
-    right = [run["killed"] and run["resumed_has_the_same_bits"] for run in found.values() if _repeats(run)]
-    return {"ok": bool(right) and all(right), **found}
+    # Default algorithms may differ between runs; a run that repeats itself must resume to the same bits.
+    right = [run["killed"] and run["resumed_has_the_same_bits"] for run in figures.values() if _repeats(run)]
+    return {"ok": bool(right) and all(right), **figures}
 
 
 def _repeats(run: dict[str, bool]) -> bool:
@@ -336,7 +336,7 @@ def _weights(folder: Path, device: str, exact: str, how: str = "start") -> str:
 
 def quickstart(device: str, folder: Path) -> Figures:
     """Run the three files of the quickstart with TransformersEngine on the device: seconds and validation accuracy."""
-    found: Figures = {}
+    figures: Figures = {}
     for name, path in _quickstart_files(folder, device).items():
         began = time.monotonic()
         command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(path)]
@@ -344,13 +344,13 @@ def quickstart(device: str, folder: Path) -> Figures:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name} ended with code {done.returncode}: {' '.join(done.stderr.split())[-400:]}")
-        found[f"{name}_s"] = round(time.monotonic() - began, 1)
+        figures[f"{name}_s"] = round(time.monotonic() - began, 1)
     rows = (folder / "runs/quickstart/ppo/metrics.csv").read_text().splitlines()
     names = rows[0].split(",")
     if "val/sampled" in names:
         sampled = [row.split(",")[names.index("val/sampled")] for row in rows[1:]]
-        found["val_sampled"] = [float(value) for value in sampled if value][:: max(1, len(sampled) - 1)]
-    return {"ok": True, **found}
+        figures["val_sampled"] = [float(value) for value in sampled if value][:: max(1, len(sampled) - 1)]
+    return {"ok": True, **figures}
 
 
 def _quickstart_files(folder: Path, device: str) -> dict[str, Path]:

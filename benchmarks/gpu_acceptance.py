@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.gpu_acceptance
 
-Run it in the repository. Each point runs in a process of its own and prints one line of JSON; a point that fails or
+Run it in the repository. Each point runs in a separate process and prints one line of JSON; a point that fails or
 takes too long does not end the others. vLLM is not needed. ``--device cpu`` runs the same code in a small form on a
 machine without a GPU: that shows that the points run, and measures nothing.
 """
@@ -69,16 +69,16 @@ def run_here(number: int, device: str) -> int:
     point = getattr(acceptance_points, name, None) or getattr(acceptance_measurements, name)
     with tempfile.TemporaryDirectory(prefix=f"acceptance_{name}_") as folder:
         try:
-            found = point(device, Path(folder))
+            figures = point(device, Path(folder))
         except Exception as error:
             traceback.print_exc()
-            found = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-    print(_RESULT + json.dumps(found), flush=True)
+            figures = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+    print(_RESULT + json.dumps(figures), flush=True)
     return 0
 
 
 def run_apart(number: int, device: str, end: float) -> dict[str, Any]:
-    """Run one point in a process of its own, which is killed with all its children when its time is over.
+    """Run one point in a separate process, which is killed with all its children when its time is over.
 
     Args:
         number: number of the point.

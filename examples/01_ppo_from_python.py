@@ -21,7 +21,7 @@ from lightning_rlhf.rollout.transformers import TransformersEngine
 
 
 def share_of_a(completions: list[str]) -> list[float]:
-    """The share of letters that are `a`."""
+    """Return the share of letters that are `a`."""
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 

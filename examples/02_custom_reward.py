@@ -1,7 +1,7 @@
-"""A reward function of your own, in a file of your own.
+"""A custom reward function in a separate file.
 
-A reward function takes lists, one entry per completion, and returns one number each. It is called by keyword with what
-it names: `completions`, `prompts`, `completion_ids`, `finished`, and any column of the data. In YAML:
+A reward function takes lists, one entry per completion, and returns one number each. It is called with the
+arguments that it names: `completions`, `prompts`, `completion_ids`, `finished`, and any column of the data. In YAML:
 
     callbacks:
       - class_path: lightning_rlhf.callbacks.RolloutLoop
@@ -9,9 +9,9 @@ it names: `completions`, `prompts`, `completion_ids`, `finished`, and any column
           rewards:
             - {function: "my_rewards.py:brief_and_right", weight: 1.0}
 
-Functions written for TRL, verl or OpenRLHF work as they are; docs/rewards.md tells what is done when one fails.
+Functions written for TRL, verl or OpenRLHF work as they are; docs/rewards.md describes the policies for failures.
 
-Run this file to see how it is called, and what is said when it asks for a column that is not there:
+Run this file to see a call, and the error for a column that the data does not have:
 
     python examples/02_custom_reward.py
 """
@@ -21,7 +21,7 @@ from lightning_rlhf.rewards.function import RewardFunction
 
 
 def brief_and_right(completions: list[str], answer: list[str], finished: list[bool]) -> list[float | None]:
-    """1 for the right answer, 0.1 less for each word too many; None (left out) where the response was cut."""
+    """Score 1 for the correct answer, 0.1 less for each extra word, None (left out) for a truncated response."""
     rewards: list[float | None] = []
     for text, right, ended in zip(completions, answer, finished, strict=True):
         words = text.split()
@@ -30,12 +30,12 @@ def brief_and_right(completions: list[str], answer: list[str], finished: list[bo
 
 
 def needs_a_hint(completions: list[str], answers: list[str]) -> list[float]:
-    """Asks for `answers`; the data has `answer`."""
+    """Name the column `answers`, although the data has `answer`."""
     return [0.0 for _ in completions]
 
 
 def main() -> list[float]:
-    """Call the one, and have the other refused."""
+    """Call the first function, and show the error of the second."""
     columns = {"answer": ["42", "42", "42"]}
     reward = RewardFunction(brief_and_right)
     reward.check(columns)

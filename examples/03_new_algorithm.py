@@ -39,7 +39,7 @@ class MeanBaseline(AdvantageEstimator):
     scale: float = 1.0
 
     def __call__(self, inputs: AdvantageInputs, ranks: DataRanks = ONE_RANK) -> tuple[Tensor, Tensor]:
-        """(B, T) advantages, which are also what a critic would be taught."""
+        """Return (B, T) advantages, twice: they are also the targets of a critic."""
         counts = inputs.mask.any(dim=1)  # responses that only fill the batch do not
         total, count = ranks.sum(torch.stack([(inputs.reward * counts).sum(), counts.sum()]))
         advantages = self.scale * (inputs.reward - total / count).unsqueeze(1) * inputs.mask
@@ -47,7 +47,7 @@ class MeanBaseline(AdvantageEstimator):
 
 
 def distinct_letters(completions: list[str]) -> list[float]:
-    """How many different letters were used, of four."""
+    """Return the share of the four letters that were used."""
     return [len(set(text)) / 4 for text in completions]
 
 

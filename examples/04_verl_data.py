@@ -18,7 +18,7 @@ ASK = ' Let\'s think step by step and output the final answer after "####".'
 
 
 def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, object]:
-    """One problem; the right answer is the number behind ``####``."""
+    """Return one problem; the correct answer is the number after ``####``."""
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": question + ASK}],

@@ -1,3 +1,3 @@
 def right(completions, answer):
-    """1 where the response is the answer, else 0."""
+    """Score 1 where the response is the answer, else 0."""
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]

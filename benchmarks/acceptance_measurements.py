@@ -203,7 +203,7 @@ def push(device: str, folder: Path) -> Figures:
 
 
 def _between_processes(parameters: list[tuple[str, Tensor]], device: str) -> tuple[bool, float]:
-    """Send tensors to another process by CUDA IPC, on a CPU by shared memory; return whether they arrived, and seconds."""
+    """Send tensors to another process by CUDA IPC, on a CPU by shared memory; return whether all came, and seconds."""
     context = processes.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     receiver = context.Process(target=_receive, args=(there, back, len(parameters), device), daemon=True)

@@ -35,11 +35,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Args:
         num_samples: n, samples drawn of one prompt.
-        num_correct: c, how many of them are correct, in [0, n].
+        num_correct: c, number of correct samples, in [0, n].
         k: number of draws, in [1, n].
 
     Raises:
-        ValueError: the three do not fit together.
+        ValueError: the three arguments are inconsistent.
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={num_samples}, c={num_correct}, k={k}")
@@ -47,18 +47,18 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Unbiased estimate of the reward of the best of k samples, from n of them.
+    """Unbiased estimate of the reward of the best of k samples, from n samples.
 
     The mean of the maximum over all ways to draw k of the n without replacement: with the rewards in rising order,
     sum over i of x_(i) C(i - 1, k - 1) / C(n, k). Of rewards 0 and 1 it is :func:`pass_at_k`; it is k times the
     probability-weighted moment b_{k-1} of Landwehr, Matalas and Wallis 1979.
 
     Args:
-        rewards: n of them, any real numbers.
+        rewards: n rewards, any real numbers.
         k: number of draws, in [1, n].
 
     Raises:
-        ValueError: k does not fit.
+        ValueError: k is out of range.
     """
     if not 1 <= k <= len(rewards):
         raise ValueError(f"best@k needs 1 <= k <= n, got n={len(rewards)}, k={k}")
@@ -73,21 +73,21 @@ def worst_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int) -> float:
-    """Unbiased estimate of the reward of the answer that most of k samples give, from n of them.
+    """Unbiased estimate of the reward of the answer that most of k samples give, from n samples.
 
-    The mean over all ways to draw k of the n without replacement, worked out exactly and without random numbers: the
-    ways are counted answer by answer, by how many were drawn, how often the most frequent answer was, and how many
-    answers were as frequent. Answers equally frequent win with equal chances. An answer is worth the mean reward of
-    the samples that give it. See "Self-Consistency Improves Chain of Thought Reasoning in Language Models", Wang et
-    al. 2023.
+    The mean over all ways to draw k of the n without replacement, computed exactly by a dynamic program over the
+    answers. Its state is the number of draws, the frequency of the most frequent answer, and the number of answers with
+    that frequency; its value is the number of ways. Equally frequent answers win with equal probability. The reward of
+    an answer is the mean reward of its samples. See "Self-Consistency Improves Chain of Thought Reasoning in Language
+    Models", Wang et al. 2023.
 
     Args:
-        answers: n of them; None does not vote, and only where none of the k does, it wins.
-        rewards: n of them, of the same samples, finite.
+        answers: n answers; None does not vote, and wins only if none of the k samples votes.
+        rewards: n rewards of the same samples, finite.
         k: number of draws, in [1, n].
 
     Raises:
-        ValueError: the three do not fit together.
+        ValueError: the three arguments are inconsistent.
     """
     if not 1 <= k <= len(rewards) or len(answers) != len(rewards):
         raise ValueError(f"maj@k needs 1 <= k <= n, got {len(answers)} answers, {len(rewards)} rewards, k={k}")
@@ -96,14 +96,14 @@ def majority_at_k(answers: Sequence[Hashable], rewards: Sequence[float], k: int)
         by_answer[answer].append(reward)
     silent = by_answer.pop(None, [])
     left = len(rewards) - len(silent)
-    # (drawn, frequency of the most frequent answers, how many they are): ways, and their sum of those answers' worth
+    # (draws, frequency of the most frequent answers, number of these answers): ways, and the sum of their rewards
     states: dict[tuple[int, int, int], tuple[int, float]] = {(0, 0, 0): (1, 0.0)}
     for own_rewards in by_answer.values():
         worth = math.fsum(own_rewards) / len(own_rewards)
         after = dict[tuple[int, int, int], tuple[int, float]]()
         left -= len(own_rewards)
         for (drawn, most, tied), (ways, total) in states.items():
-            fewest = max(0, k - drawn - left - len(silent))  # or the rest could not fill the draw
+            fewest = max(0, k - drawn - left - len(silent))  # else the remaining answers could not complete the draw
             for count in range(fewest, min(len(own_rewards), k - drawn) + 1):
                 state, won = (drawn + count, most, tied), total
                 if count > most:
@@ -156,7 +156,7 @@ def gradient_power(
 
 
 def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
-    """95 % interval for a probability of which ``successes`` of ``trials`` were seen; it holds their share.
+    """95 % interval for a probability after ``successes`` of ``trials``; it contains their share.
 
     The bounds stay in [0, 1]:
 
@@ -165,14 +165,14 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
 
     Args:
         successes: number of successes, in [0, trials].
-        trials: n, independent ones, positive.
+        trials: n, number of independent trials, positive.
         z: quantile of the normal distribution; the default covers 95 %.
 
     Returns:
         Lower and upper bound.
 
     Raises:
-        ValueError: the counts do not fit together.
+        ValueError: the counts are inconsistent.
     """
     if not (0 <= successes <= trials and trials > 0):
         raise ValueError(f"an interval needs 0 <= successes <= trials and trials > 0, got {successes} of {trials}")
@@ -200,18 +200,18 @@ def ordered_share(better: Tensor, worse: Tensor) -> float:
 
 
 def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
-    """Pairs by how sure a score is of them: what :func:`calibration_error` is worked out from. Sums may be added up.
+    """Sums over pairs grouped by the confidence of a score, from which :func:`calibration_error` is computed; additive.
 
-    A score predicts that the preferred text of a pair is better with probability sigmoid(difference). Its
-    confidence in the order that it gives the pair is sigmoid(|difference|).
+    A score predicts that the preferred text of a pair is better with probability sigmoid(difference). The confidence
+    in its order of the pair is sigmoid(|difference|).
 
     Args:
         difference: (N,) score of the preferred text less that of the other.
         bins: equal parts of [0.5, 1], at least 1.
 
     Returns:
-        (3, bins) float64: of the pairs in each part their number, how sure the score was in sum, and how many it
-        ordered correctly; ties count one half.
+        (3, bins) float64: for the pairs of each part, their number, the sum of the confidences, and the number of
+        correctly ordered pairs; ties count one half.
     """
     difference = difference.double()
     sure = difference.abs().sigmoid()
@@ -224,14 +224,14 @@ def calibration_bins(difference: Tensor, bins: int = 10) -> Tensor:
 def calibration_error(bins: Tensor) -> float:
     """Expected calibration error: mean absolute gap between confidence and accuracy over pairs.
 
-    ECE = sum over bins of n_b / N * |right_b / n_b - sure_b / n_b|.
+    ECE = sum over bins of n_b / N * |correct_b / n_b - confidence_b / n_b|.
     See "On Calibration of Modern Neural Networks", Guo et al. 2017, eq. 3.
 
     Args:
         bins: (3, bins) sums of :func:`calibration_bins`.
 
     Returns:
-        A number in [0, 1]: 0 is perfect. NaN of no pairs.
+        A number in [0, 1]: 0 is perfect; NaN without pairs.
     """
     count, sure, right = bins
     return float((right - sure).abs().sum() / count.sum())

@@ -11,7 +11,7 @@ KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 def kl_estimate(
     logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator = "k1", clamp: float | None = None
 ) -> Tensor:
-    """Estimate, token by token, how far the policy is from the reference.
+    """Estimate the KL of each token between policy and reference.
 
     With d = logprobs - ref_logprobs and tokens drawn from the policy:
         k1 = d                   unbiased, high variance, may be negative
@@ -20,19 +20,20 @@ def kl_estimate(
         abs = |d|
         k1+, k3+, abs+           the value of k1, k3, abs with the gradient of k2
 
-    In k3, d is clamped at -20, so that a token the policy all but lost stays finite and is not pushed further down.
+    In k3, d is clamped at -20, so that a token with almost no probability has a finite value and is not pushed further
+    down.
 
-    As a loss only the gradient counts, and an unbiased value does not make it one. Over samples of the policy, k1's
-    gradient grad log p is 0 in expectation, k3's is that of KL(reference || policy); k2's, d grad log p, is that of
-    KL(policy || reference), so k2 and the forms with a plus are unbiased there: value = sg(base - k2) + k2.
-    See "Rethinking KL Regularization in RLHF", Liu et al. 2025.
+    In a loss only the gradient matters, and an unbiased value does not imply an unbiased gradient. Over samples of the
+    policy, the expected gradient of k1, grad log p, is 0, and that of k3 belongs to KL(reference || policy); that of
+    k2, d grad log p, belongs to KL(policy || reference). So k2 and the forms with a plus have unbiased gradients: value
+    = sg(base - k2) + k2. See "Rethinking KL Regularization in RLHF", Liu et al. 2025.
 
     Args:
         logprobs: (...) the policy's.
         ref_logprobs: (...) the reference's, the same shape.
         estimator: one of the seven.
-        clamp: largest absolute value of an estimate, nats, positive; None leaves it. Where it binds, the estimate is
-            too small, and the forms without a plus have no gradient.
+        clamp: largest absolute value of an estimate, nats, positive; None does not clamp. Clamped estimates are too
+            small, and the forms without a plus have no gradient there.
 
     Returns:
         (...) nats per token.
@@ -49,7 +50,7 @@ def kl_estimate(
     if not estimator.endswith("+"):
         return value
     slope = difference.detach()
-    # Not base - k2 + k2: beside a large k2 the base would lose its digits.
+    # Not base - k2 + k2, where a large k2 would round the base away.
     return value.detach() + slope * (difference - slope)
 
 

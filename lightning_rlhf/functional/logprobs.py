@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens from hidden states, without ever holding all logits at once."""
+"""Log-probability and entropy of tokens from hidden states, without storing all logits at once."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ class TokenScores(NamedTuple):
 
     Args:
         logprobs: (...) float32, of the token.
-        entropy: (...) float32, of the distribution it is from, nats.
-        sum_pi_squared: (...) float32 without gradient, the sum of that distribution's squared probabilities; None
-            unless asked for.
+        entropy: (...) float32, entropy of its distribution, nats.
+        sum_pi_squared: (...) float32 without gradient, sum of that distribution's squared probabilities; None
+            unless requested.
     """
 
     logprobs: Tensor
@@ -54,7 +54,7 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: floa
         weight: (V, H).
         bias: (V,) or None.
         scale: multiplies the capped logits: 1 / temperature.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None leaves them.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None does not cap.
 
     Returns:
         (N, V) in the dtype of ``hidden``.
@@ -76,11 +76,11 @@ def chunked_token_scores(
     squares: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenScores:
-    """Log-probabilities and entropies of tokens, computed a chunk at a time.
+    """Log-probabilities and entropies of tokens, computed in chunks.
 
     At most ``chunk_tokens x V`` logits exist at once. With gradients on, the backward pass recomputes each chunk's
     logits, so the memory of the whole (N, V) matrix is never needed. Detach or drop ``entropy`` where the loss does not
-    contain it: kept with its graph, it holds a second copy of a chunk's logits during the backward pass.
+    contain it: with its graph, it keeps a second copy of a chunk's logits during the backward pass.
 
     Args:
         hidden: (N, H) hidden states that predict the targets.

@@ -42,7 +42,7 @@ def masked_variance(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -
 def masked_centered(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
     """Values less their mean over the mask and all ranks.
 
-    Centred twice: the mean of equal values is off by a rounding error, which would otherwise pass for their spread.
+    Centred twice, because the mean of equal values has a rounding error, which would otherwise count as spread.
     """
     once = values - masked_mean(values, mask, ranks)
     return once - masked_mean(once, mask, ranks)
@@ -55,16 +55,16 @@ def masked_whiten(values: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK, eps
         values: (...) any shape.
         mask: bool, the same shape.
         ranks: ranks that hold the other rows.
-        eps: added to the variance, so that equal values give 0 and not NaN.
+        eps: added to the variance, so that equal values give 0 instead of NaN.
     """
     scale = torch.rsqrt(masked_variance(values, mask, ranks) + eps)
     return (masked_centered(values, mask, ranks) * scale).masked_fill(~mask, 0)
 
 
 def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Of each token, its reward plus the discounted rewards of the tokens after it: G_t = r_t + gamma G_{t+1}.
+    """Discounted sum of the rewards from each token on: G_t = r_t + gamma G_{t+1}.
 
-    Positions where the mask is False are passed over: t + 1 is the next token inside the mask.
+    Positions where the mask is False are skipped: t + 1 is the next token inside the mask.
 
     Args:
         rewards: (B, T) may be anything where the mask is False.

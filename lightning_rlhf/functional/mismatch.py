@@ -1,6 +1,6 @@
-"""How far the policy that is trained is from the one that sampled: kernels, precision and staleness set them apart.
+"""Metrics of the difference between trained policy and rollout policy, caused by kernels, precision and staleness.
 
-Measured on every policy token, before anything is truncated or rejected, and exact over ranks.
+They contain every policy token, before truncation and rejection, and are exact over ranks.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_sum
 
-LOG_BOUND = 20.0  # exp(20) is 5e8: beyond, one token would be all that is seen of a batch
+LOG_BOUND = 20.0  # exp(20) is 5e8; a larger ratio of one token would hide the rest of the batch
 
 
 def train_rollout_log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def spread_metrics(parts: Mapping[str, tuple[Tensor, Tensor]], ranks: DataRanks)
 
 
 def effective_share(mean: float, deviation: float) -> float:
-    """Effective sample size as a share of the samples, mean(w)^2 / mean(w^2); 0 where all weights are.
+    """Effective sample size as a share of the samples, mean(w)^2 / mean(w^2); 0 if all weights are 0.
 
     See "Monte Carlo theory, methods and examples", Owen 2013, eq. 9.13.
 
@@ -102,10 +102,10 @@ def mismatch_metrics(
     (its logarithm clamped in the same way), n samples:
         kl_k1 = mean(-l), kl_k3 = mean(r - 1 - l)       estimates of KL(rollout || train), nats per token
         chi2_token = mean(r^2) - 1, chi2_sequence = mean(R^2) - 1
-        ess_token = mean(r)^2 / mean(r^2), ess_sequence the same of R: share of the samples that is left, in (0, 1]
+        ess_token = mean(r)^2 / mean(r^2), ess_sequence the same of R: as a share of the samples, in (0, 1]
         log_ppl_train, log_ppl_rollout                  mean over responses of the mean of -logprobs over tokens
         ppl_train, ppl_rollout, ppl_ratio               mean over responses of the exponentials; ratio train / rollout
-        log_ppl_diff                                    of each response: mean of -l; the mean of its size is _abs_mean
+        log_ppl_diff                                    mean of -l of each response; _abs_mean is of absolute values
         ratio, sequence_ratio, prob_diff                r, R, abs(difference of the probabilities)
         prob_correlation                                Pearson's, of the two probabilities of each token
 
@@ -153,6 +153,6 @@ def _correlation(first: Tensor, second: Tensor, mask: Tensor, ranks: DataRanks) 
     means = means_over_ranks({"first": (first, mask), "second": (second, mask)}, ranks)
     x, y = first - means["first"], second - means["second"]
     products = means_over_ranks({"xy": (x * y, mask), "xx": (x * x, mask), "yy": (y * y, mask)}, ranks)
-    if not min(products["xx"], products["yy"]) > 1e-24:  # probabilities that differ by rounding alone
+    if not min(products["xx"], products["yy"]) > 1e-24:  # probabilities that differ only by rounding
         return torch.nan
     return float(products["xy"] / (products["xx"] * products["yy"]) ** 0.5)

@@ -1,6 +1,6 @@
 """Statistics over segments of rows, such as the responses to one prompt, for each row.
 
-Everything is worked out in float64: on a GPU the order of a sum is not fixed, and in float64 that does not show.
+Everything is computed in float64, because the order of a sum is not fixed on a GPU and would change float32 results.
 """
 
 import math
@@ -42,8 +42,8 @@ def segment_max(values: Tensor, segment: Tensor) -> Tensor:
 def segment_centered(values: Tensor, segment: Tensor, weights: Tensor) -> Tensor:
     """Values less the weighted mean of their segment; 0 where the weight is 0.
 
-    Exactly 0 where all values of a segment are equal: they are measured from the smallest one, because the mean of
-    equal values is off by a rounding error, which would otherwise pass for their spread.
+    Exactly 0 where all values of a segment are equal: values are measured from the smallest one, because the mean
+    of equal values has a rounding error, which would otherwise count as spread.
 
     Args:
         values: (N,) may be anything where the weight is 0.

@@ -1,4 +1,4 @@
-"""From rewards to advantages."""
+"""Generalized advantage estimation."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +18,7 @@ class GAE(AdvantageEstimator):
 
     delta_t = r_t + gamma V_{t+1} - V_t;   A_t = delta_t + gamma lambda A_{t+1};   returns = A + V,
     with A after the last token 0, and V too unless ``bootstrap_truncated``. Positions where the mask is False (padding,
-    tokens that an environment wrote) are passed over: they neither decay nor bootstrap, so t + 1 is the next *policy*
+    tokens that an environment wrote) are skipped: they neither decay nor bootstrap, so t + 1 is the next *policy*
     token.
     See "High-Dimensional Continuous Control Using Generalized Advantage Estimation", Schulman et al. 2016, eq. 16.
 
@@ -27,8 +27,8 @@ class GAE(AdvantageEstimator):
         gae_lambda: trades bias (0) for variance (1), in [0, 1]; 1 gives Monte Carlo returns.
         whiten: shift and scale the advantages to mean 0, variance 1 over the whole batch and all ranks.
             Returns are computed before.
-        bootstrap_truncated: a response that the length limit cut would have gone on: V after its last token is what
-            the critic predicts there, and not 0.
+        bootstrap_truncated: whether V after the last token of a response that the length limit cut is the critic's
+            prediction there instead of 0.
     """
 
     needs_critic: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class GAE(AdvantageEstimator):
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:
-            ValueError: no values were given, or no final ones to bootstrap from.
+            ValueError: values are missing, or final values to bootstrap from.
         """
         mask = inputs.mask
         if inputs.values is None:

@@ -41,7 +41,7 @@ class TokenMean(Aggregation):
     """Every token counts the same, so long responses count more ("DAPO", Yu et al. 2025, eq. 12)."""
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-        """Tokens."""
+        """Number of tokens."""
         return ranks.sum(mask.sum().double()).clamp(min=1)
 
 
@@ -50,7 +50,7 @@ class TokenSum(Aggregation):
     """The plain sum: the gradient grows with the mini-batch."""
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-        """One."""
+        """1: losses are summed."""
         return torch.ones((), dtype=torch.float64, device=mask.device)
 
 
@@ -73,7 +73,7 @@ class SequenceMeanTokenSum(Aggregation):
             raise UsageError(f"scale must be positive and finite, got {self.scale}")
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-        """Responses, times the constant."""
+        """Number of responses times ``scale``."""
         return _responses(mask, ranks) * self.scale
 
 
@@ -86,7 +86,7 @@ class SequenceMeanTokenMean(Aggregation):
         return mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
     def denominator(self, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
-        """Responses."""
+        """Number of responses."""
         return _responses(mask, ranks)
 
 

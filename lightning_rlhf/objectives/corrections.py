@@ -1,4 +1,4 @@
-"""What to do about tokens that another policy drew than the one that learns: weigh them, drop them, or only measure."""
+"""Corrections for tokens that were sampled from another policy than the trained one: weights, rejections, metrics."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +22,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Importance weights and rejections for tokens drawn by another policy than the one that learns.
+    """Importance weights and rejections for tokens that were sampled from another policy than the one in training.
 
     The engine's kernels and precision, and staleness, make the rollout policy differ from the actor. With
     l = log(train / rollout) of a token, clamped to [-20, 20], the ratio is exp of l (``token``), of its sum over the
@@ -32,10 +32,10 @@ class RolloutCorrection:
 
     A weight multiplies the loss of a token that still counts in the denominator; a rejected token does not count.
 
-    With ``bypass`` the actor is not asked before the first update: the rollout's log-probabilities are the old ones.
-    The ratio of a clipped policy loss is then already train / rollout, so it takes no weights (``level`` None); a plain
-    policy gradient has no ratio, and takes them. Weights and rejections then depend on the actor as it is: ask
-    :meth:`of_rows` with its present log-probabilities in each micro-batch. A token rejected there still counts in the
+    With ``bypass`` the actor is not evaluated before the first update: the rollout's log-probabilities are the old
+    ones. The ratio of a clipped policy loss is then already train / rollout, so it needs no weights (``level`` None); a
+    plain policy gradient has no ratio, and needs them. Weights and rejections then depend on the current actor: call
+    :meth:`of_rows` with its current log-probabilities for each micro-batch. A token rejected there still counts in the
     denominator, which was fixed before.
 
     Presets of verl are classmethods of the same names. In YAML, ``class_path`` may name the class or a classmethod.
@@ -48,7 +48,7 @@ class RolloutCorrection:
         batch_normalize: whether weights are divided by their mean over the tokens (``token``) or responses (else) that
             are accepted, on all ranks.
         rejections: rules that reject tokens; a token is accepted if all rules accept it.
-        bypass: whether the rollout's log-probabilities stand for the actor's before the first update.
+        bypass: whether the rollout's log-probabilities replace the actor's before the first update.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = None
@@ -116,7 +116,7 @@ class RolloutCorrection:
         return self._weights(log_ratio, mask).to(logprobs.dtype), self._accepted(log_ratio, mask)
 
     def _log_level_ratio(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
-        """(B, T) where each token has a ratio, else (B, 1)."""
+        """Log of the ratio: (B, T) if each token has one, else (B, 1)."""
         if self.level == "sequence":
             return log_ratio.sum(dim=1, keepdim=True).clamp(-LOG_BOUND, LOG_BOUND)
         return response_mean(log_ratio, mask).unsqueeze(1) if self.level == "geometric" else log_ratio
@@ -182,7 +182,7 @@ class RolloutCorrection:
 
     @classmethod
     def disabled(cls) -> "RolloutCorrection":
-        """Only measure."""
+        """Compute metrics only."""
         return cls()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How the actor learns from advantages without losing its entropy: a few tokens of each mini-batch are held back.
+"""Policy losses that keep the entropy: a few tokens of each mini-batch, selected by covariance, are held back.
 
 A token's covariance is (A - mean A) (logprob - mean logprob), with means over the tokens of the whole mini-batch and
 all ranks. Entropy falls where it is large: where likely tokens are rewarded. See "The Entropy Mechanism of

@@ -1,7 +1,7 @@
-"""From the rewards of several responses to one prompt to advantages, without a critic.
+"""Advantages from the rewards of several responses to one prompt, without a critic.
 
-One advantage for a response, the same at each of its tokens. A response without a policy token does not count, and a
-response that has nothing to be compared with has no baseline: its advantage is 0.
+All tokens of a response have the same advantage. A response without a policy token does not count, and a response
+without another one to compare with has no baseline: its advantage is 0.
 """
 
 import math
@@ -24,7 +24,7 @@ from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 
 class GroupAdvantage(AdvantageEstimator):
-    """Advantages of whole responses, from comparing those to the same prompt. Returns are the responses' rewards."""
+    """Advantages of whole responses, compared with others to the same prompt. Returns are the responses' rewards."""
 
     needs_groups: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class GroupAdvantage(AdvantageEstimator):
 
 
 def over_tokens(values: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """(B, T) the value of each response at each of its policy tokens, 0 elsewhere, in the rewards' dtype.
+    """(B, T) each response's value at all of its policy tokens, 0 elsewhere, in the dtype of the rewards.
 
     Args:
         values: (B,).
@@ -82,10 +82,10 @@ class GRPO(GroupAdvantage):
 
 @dataclass(frozen=True)
 class GRPOPassK(GRPO):
-    """Only the best response of a group counts, by how much the group's maximum would drop without it.
+    """Only the best response of a group has an advantage: the decrease of the group's maximum without it.
 
     A = largest R - second largest R for the best response, 0 for the others; divided by (std of the group + eps) where
-    ``normalize_std``. Where several share the first place, all have 0. See "Optimizing Language Models for Inference
+    ``normalize_std``. Where several share the largest reward, all have 0. See "Optimizing Language Models for Inference
     Time Objectives using Reinforcement Learning", Tang et al. 2025.
 
     Args:
@@ -136,9 +136,9 @@ class OPO(GroupAdvantage):
 class GPG(GroupAdvantage):
     """Group policy gradient: A = alpha (R - mean of the group), alpha = B / (B - M).
 
-    Groups of equal rewards teach nothing, and shrink the gradient's mean over the batch: alpha makes up for that. Of
-    the B responses of the whole batch and all ranks, M are in such groups.
-    See "GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
+    Groups with equal rewards have no gradient and reduce its mean over the batch; alpha compensates for that. M of the
+    B responses of the whole batch and all ranks are in such groups. See "GPG: A Simple and Strong Reinforcement
+    Learning Baseline for Model Reasoning", Chu et al. 2025, section 2.
     """
 
     def of_responses(self, inputs: AdvantageInputs, member: Tensor, ranks: DataRanks) -> Tensor:
@@ -168,15 +168,15 @@ class ReinforcePlusPlusBaseline(GroupAdvantage):
 
 @dataclass(frozen=True)
 class GDPO(GroupAdvantage):
-    """Several rewards, each made relative to its group before they are added, so that none drowns the others.
+    """Several rewards, each normalised within its group before they are added, so that none dominates the others.
 
     A_k = (R_k - mean of the group) / (std of the group + eps) for each reward;  S = sum over k of w_k A_k;
     A = (S - mean of the batch) / (std of the batch + eps), over the responses of the whole batch and all ranks.
     See "GDPO: Group reward-Decoupled Normalization Policy Optimization", Liu et al. 2026.
 
     A reward that is NaN did not apply: that response counts neither in the reward's mean nor in its std, and the
-    reward adds nothing to it. A response that no reward could compare with another has advantage 0 and does not count
-    in the batch. Only ``rewards`` are looked at: a KL penalty in the token rewards changes nothing here.
+    reward adds nothing to it. A response that no reward compares with another has advantage 0 and does not count
+    in the batch. Only ``rewards`` are used: a KL penalty in the token rewards has no effect here.
 
     Args:
         reward_keys: names of the rewards.
@@ -225,7 +225,7 @@ def _check_eps(eps: float) -> None:
 class BestAgainstWorst(AdvantageEstimator):
     """1 for the response of each prompt with the highest reward, -1 for the one with the lowest, 0 for all others.
 
-    Of several equal ones the first is taken; where all rewards are equal, none is.
+    Of several equal rewards the first counts; where all rewards are equal, all responses have 0.
     See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024, section 3, with two responses.
     """
 

@@ -1,7 +1,7 @@
-"""How the actor learns from advantages, token by token. Each loss returns one number per token.
+"""Policy losses that treat each token separately and return one number per token.
 
-The module sums and divides (:mod:`lightning_rlhf.objectives.aggregation`). Losses that look at whole responses are in
-:mod:`lightning_rlhf.objectives.sequence_policy_losses`, those that look at the whole mini-batch in
+The module sums and divides (:mod:`lightning_rlhf.objectives.aggregation`). Losses of whole responses are in
+:mod:`lightning_rlhf.objectives.sequence_policy_losses`, losses that select tokens of the whole mini-batch in
 :mod:`lightning_rlhf.objectives.covariance_policy_losses`.
 
 Everywhere r = exp(logprobs - old_logprobs), whose logarithm is clamped to [-20, 20], and sg stops the gradient.

@@ -1,4 +1,4 @@
-"""How models learn from what people prefer: reward models from pairs, policies from pairs or single judgements."""
+"""Losses of preferences: for reward models from pairs, for policies from pairs or single judgements."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -45,15 +45,15 @@ class PairwiseLoss:
 
 @dataclass(frozen=True)
 class DirectLoss(ABC):
-    """From the log-ratios of two answers to a loss. The log-ratio of an answer is log pi(y|x) - log ref(y|x), nats.
+    """Loss of a pair from the log-ratios of its two answers, log pi(y|x) - log ref(y|x), nats.
 
     ``beta`` times the log-ratio is the reward that the policy gives the answer: see "Direct Preference Optimization:
     Your Language Model is Secretly a Reward Model", Rafailov et al. 2023, eq. 5.
 
     Args:
-        beta: strength of the hold on the reference, positive; large holds fast.
-        length_normalized: divide each log-ratio by the answer's number of tokens, so that long answers weigh no more
-            than short ones.
+        beta: strength of the pull to the reference, positive.
+        length_normalized: whether each log-ratio is divided by the answer's number of tokens, so that long and short
+            answers count the same.
     """
 
     beta: float = 0.1
@@ -86,7 +86,7 @@ class DPOLoss(DirectLoss):
     With ``length_normalized``, the variant of "Tulu 3", Lambert et al. 2024.
 
     Args:
-        label_smoothing: share of the pairs that are taken to be labelled the wrong way round, in [0, 0.5).
+        label_smoothing: assumed share of pairs with swapped labels, in [0, 0.5).
     """
 
     label_smoothing: float = 0.0
@@ -104,7 +104,7 @@ class DPOLoss(DirectLoss):
 
 @dataclass(frozen=True)
 class RobustDPOLoss(DPOLoss):
-    """DPO whose mean over wrongly labelled pairs is that of DPO over right labels.
+    """DPO whose expectation over noisy labels equals that of DPO over correct labels.
 
     L = (-(1 - s) log sigmoid(beta d) + s log sigmoid(-beta d)) / (1 - 2 s).
     See "Provably Robust DPO: Aligning Language Models with Noisy Feedback", Chowdhury et al. 2024.

@@ -1,4 +1,4 @@
-"""Which tokens and responses are too far from the rollout policy to learn from."""
+"""Rejection of tokens and responses whose probability differs too much from the rollout policy's."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lightning_rlhf.functional.mismatch import response_mean
 
 @dataclass(frozen=True)
 class Rejection:
-    """Drops tokens, or whole responses, that the trained policy sees too differently from the rollout policy.
+    """Rejects tokens, or whole responses, whose probabilities under trained policy and rollout policy differ too much.
 
     With l = log(train / rollout) of a token, clamped to [-20, 20]:
         k1 = l                  bounded as a ratio: accepted where lower <= exp(k1) <= upper
@@ -50,7 +50,7 @@ class Rejection:
 
     @property
     def name(self) -> str:
-        """Of its metrics."""
+        """Name of its metrics."""
         return f"{self.level}_{self.statistic}"
 
     @property
@@ -80,7 +80,7 @@ class Rejection:
             return values.sum(dim=1)
         if self.level == "sequence_mean":
             return response_mean(values, mask)
-        # The token that is farthest out: by l where k1 decides, on the side that exceeds its bound more.
+        # The most extreme token: for k1 by l, on the side that exceeds its bound more.
         low, high = self.bounds
         excess = torch.maximum(values - high, low - values).masked_fill(~mask, -math.inf)
         return values.gather(1, excess.argmax(dim=1, keepdim=True)).squeeze(1)

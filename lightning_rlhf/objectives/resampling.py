@@ -1,4 +1,4 @@
-"""Which responses to learn from, and how often."""
+"""Resampling of the responses to train on."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,18 +13,18 @@ Method = Literal["pow", "max_min", "max_random"]
 
 @dataclass(frozen=True)
 class ScoreResampling:
-    """Policy filtration: rows of a batch are drawn with replacement, by how reliable their scores are.
+    """Policy filtration: draws rows of a batch with replacement, more often those whose scores are reliable.
 
-    The chance of a row is proportional to w + 1e-8, with w by method:
+    The probability of a row is proportional to w + 1e-8, with w by method:
         pow          (|score| / largest |score|)^power
         max_min      1 for the largest and the smallest score, 0 for others
         max_random   0.4 for the largest score, 0.1 for others
-    Rows that share the largest or smallest score all count as such.
+    All rows that share the largest or smallest score have its weight.
     See "Policy Filtration for RLHF to Mitigate Noise in Reward Models", Shen and Zhang 2024 (PF-PPO).
 
     Args:
-        method: one of the three.
-        power: exponent of ``pow``, at least 0; 0 draws all rows alike.
+        method: ``pow``, ``max_min`` or ``max_random``.
+        power: exponent of ``pow``, at least 0; 0 draws all rows with equal probability.
     """
 
     method: Method = "pow"
@@ -64,7 +64,7 @@ class ScoreResampling:
             scores: (B,) finite, at least one.
         """
         if self.method == "pow":
-            # By the largest one, or large scores would overflow; the distribution does not change.
+            # Divided by the largest, so that large scores do not overflow; the distribution is the same.
             size = scores.double().abs()
             return (size / size.max().clamp(min=torch.finfo(torch.float64).tiny)) ** self.power
         best = scores == scores.max()

@@ -1,4 +1,4 @@
-"""From the rewards still to come to advantages, token by token and without a critic."""
+"""Advantages of each token from the rewards after it, without a critic."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ from lightning_rlhf.objectives.base import AdvantageEstimator, AdvantageInputs
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus(AdvantageEstimator):
-    """REINFORCE++: rewards to come, whitened over all policy tokens of the batch and all ranks.
+    """REINFORCE++: rewards-to-go, whitened over all policy tokens of the batch and all ranks.
 
     G_t = r_t + gamma G_{t+1};   A = (G - mean) / std;   returns = G.   t + 1 is the next *policy* token.
     See "REINFORCE++", Hu et al. 2025.
@@ -38,7 +38,7 @@ class ReinforcePlusPlus(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class ReMax(AdvantageEstimator):
-    """Rewards to come, less the reward of the greedy response to the same prompt.
+    """Rewards-to-go minus the reward of the greedy response to the same prompt.
 
     A_t = G_t - R(greedy), G_t = r_t + G_{t+1};   returns = G.
     See "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models",
@@ -51,7 +51,7 @@ class ReMax(AdvantageEstimator):
         """See :meth:`AdvantageEstimator.__call__`.
 
         Raises:
-            ValueError: no reward of a greedy response was given.
+            ValueError: the rewards of the greedy responses are missing.
         """
         if inputs.greedy_reward is None:
             raise UsageError("ReMax needs the reward of a greedy response to each prompt")
@@ -62,15 +62,15 @@ class ReMax(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline(AdvantageEstimator):
-    """For each position of a group the baseline of least gradient variance, from forward passes alone.
+    """Baseline of least gradient variance for each position of a group, computed from forward passes alone.
 
     With G_{i,t} = r_t + G_{i,t+1} of response i, and the squared norm of the log-probability's gradient by the logits,
     e_t = 1 - 2 p_t + sum over v of p_t(v)^2:
         W_{i,t} = sum over s <= t of e_s (times the squared importance weight, where there is one)
         B_t = sum over i of G_{i,t} W_{i,t} / sum over i of W_{i,t};   A_{i,t} = G_{i,t} - B_t;   returns = G
-    The sums over i take the responses of the group that have a policy token at position t. Where the W are all 0, B is
-    0. A group of one has no baseline: its advantages are 0.
-    See "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", Li et al. 2026.
+    The sums over i contain the responses of the group that have a policy token at position t. Where the W are all 0, B
+    is 0. A group of one has no baseline: its advantages are 0. See "The Optimal Token Baseline: Variance Reduction for
+    Long-Horizon LLM-RL", Li et al. 2026.
 
     Args:
         handle_zero_tail: at positions where only one response of a larger group has a policy token, B is 0, so A = G;
@@ -111,10 +111,10 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
 @dataclass(frozen=True)
 class ToolOptimalTokenBaseline(OptimalTokenBaseline):
-    """The optimal token baseline where environments write into responses: position t is the t-th *policy* token.
+    """The optimal token baseline for responses with tokens of an environment: position t is the t-th *policy* token.
 
-    So the first token after a tool's answer is compared with the others' as many policy tokens on, however long the
-    answers are.
+    The first token after a tool's answer is compared with tokens after the same number of policy tokens in other
+    responses, for any length of the answers.
 
     Args:
         handle_zero_tail: treatment of the tail, see :class:`OptimalTokenBaseline`.
@@ -140,7 +140,7 @@ def cumulative_energy(inputs: AdvantageInputs) -> Tensor:
     if inputs.logprobs is None or inputs.sum_pi_squared is None:
         raise UsageError("the optimal token baseline needs log-probabilities and sums of squared probabilities")
     energy = 1 - 2 * inputs.logprobs.double().exp() + inputs.sum_pi_squared.double()
-    energy = energy.clamp(min=0)  # a squared norm: below 0 by rounding only
+    energy = energy.clamp(min=0)  # a squared norm, below 0 only by rounding
     if inputs.weights is not None:
         energy = energy * inputs.weights.double() ** 2
     return discounted_sums(energy.flip(1), inputs.mask.flip(1)).flip(1)

@@ -1,7 +1,6 @@
-"""How the actor learns from advantages where the ratio is that of a whole response.
+"""Policy losses with one importance ratio for a whole response.
 
-The aggregation decides what such a loss is: each docstring names the one that gives the paper's. The others are not
-wrong, they weight responses by their length.
+Each docstring names the aggregation that gives the loss of its paper; other aggregations weight responses by length.
 """
 
 from dataclasses import dataclass

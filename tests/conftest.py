@@ -26,12 +26,10 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """Keep tests that share fixtures on one worker of pytest-xdist: those of a file, and those of some folders."""
-    for item in items:
-        folder, _, file = item.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
-        item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_WORKER else f"{folder}/{file}"))
+    folder, _, file = item.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
+    item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_WORKER else f"{folder}/{file}"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ BIN := .venv/bin
 # Models as small as those of quickstart and tests are fastest on one thread; your own value wins.
 OMP_NUM_THREADS ?= 1
 # Two processes run the tests; PARALLEL= runs them in one.
-PARALLEL ?= --numprocesses 2 --dist loadgroup
+PARALLEL ?= --numprocesses 2
 export PYTHON DEVICE OMP_NUM_THREADS
 
 .PHONY: help install quickstart test test-all test-gpu mutants lint lock clean

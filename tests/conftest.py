@@ -11,7 +11,7 @@ from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.stand_ins import TinyModel
 
 # Folders whose tests share engines, or the process that ranks and runs are forked from.
-ONE_WORKER = ("rollout", "distributed", "faults")
+ONE_WORKER = ("tests/rollout/", "tests/distributed/", "tests/faults/")
 
 # What Lightning says of every small Trainer; an ``error`` in setup.cfg would make it fail the test.
 _NOISE = (
@@ -26,10 +26,17 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", line)
 
 
-def pytest_itemcollected(item):
-    """Keep tests that share fixtures on one worker of pytest-xdist: those of a file, and those of some folders."""
-    folder, _, file = item.nodeid.partition("::")[0].removeprefix("tests/").partition("/")
-    item.add_marker(pytest.mark.xdist_group(folder if folder in ONE_WORKER else f"{folder}/{file}"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep tests that share fixtures on one worker: those of a file, and those of some folders."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixtures(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in ONE_WORKER if file.startswith(folder)), file)
+
+    return ByFixtures(config, log)
 
 
 @pytest.fixture(autouse=True)

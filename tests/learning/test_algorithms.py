@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.algorithm_tables import BASE, CONFIGS, bounds
+from tests.algorithm_tables import CONFIGS, bounds
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.learning, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def fit(directory, *configs):
-    """Return the output of a run."""
+def fit(directory, *names):
+    """Run configurations together in a directory and return the output."""
     command = [sys.executable, "-m", "lightning_rlhf", "fit"]
-    for config in configs:
-        command += ["--config", str(config)]
+    for name in names:
+        command += ["--config", str(ROOT / f"configs/{name}.yaml")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -30,14 +30,14 @@ def start(tmp_path_factory):
     """A directory with the supervised model in it."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("algorithms")
-    fit(directory, ROOT / "configs/quickstart/sft.yaml")
+    fit(directory, "quickstart/sft")
     return directory
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_task_is_solved(start, path):
     """The bounds are 0.04 and 0.03 below the worse of two seeds: another processor samples other responses."""
-    printed = fit(start, BASE, path)
+    printed = fit(start, "algorithms/base", f"algorithms/{path.stem}")
     assert "warning" not in printed.lower()
     assert "Rollouts by VLLMEngine" in printed
     with open(start / f"runs/algorithms/{path.stem}/metrics.csv", newline="") as file:

@@ -18,8 +18,8 @@ pytestmark = [
 
 def test_programs_that_pass_hidden_tests_become_the_rule(tmp_path):
     pytest.importorskip("vllm")
-    fit("code/sft", tmp_path)
-    printed = fit("code/grpo", tmp_path)
+    fit(tmp_path, "code/sft")
+    printed = fit(tmp_path, "code/grpo")
     assert "warning" not in printed.lower()
     with open(tmp_path / "runs/code/grpo/metrics.csv", newline="") as file:
         before, after = [row for row in csv.DictReader(file) if row["val/sampled"]]

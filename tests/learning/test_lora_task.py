@@ -21,7 +21,7 @@ def start(tmp_path_factory):
     """A directory with the supervised model in it."""
     pytest.importorskip("vllm")
     directory = tmp_path_factory.mktemp("lora")
-    fit("quickstart/sft", directory)
+    fit(directory, "quickstart/sft")
     return directory
 
 

@@ -30,13 +30,13 @@ def right_answers(export, sampled):
 def start(tmp_path_factory):
     """A directory with the supervised model in it."""
     directory = tmp_path_factory.mktemp("preferences")
-    fit("quickstart/sft", directory)
+    fit(directory, "quickstart/sft")
     return directory
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))
 def test_most_answers_are_right_afterwards(start, name):
-    fit(f"preferences/{name}", start)
+    fit(start, f"preferences/{name}")
     export = start / f"runs/preferences/{name}/export"
     sampled, greedy = BOUNDS[name]
     assert right_answers(export, sampled=True) >= sampled

@@ -10,7 +10,7 @@ from lightning_rlhf.__about__ import __version__
 _COMMANDS = "lightning_rlhf.cli.commands"
 _LIGHTNING = "lightning_rlhf.cli.main"
 # Name: (module, description), in the order of use. A module has run(arguments) -> exit code, and is imported when its
-# command runs.
+# command runs; LightningCLI reads sys.argv itself, and warns where it gets arguments besides.
 COMMANDS = {
     "doctor": (f"{_COMMANDS}.doctor", "check this machine and its installation"),
     "data": (f"{_COMMANDS}.data_check", "data check: check and describe the data of a run"),
@@ -42,7 +42,7 @@ def main() -> int:
     launch_environment.apply()  # before the import of libraries that read it
     module, _ = COMMANDS.get(name, (_LIGHTNING, ""))
     try:
-        return int(import_module(module).run(arguments if module == _LIGHTNING else arguments[1:]))
+        return int(import_module(module).run(None if module == _LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # while libraries are imported; commands handle it themselves
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130

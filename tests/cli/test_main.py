@@ -348,7 +348,7 @@ def test_a_run_directory_that_is_a_file_is_refused(fit, config):
     Path("taken").write_text("mine")
     result = fit(config, "--trainer.default_root_dir", "taken")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "lightning-rlhf: trainer.default_root_dir 'taken' is a file: give a directory\n"
+    assert result.err == "lightning-rlhf: trainer.default_root_dir 'taken' is a file: set it to a directory\n"
 
 
 def test_a_trial_run_touches_nothing(fit, config):

@@ -20,13 +20,13 @@ _ANY = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One or several alike metrics.
+    """A metric, or several with a common name pattern.
 
     Args:
         name: name of the metric.
         meaning: unit and meaning.
-        verl: name in verl; empty if it has none.
-        trl: name in TRL; empty if it has none.
+        verl: name in verl; empty if verl does not log it.
+        trl: name in TRL; empty if TRL does not log it.
     """
 
     name: str
@@ -235,7 +235,7 @@ SECTIONS = {
     "SFT, reward models, preferences": SUPERVISED,
 }
 
-# Names that a reward function cannot have, because reward/<reward> or val/<reward>_greedy would be another metric.
+# Names that reward functions must not have, because reward/<reward> or val/<reward>_greedy is another metric.
 TAKEN = {name.partition("/")[2] for metric in STEP for name in metric.expanded() if name.startswith("reward/")}
 TAKEN = {name for name in TAKEN if "<" not in name} | {"score"}
 
@@ -260,7 +260,7 @@ ABSENT = {
 
 
 def table() -> str:
-    """Return the document."""
+    """Return the content of ``docs/metrics.md``."""
     lines = [
         "# Metrics: ours, verl's and TRL's", "",
         "<!-- python -m lightning_rlhf.metric_names > docs/metrics.md -->", "",

@@ -265,9 +265,7 @@ def save_adapter(lora: LoRA | None, weights: dict[str, Tensor], directory: Path,
     draft = directory / "adapter_model.safetensors.new"
     named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, draft, metadata={"format": "pt"})
-    draft.replace(
-        directory / "adapter_model.safetensors"
-    )  # atomic: a process that has opened the old file can finish reading it
+    draft.replace(directory / "adapter_model.safetensors")  # atomic: readers of the old file are not affected
 
 
 def check_adapters(sources: dict[str, Any], stored: dict[str, Any]) -> None:

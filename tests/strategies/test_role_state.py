@@ -159,7 +159,7 @@ def test_weights_of_another_model_are_refused_and_named(checkpoint):
     assert "has, unlike this run's model, 1 weights, the first is gain" in refused(fewer, None, checkpoint)
     wider = OddRole()
     wider.up = nn.Linear(5, 8)
-    assert "the actor's up.weight has shape (14, 5) in the checkpoint and (8, 5) in this run's model" in refused(
+    assert "the actor's up.weight has shape (14, 5) in the checkpoint, but (8, 5) in this run's model" in refused(
         wider, None, checkpoint
     )
 

@@ -67,7 +67,7 @@ def test_a_url_that_nobody_can_write_is_refused_before_training(tmp_path):
     trainer = quiet_trainer(
         callbacks=[kept], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
     )
-    with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; give the URL of a folder that"):
+    with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; use the URL of a folder that"):
         kept.setup(trainer, None, "fit")
 
 

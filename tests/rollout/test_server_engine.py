@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
@@ -307,11 +308,11 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
 @pytest.mark.parametrize(
     ("status", "body", "kind", "told"),
     [
-        (400, {"error": {"message": "too long"}}, RuntimeError, "rejected the request: too long"),
+        (400, {"error": {"message": "too long"}}, RunError, "rejected the request: too long"),
         (
             403,
             {"error": {"message": "Scale-out is off"}},
-            ValueError,
+            UsageError,
             "does not have the route .*generate .Scale-out is off",
         ),
         (

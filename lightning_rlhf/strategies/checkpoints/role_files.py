@@ -80,7 +80,8 @@ def write_role(folder: Path, state: RoleState) -> None:
     try:
         writer = _Writer(str(folder), save_distributed=True)
         with nullcontext() if threading.current_thread() is not threading.main_thread() else _quiet():
-            save(state.tensors, storage_writer=writer, process_group=ranks.group(), no_dist=_alone())
+            no_dist = not ranks.is_distributed()
+            save(state.tensors, storage_writer=writer, process_group=ranks.group(), no_dist=no_dist)
     except CheckpointException as gathered:
         for failure, _ in gathered.failures.values():
             if isinstance(failure, OSError):
@@ -181,10 +182,6 @@ def _check_headers(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise UsageError(f"{file} is not a safetensors file ({error}); resume from another checkpoint") from None
-
-
-def _alone() -> bool:
-    return not ranks.is_distributed()
 
 
 @contextmanager

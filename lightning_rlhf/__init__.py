@@ -1,6 +1,6 @@
-"""RLHF for PyTorch Lightning: one module holds actor, critic, reference and reward model; callbacks do the rest.
+"""RLHF for PyTorch Lightning: a module contains actor, critic, reference and reward model; callbacks run rollouts.
 
-The public names are loaded on first use (PEP 562), so importing the package costs nothing.
+Public names are imported on first use (PEP 562), so that importing the package is fast.
 """
 
 from importlib import import_module

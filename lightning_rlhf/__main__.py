@@ -1,4 +1,4 @@
-"""``lightning-rlhf`` and ``python -m lightning_rlhf``."""
+"""Entry point of ``lightning-rlhf`` and ``python -m lightning_rlhf``."""
 
 import difflib
 import sys
@@ -9,8 +9,8 @@ from lightning_rlhf.__about__ import __version__
 
 _COMMANDS = "lightning_rlhf.cli.commands"
 _LIGHTNING = "lightning_rlhf.cli.main"
-# Name: (module, description), in the order of use. A module has run(arguments) -> exit code, and is imported when its
-# command runs; LightningCLI reads sys.argv itself, and warns where it gets arguments besides.
+# Commands in the order of use: (module, description) by name. A module is imported when its command runs, and has a
+# function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns if it gets arguments.
 COMMANDS = {
     "doctor": (f"{_COMMANDS}.doctor", "check this machine and its installation"),
     "data": (f"{_COMMANDS}.data_check", "data check: check and describe the data of a run"),
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run a command; ``--version``, ``--help`` and unknown commands import no library."""
+    """Run a command; ``--version``, ``--help`` and unknown commands do not import libraries."""
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
         print(f"lightning-rlhf {__version__}")
@@ -39,11 +39,11 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
-    launch_environment.apply()  # before the import of libraries that read it
+    launch_environment.apply()  # before libraries are imported that read environment variables
     module, _ = COMMANDS.get(name, (_LIGHTNING, ""))
     try:
         return int(import_module(module).run(None if module == _LIGHTNING else arguments[1:]))
-    except KeyboardInterrupt:  # while libraries are imported; commands handle it themselves
+    except KeyboardInterrupt:  # during the import; commands handle it themselves
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
 

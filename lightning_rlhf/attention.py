@@ -1,4 +1,4 @@
-"""Choice of the attention implementation: installed, and with the soft cap that the architecture needs."""
+"""Choice and validation of a model's attention implementation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": i
 def set_attention(config: PretrainedConfig, implementation: Attention | None = None) -> PretrainedConfig:
     """Set and validate the attention implementation of a model.
 
-    ``scaled_dot_product_attention`` has no soft cap on attention logits, which Gemma 2 was trained with: such models
-    use eager attention. An implementation that names a repository, even in a model's ``config.json``, is rejected:
-    transformers would download compiled code from the hub and run it.
+    Models with a soft cap on attention logits, such as Gemma 2, use eager attention, because
+    ``scaled_dot_product_attention`` does not support it. The name of a hub repository, also in ``config.json``, is
+    rejected, because transformers would download compiled code and run it.
 
     Args:
         config: configuration of a model; changed in place.
-        implementation: override of the configuration; None keeps it, or the default of transformers.
+        implementation: implementation that overrides the configuration; None uses the configuration or the default.
 
     Raises:
         ValueError: the configuration requests an implementation that is not supported.

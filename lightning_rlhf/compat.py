@@ -1,6 +1,6 @@
-"""All uses of private names of Lightning, and one of torch, in one file: an upgrade that breaks one breaks it here.
+"""All uses of private names of Lightning, and one of torch.
 
-Checked against lightning 2.6.6; tests/test_compat.py fails and names the change when a name is gone.
+Checked against lightning 2.6.6; tests/test_compat.py fails when a name is missing.
 """
 
 import copy
@@ -19,22 +19,22 @@ from torch.optim import Optimizer
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """Return the Trainer that a module is attached to, or None; Lightning's own property raises."""
+    """Return the Trainer of a module, or None; ``LightningModule.trainer`` would raise without a Trainer."""
     return module._trainer
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of the collectives of a device mesh's group, which torch creates with its default."""
+    """Set the timeout of a process group; torch creates the groups of a device mesh with its default timeout."""
     _set_pg_timeout(timeout, group)
 
 
 def optimizer_at(module: LightningModule, index: int) -> Optimizer:
-    """Return the module's optimizer number ``index``, without the wrapper that counts its steps."""
+    """Return a module's optimizer by index, without Lightning's wrapper, which would count its steps."""
     return module.trainer.strategy.optimizers[index]
 
 
 def step_optimizer(module: LightningModule, index: int) -> None:
-    """Step one optimizer under the Trainer's precision and hooks and clear its gradients; ``global_step`` stays."""
+    """Step one optimizer with the Trainer's precision and hooks and clear its gradients; keep ``global_step``."""
     optimizer = optimizer_at(module, index)
     module.trainer.strategy.optimizer_step(optimizer, do_nothing_closure, model=module)
     optimizer.zero_grad()
@@ -43,9 +43,9 @@ def step_optimizer(module: LightningModule, index: int) -> None:
 def count_training_step(trainer: Trainer) -> None:
     """Advance ``global_step`` by one per batch, independent of the number of optimizer steps in it.
 
-    Lightning counts every step of every optimizer under manual optimization, and ``max_steps``, ``fast_dev_run`` and
-    ``every_n_train_steps`` would count those. The loggers' x-axis is set to the same count: Lightning's is one behind,
-    and is lost at a resume.
+    Under manual optimization, Lightning counts every step of every optimizer, also for ``max_steps``, ``fast_dev_run``
+    and ``every_n_train_steps``. The loggers' x-axis is set to the same count: Lightning's is one less, and is not
+    restored when a run resumes.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.manual_optimization.optim_step_progress
@@ -55,7 +55,7 @@ def count_training_step(trainer: Trainer) -> None:
 
 
 def run_validation(trainer: Trainer) -> None:
-    """Run one whole validation pass from inside ``on_train_start``, with logged metrics and hooks."""
+    """Run a full validation inside ``on_train_start``, with hooks and logged metrics."""
     loop = trainer.fit_loop.epoch_loop
     loop._batches_that_stepped = trainer.global_step
     first_iteration = trainer._logger_connector._first_loop_iter
@@ -82,11 +82,11 @@ def training_ends(trainer: Trainer) -> bool:
 
 
 def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> None:
-    """Set a checkpoint's loop counters to their values between two batches, wherever in a batch it was saved.
+    """Set a checkpoint's loop counters to their values after the batch, regardless of the hook that saved it.
 
-    Lightning infers its position from partly counted batches and epochs, and in some of ten cases miscounts: after a
-    checkpoint at an epoch's last batch, all later epochs have wrong numbers, and the next resume repeats data. Here
-    every batch is either finished or not started, and an epoch whose last batch is finished is finished.
+    Lightning infers its position from partly updated counters, sometimes wrongly: after a checkpoint at an epoch's last
+    batch, later epochs have wrong numbers, and the next resume repeats data. Here a batch is either finished or not
+    started, and an epoch is finished when its last batch is.
 
     Args:
         checkpoint: checkpoint with ``loops``, saved at the end of a training batch or in the validation after it;
@@ -97,7 +97,7 @@ def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> N
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]
     for counts in (batches["total"], batches["current"]):
         counts["completed"] = counts["processed"]
-    # or a resumed validation would skip as many batches as the one before it had
+    # Otherwise a resumed validation would skip as many batches as the previous one had.
     for counts in fit["epoch_loop.val_loop.batch_progress"].values():
         if isinstance(counts, dict):
             counts.update(dict.fromkeys(counts, 0))
@@ -113,20 +113,20 @@ def settle_progress(checkpoint: dict[str, Any], epoch_batches: int | float) -> N
 
 
 class _FinishingFitLoop(_FitLoop):
-    """A fit loop that still starts and ends when resumed after its last step, so that the remaining hooks run."""
+    """Fit loop that runs its start and end hooks also when a run resumes after its last step."""
 
     @property
     def skip(self) -> bool:
-        """Whether there is no training batch."""
+        """Whether to skip the loop; when resuming, only without training batches."""
         if self.is_resuming:
             return bool(self.max_batches == 0 or self.trainer.limit_train_batches == 0)
         return bool(super().skip)
 
 
 def finish_when_resumed(trainer: Trainer) -> None:
-    """Let a resumed run that was killed between its last step and its end run the remaining hooks.
+    """Run start and end hooks also when a run resumes after its last step, because it was killed before its end.
 
-    Lightning would skip ``on_train_start`` and ``on_train_end``, and with them a validation that was due.
+    Lightning would skip ``on_train_start`` and ``on_train_end``, and so a validation that was due.
     """
     if type(trainer.fit_loop) is _FitLoop:
         trainer.fit_loop.__class__ = _FinishingFitLoop
@@ -147,43 +147,43 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
 
 
 def checkpoint_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the state that ``Trainer.save_checkpoint`` would write now; under a role strategy without the models."""
-    state = trainer._checkpoint_connector.dump_checkpoint(False)  # False: more than the weights
-    for name in ("callbacks", "loops", "lr_schedulers"):  # some are dictionaries that the callbacks change
+    """Return a copy of the state that ``Trainer.save_checkpoint`` would write; role strategies exclude the models."""
+    state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for name in ("callbacks", "loops", "lr_schedulers"):  # they may contain dictionaries that callbacks change later
         state[name] = copy.deepcopy(state[name])
     return state
 
 
 def disable_signal_handlers(trainer: Trainer) -> None:
-    """Keep Lightning from handling SIGTERM and SLURM's signal.
+    """Disable Lightning's handlers of SIGTERM and of SLURM's signal.
 
-    Its handler of SIGTERM joins a collective at an arbitrary point of the program, and ends the run with exit code 0;
-    the one of SLURM's signal saves in the middle of an update.
+    The SIGTERM handler calls a collective at an arbitrary point of the program and ends the run with exit code 0; the
+    handler of SLURM's signal saves in the middle of an update.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
 
 def set_global_step(trainer: Trainer, step: int) -> None:
-    """Set ``global_step`` outside of a fit, where Lightning leaves it at 0 even after it loaded a checkpoint."""
+    """Set ``global_step`` outside of a fit, where Lightning does not restore it from a checkpoint."""
     loop = trainer.fit_loop.epoch_loop
     loop.manual_optimization.optim_step_progress.total.completed = step
     loop._batches_that_stepped = step
 
 
 def replaces_samplers(trainer: Trainer) -> bool:
-    """Return whether the Trainer replaces the sampler of each data loader to divide the data among processes."""
+    """Return whether the Trainer replaces data loaders' samplers by distributed ones."""
     connector = trainer._accelerator_connector
     return bool(connector.use_distributed_sampler and connector.is_distributed)
 
 
 def is_lightning_error(error: BaseException, package: str = "lightning.") -> bool:
-    """Return whether Lightning rejected its arguments.
+    """Return whether an error is about invalid arguments of Lightning.
 
-    Lightning raises built-in exceptions for most such errors, so the module that raised them has to identify them.
+    Lightning raises built-in exceptions for most of these, so they are identified by the module that raised them.
 
     Args:
         error: exception.
-        package: beginning of the name of the module that raised it.
+        package: prefix of the module's name.
     """
     if not isinstance(error, MisconfigurationException | ValueError | RuntimeError | ImportError):
         return False
@@ -191,6 +191,6 @@ def is_lightning_error(error: BaseException, package: str = "lightning.") -> boo
 
 
 def is_raised_in(error: BaseException, package: str) -> bool:
-    """Return whether a module of a package raised an error; the name ends with a dot."""
+    """Return whether a module raised an error whose name begins with ``package``, for example ``lightning.``."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith(package)

@@ -1,4 +1,4 @@
-"""The ranks that have different data: their number, and exchange of tensors between them."""
+"""Data ranks, which have different data: their number, and reductions and gathers of tensors over them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from torch import Tensor
 
 
 class DataRanks:
-    """A single rank; strategies over several processes override everything.
+    """Interface of the data ranks, implemented for a single rank; subclasses support several processes.
 
-    Ranks that split tensors between them (tensor parallelism) have the same data and count as one. Every method is
-    called on all ranks, in the same order.
+    Tensor-parallel ranks have the same data and count as one. All ranks must call the methods, in the same order.
 
     Attributes:
         rank: position of this rank, in [0, size).

@@ -1,12 +1,12 @@
-"""Expected errors, which users see as a one-line message; any other error is a bug and shows its traceback."""
+"""Expected errors, which the command line prints as one line; for any other error it prints a traceback."""
 
 from __future__ import annotations
 
 
 class ExpectedError(Exception):
-    """Base class of errors in a user's input or environment. The message contains the value, the rule and the remedy.
+    """Base class of errors in a user's input or environment; messages contain value, allowed values and remedy.
 
-    Each subclass is also a built-in exception, which callers in Python may catch.
+    Each subclass also inherits from a built-in exception, which callers in Python may catch.
     """
 
 

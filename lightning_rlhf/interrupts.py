@@ -1,4 +1,4 @@
-"""The request to end a run early: by Ctrl-C, by a scheduler's signal, or at the end of the job's time."""
+"""Exception for ending a run early: after Ctrl-C, a scheduler's signal, or at the end of the job's time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import signal
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ends a run at a point where its state is consistent, or at once at the second request.
+    """Interrupt of a run, raised where the run's state is consistent, or at once after a second signal.
 
     Args:
         number: number of the signal.
-        reason: reason in a few words; None names the signal.
+        reason: short reason for messages; None uses the name of the signal.
     """
 
     def __init__(self, number: int, reason: str | None = None) -> None:
@@ -20,10 +20,10 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """Exit code 128 plus the signal's number, as shells report it: 143 after SIGTERM, 130 after Ctrl-C."""
+        """Exit code as reported by shells, 128 plus the signal's number: 143 after SIGTERM, 130 after Ctrl-C."""
         return 128 + self.number
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal for users: ``Ctrl-C`` or, for example, ``SIGTERM``."""
+    """Return the name of a signal for messages: ``Ctrl-C`` for SIGINT, otherwise, for example, ``SIGTERM``."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

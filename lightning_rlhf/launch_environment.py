@@ -1,7 +1,7 @@
-"""Table of the environment variables that a run sets: the library that reads each, its condition and reason.
+"""Table of the environment variables that a run sets, with the library that reads each, its condition and reason.
 
-This module does not import these libraries, and never overwrites a value that is already set, except for an engine that
-requires another. ``lightning-rlhf doctor`` shows the table as it applies to the machine.
+This module does not import these libraries. Values that are already set are not overwritten, except those that an
+engine requires. ``lightning-rlhf doctor`` shows the table for the machine.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-OURS = "LIGHTNING_RLHF_SET"  # names set here, so that child processes can distinguish them from the user's
+OURS = "LIGHTNING_RLHF_SET"  # variable that lists the names set here, to distinguish them from the user's
 # Prefixes of the variables that torchrun, SLURM and MPI set for the processes of a run.
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_")
-_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA, AMD, Windows' GPUs under WSL
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA, AMD, WSL
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Variable:
         condition: condition under which it is set, in words.
         value: function that returns the value for a machine; None if the variable does not apply.
         reason: explanation that ``doctor`` prints.
-        read_by: module whose import reads the variable, so that setting it later has no effect; empty if it is read at
-            use.
-        required: whether an engine needs this value, which then replaces one that is already set.
+        read_by: module that reads the variable when it is imported, so that it must be set before; empty if the
+            variable is read later.
+        required: whether an engine needs this value, which then overwrites one that is already set.
     """
 
     name: str
@@ -199,12 +199,13 @@ VARIABLES = (
     ),
 )
 
-# Variables that other frameworks set, and why they are not set here.
+# Variables that other frameworks set, with the reason why this one does not.
 NOT_SET = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1 is for Megatron's tensor parallelism; FSDP and torch's need several queues "
     "to overlap computation and communication (pytorch/torchtitan#1147)",
     "NCCL_CUMEM_ENABLE": "0 was a workaround for a bug that NCCL 2.22.3 fixed; vLLM no longer sets it (vllm#24141)",
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "the default of torch, which warns of it (pytorch/torchtitan#1088)",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "already the default of torch, which warns if it is set "
+    "(pytorch/torchtitan#1088)",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's default already ends a process whose collective failed or timed out",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True helps where memory is fragmented, but vLLM's all-reduce can "
     "fail with it (vllm#42609), and tensors shared between processes open slower",
@@ -257,10 +258,10 @@ def origin(variable: Variable, environ: Mapping[str, str], machine: Machine) -> 
     Args:
         variable: variable of the table.
         environ: environment of a process that called :func:`apply`.
-        machine: machine of that process.
+        machine: properties of the machine of that process.
 
     Returns:
-        The value, empty if not set; and ``us``, ``you`` or ``not applicable``.
+        The value, empty if not set; and its origin: ``us``, ``you`` or ``not applicable``.
     """
     if variable.name in environ:
         return environ[variable.name], "us" if variable.name in _set_by_us(environ) else "you"

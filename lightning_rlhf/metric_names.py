@@ -20,13 +20,13 @@ _ANY = {
 
 @dataclass(frozen=True)
 class Metric:
-    """One or several alike metrics.
+    """A metric, or several with a common name pattern.
 
     Args:
         name: name of the metric.
         meaning: unit and meaning.
-        verl: name in verl; empty if it has none.
-        trl: name in TRL; empty if it has none.
+        verl: name in verl; empty if verl does not log it.
+        trl: name in TRL; empty if TRL does not log it.
     """
 
     name: str
@@ -51,21 +51,22 @@ class Metric:
 STEP = (
     Metric("reward/{mean,max,min}", "reward of a response, before any KL penalty", "critic/score/{mean,max,min}",
            "reward"),
-    Metric("reward/std", "its standard deviation over all responses (divisor n)", "",
+    Metric("reward/std", "standard deviation of the reward over all responses (divisor n)", "",
            "reward_std with scale_rewards: batch (divisor n - 1)"),
-    Metric("reward/after_kl_{mean,max,min}", "reward of a response less its KL penalty; with a reference",
+    Metric("reward/after_kl_{mean,max,min}", "reward of a response minus its KL penalty; only with a reference",
            "critic/rewards/{mean,max,min}"),
     Metric("reward/from_model", "the reward model's part of `reward/mean`", "", "rewards/<model>/mean"),
     Metric("reward/<reward>", "mean of one reward function where it applies, unweighted", "gdpo/<key>/mean",
            "rewards/<function>/mean"),
-    Metric("reward/<reward>_std", "its standard deviation (divisor n)", "gdpo/<key>/std",
+    Metric("reward/<reward>_std", "standard deviation of one reward function (divisor n)", "gdpo/<key>/std",
            "rewards/<function>/std (divisor n - 1)"),
-    Metric("reward_<reward>/not_applicable", "share of the responses to which it does not apply"),
-    Metric("reward_<reward>/{errors,timeouts}", "share for which it failed, or needed more than its `timeout_s`; where "
-           "that does not end the run (`on_error`)"),
-    Metric("reward_<reward>/<key>", "mean of a further number that it gave", "<key> of reward_extra_info",
-           "what log_metric is given"),
-    Metric("reward/generated_mean", "mean reward of all that dynamic sampling generated, kept or not"),
+    Metric("reward_<reward>/not_applicable", "share of responses to which the reward does not apply"),
+    Metric("reward_<reward>/{errors,timeouts}",
+           "share of responses for which the reward function failed or exceeded its "
+           "`timeout_s`; only where `on_error` continues the run"),
+    Metric("reward_<reward>/<key>", "mean of a metric that the reward function returned", "<key> of reward_extra_info",
+           "argument of log_metric"),
+    Metric("reward/generated_mean", "mean reward of all responses generated for dynamic sampling, kept or not"),
     Metric("advantage/{mean,max,min}", "advantage of a token of the mask", "critic/advantages/{mean,max,min}"),
     Metric("return/{mean,max,min}", "return of a token of the mask, reward units",
            "critic/returns/{mean,max,min}"),
@@ -86,20 +87,21 @@ STEP = (
     Metric("loss/value", "value loss per token, before `vf_coef`", "critic/vf_loss"),
     Metric("loss/kl", "KL loss, nats per token, before its weight", "actor/kl_loss"),
     Metric("policy/entropy", "entropy of the next token, nats", "actor/entropy", "entropy"),
-    Metric("policy/clip_fraction", "share of tokens whose ratio is clipped to effect", "actor/pg_clipfrac",
+    Metric("policy/clip_fraction", "share of tokens whose loss is changed by clipping the ratio", "actor/pg_clipfrac",
            "clip_ratio/region_mean"),
-    Metric("policy/dual_clip_fraction", "share of tokens stopped by the dual clip", "actor/pg_clipfrac_lower"),
-    Metric("policy/chosen_fraction", "share of tokens that Clip-Cov or KL-Cov treats apart",
+    Metric("policy/dual_clip_fraction", "share of tokens whose loss is limited by the dual clip",
+           "actor/pg_clipfrac_lower"),
+    Metric("policy/chosen_fraction", "share of tokens that Clip-Cov or KL-Cov selects",
            "actor/pg_clipfrac of clip_cov"),
-    Metric("policy/gate", "mean gradient that SAPO's gate lets through, in [0, 1]"),
+    Metric("policy/gate", "mean gradient factor of SAPO's gate, in [0, 1]"),
     Metric("policy/{dropped,capped}_fraction", "share of tokens that DPPO drops, or whose ratio it caps"),
     Metric("policy/sequence_weight", "weight of a response in VESPO and TOPR", "", "vespo/phi_seq_mean"),
-    Metric("policy/updates", "updates of the actor in this step; fewer where `target_kl` stopped them"),
+    Metric("policy/updates", "number of actor updates in this step; lower if `target_kl` stopped them"),
     Metric("grad_norm/<role>", "norm of the gradient before clipping, mean over updates",
            "actor/grad_norm, critic/grad_norm; its square: variance_proxy/proxy1_signal_strength", "grad_norm"),
     Metric("lr/<role>", "learning rate", "actor/lr, critic/lr", "learning_rate"),
-    Metric("variance/gradient_power", "squared gradient of a response with respect to the logits; where the estimator "
-           "asks for squared probabilities", "variance_proxy/proxy2_total_power"),
+    Metric("variance/gradient_power", "squared gradient of a response with respect to the logits; only for "
+           "estimators with squared probabilities", "variance_proxy/proxy2_total_power"),
     Metric("variance/advantage_squared_mean", "square of a response's mean advantage",
            "variance_proxy/expected_a_squared"),
     Metric("variance/score_norm_mean", "squared gradient of a response's log-probability with respect to the logits",
@@ -119,11 +121,12 @@ ROLLOUT = (
     Metric("rollout/logprob_diff_{mean,max}", "|log-probability by the actor - by the engine| of a token, nats",
            "", "sampling/sampling_logp_difference/{mean,max}"),
     Metric("rollout/tokens_per_s", "generated tokens per second of generation"),
-    Metric("rollout/generated_prompts", "prompts that dynamic sampling generated for", "train/num_gen_batches"),
-    Metric("rollout/contrast_fraction", "share of them whose responses earned different rewards"),
-    Metric("rollout/filled_fraction", "share of the step filled up with prompts that are not trained on"),
+    Metric("rollout/generated_prompts", "number of prompts with responses generated for dynamic sampling",
+           "train/num_gen_batches"),
+    Metric("rollout/contrast_fraction", "share of generated prompts whose responses have different rewards"),
+    Metric("rollout/filled_fraction", "share of a step's prompts that only fill the batch and are not trained on"),
     Metric("rollout_corr/kl_{k1,k3}", "KL(rollout || train), nats per token", "rollout_corr/{kl,k3_kl}"),
-    Metric("rollout_corr/chi2_{token,sequence}", "mean of the squared ratio train / rollout, less 1",
+    Metric("rollout_corr/chi2_{token,sequence}", "mean squared ratio train / rollout, minus 1",
            "rollout_corr/chi2_{token,seq}"),
     Metric("rollout_corr/ess_{token,sequence}", "effective sample size, share of tokens or responses"),
     Metric("rollout_corr/{ppl,log_ppl}_{train,rollout}", "perplexity of a response under either policy, and its log",
@@ -131,9 +134,10 @@ ROLLOUT = (
     Metric("rollout_corr/ppl_ratio", "perplexity of train / that of rollout, of a response", "rollout_corr/ppl_ratio"),
     Metric("rollout_corr/log_ppl_diff_{mean,std,max,min}", "log-perplexity of train - of rollout, of a response",
            "rollout_corr/log_ppl_diff, _max, _min"),
-    Metric("rollout_corr/log_ppl_diff_abs_mean", "its size", "rollout_corr/log_ppl_abs_diff"),
+    Metric("rollout_corr/log_ppl_diff_abs_mean", "mean absolute difference of the log-perplexities",
+           "rollout_corr/log_ppl_abs_diff"),
     Metric("rollout_corr/{ratio,sequence_ratio}_{mean,std,max,min}",
-           "ratio train / rollout of a token, and their product over a response", "",
+           "ratio train / rollout of a token, and product of the ratios of a response", "",
            "sampling/importance_sampling_ratio/{mean,max,min} (after clipping)"),
     Metric("rollout_corr/prob_diff_{mean,std,max,min}", "|probability by train - by rollout| of a token",
            "training/rollout_probs_diff_{mean,std,max}"),
@@ -141,65 +145,67 @@ ROLLOUT = (
            "training/rollout_actor_probs_pearson_corr"),
     Metric("rollout_corr/{above,below,outside}_fraction", "share of ratios beyond the bounds of the weights",
            "rollout_corr/rollout_is_{ratio_fraction_high,ratio_fraction_low,oob_ratio}"),
-    Metric("rollout_corr/sequence_{above,below}_fraction", "the same of a response's mean",
+    Metric("rollout_corr/sequence_{above,below}_fraction", "share of responses whose mean ratio is beyond the bounds",
            "rollout_corr/rollout_is_seq_fraction_{high,low}"),
     Metric("rollout_corr/{weight,sequence_weight}_{mean,std,max,min}", "importance weight of a token, of a response",
            "rollout_corr/rollout_is_{mean,std,max,min}, rollout_is_seq_{mean,std,max,min}"),
-    Metric("rollout_corr/weight_ess", "effective sample size of the weights, a share",
+    Metric("rollout_corr/weight_ess", "effective sample size of the weights, as a share",
            "rollout_corr/rollout_is_eff_sample_size"),
     Metric("rollout_corr/batch_norm_factor", "divisor of the weights",
            "rollout_corr/rollout_is_batch_norm_factor"),
-    Metric("rollout_corr/<option>_{mean,std,max,min}", "statistic of a rejection",
+    Metric("rollout_corr/<option>_{mean,std,max,min}", "statistic by which a rejection option decides",
            "rollout_corr/rollout_rs_<option>_{mean,std,max,min}; for options over a response, our mean and std are "
            "rollout_rs_<option>_seq_{mean,std}"),
-    Metric("rollout_corr/<option>_{above,below}_fraction", "share of them beyond its bounds",
+    Metric("rollout_corr/<option>_{above,below}_fraction", "share of its values beyond the option's bounds",
            "rollout_corr/rollout_rs_<option>_fraction_{high,low}"),
-    Metric("rollout_corr/<option>_{rejected,rejected_sequence}_fraction", "share of tokens or responses it rejects",
+    Metric("rollout_corr/<option>_{rejected,rejected_sequence}_fraction",
+           "share of tokens or responses that the option rejects",
            "rollout_corr/rollout_rs_<option>_{masked,seq_masked}_fraction"),
-    Metric("rollout_corr/{rejected,rejected_sequence}_fraction", "share that any of them rejects",
+    Metric("rollout_corr/{rejected,rejected_sequence}_fraction", "share of tokens or responses that any option rejects",
            "rollout_corr/rollout_rs_{masked,seq_masked}_fraction"),
 )  # fmt: skip
 
 SPEED = (
-    Metric("time/step_s", "a whole step on the slowest rank", "timing_s/step, perf/time_per_step", "step_time"),
-    Metric("time/sync_s", "the engine's new weights", "timing_s/update_weights"),
-    Metric("time/generate_s", "generation, greedy responses included", "timing_s/{gen,gen_max}"),
-    Metric("time/reward_s", "waiting for rewards after all responses were there", "timing_s/reward"),
-    Metric("time/check_s", "comparison of engine and actor on a few responses"),
+    Metric("time/step_s", "duration of a step on the slowest rank", "timing_s/step, perf/time_per_step", "step_time"),
+    Metric("time/sync_s", "sync of the engine's weights", "timing_s/update_weights"),
+    Metric("time/generate_s", "generation, including greedy responses", "timing_s/{gen,gen_max}"),
+    Metric("time/reward_s", "wait for rewards after the end of generation", "timing_s/reward"),
+    Metric("time/check_s", "check of the engine's log-probabilities against the actor's"),
     Metric("time/evaluate_s", "evaluation of actor, reference, reward model and critic, and advantages",
            "timing_s/{old_log_prob,ref,values,adv}"),
     Metric("time/update_s", "updates of actor and critic", "timing_s/{update_actor,update_critic}"),
-    Metric("time/generate_ms_per_token", "the same per generated token", "timing_per_token_ms/gen"),
-    Metric("time/{evaluate,update}_ms_per_token", "the same per token of prompts and responses",
+    Metric("time/generate_ms_per_token", "generation time per generated token", "timing_per_token_ms/gen"),
+    Metric("time/{evaluate,update}_ms_per_token", "evaluation or update time per token of prompts and responses",
            "timing_per_token_ms/{ref,values,adv,update_critic,update_actor}"),
     Metric("perf/tokens", "tokens of prompts and responses on all ranks", "perf/total_num_tokens",
            "num_tokens (of all steps)"),
-    Metric("perf/tokens_per_s", "the same per second of a step"),
-    Metric("perf/tokens_per_s_per_device", "and per device", "perf/throughput"),
+    Metric("perf/tokens_per_s", "tokens of prompts and responses per second of a step"),
+    Metric("perf/tokens_per_s_per_device", "tokens per second and device", "perf/throughput"),
     Metric("perf/rank_tokens_{mean,max,min}", "tokens of one rank", "global_seqlen/{mean,max,min}"),
-    Metric("perf/mfu_update", "operations of the update / peak of the devices in that time; where the peak is "
-           "known (see `Throughput` for the formula)", "perf/mfu/{actor,critic}"),
-    Metric("perf/memory_{allocated,reserved}_gib", "most memory of a GPU so far, GiB",
+    Metric("perf/mfu_update", "operations of the update divided by the peak of the devices in that time; only if "
+           "the peak is known (formula: see `Throughput`)", "perf/mfu/{actor,critic}"),
+    Metric("perf/memory_{allocated,reserved}_gib", "peak memory of a GPU since the start, GiB",
            "perf/max_memory_{allocated,reserved}_gb"),
-    Metric("perf/cpu_memory_gib", "most resident memory of a training process so far, GiB",
+    Metric("perf/cpu_memory_gib", "peak resident memory of a training process, GiB",
            "perf/cpu_memory_used_gb (of the machine)"),
 )  # fmt: skip
 
 VALIDATION = (
-    Metric("val/{greedy,sampled}", "share of right answers, by `val_metric`", "val-core/<source>/acc/mean@N"),
-    Metric("val/pass@<k>", "chance that one of k samples is right, unbiased", "val-core/<source>/acc/best@k/mean"),
-    Metric("val/maj@<k>", "chance that the majority's answer of k samples is right, unbiased; with `val_answer`",
+    Metric("val/{greedy,sampled}", "share of correct answers, by `val_metric`", "val-core/<source>/acc/mean@N"),
+    Metric("val/pass@<k>", "probability that one of k samples is correct, unbiased",
+           "val-core/<source>/acc/best@k/mean"),
+    Metric("val/maj@<k>", "probability that the majority of k samples is correct, unbiased; with `val_answer`",
            "val-core/<source>/acc/maj@k/mean"),
     Metric("val/<reward>_{greedy,sampled}", "mean reward", "val-aux/<source>/<reward>/mean@N", "eval_rewards/<f>/mean"),
-    Metric("val/<reward>_sampled_std", "standard deviation of a prompt's samples (divisor N), mean over prompts",
+    Metric("val/<reward>_sampled_std", "standard deviation over a prompt's samples (divisor N), mean over prompts",
            "val-aux/<source>/<reward>/std@N"),
     Metric("val/<reward>_{best,worst}@<k>", "reward of the best or worst of k samples, unbiased",
            "val-aux/<source>/<reward>/{best,worst}@k/mean"),
-    Metric("val/<reward>_maj@<k>", "reward of the majority's answer of k samples, unbiased; with `val_answer`",
+    Metric("val/<reward>_maj@<k>", "reward of the majority answer of k samples, unbiased; with `val_answer`",
            "val-aux/<source>/<reward>/maj@k/mean"),
-    Metric("val/score_{greedy,sampled,sampled_std}", "the reward model's score, like a reward"),
-    Metric("val/score_{best,worst,maj}@<k>", "of its best, worst or majority of k samples"),
-    Metric("val/score_orders_right_first", "share of (right, wrong) pairs of samples that the score orders correctly"),
+    Metric("val/score_{greedy,sampled,sampled_std}", "the reward model's score, as for a reward"),
+    Metric("val/score_{best,worst,maj}@<k>", "the reward model's score of the best, worst or majority sample of k"),
+    Metric("val/score_orders_right_first", "share of (correct, wrong) pairs of samples ordered correctly by the score"),
     Metric("val/response_tokens_mean", "tokens of a sampled response", "", "eval_completions/mean_length"),
     Metric("val/truncated_fraction", "share of sampled responses that the length limit cut", "",
            "eval_completions/clipped_ratio"),
@@ -211,20 +217,21 @@ SUPERVISED = (
     Metric("{train,val}/entropy", "entropy of the next token, nats", "", "entropy"),
     Metric("{train,val}/pair_accuracy", "share of pairs that the reward model, or the reward that a policy implies, "
            "orders correctly", "", "accuracy; rewards/accuracies"),
-    Metric("{train,val}/score_margin", "score of the better text less that of the other, by either", "",
+    Metric("{train,val}/score_margin", "score of the better text minus that of the other; by reward model or policy",
+           "",
            "margin; rewards/margins"),
     Metric("{train,val}/reward_{chosen,rejected}", "`beta` times the log-ratio of an answer to the reference", "",
            "rewards/{chosen,rejected}"),
     Metric("{train,val}/logprob_{chosen,rejected}", "log-probability of a whole answer, nats", "",
            "logps/{chosen,rejected}"),
-    Metric("{train,val}/kl", "KL to the reference that KTO counts gains and losses from, nats per answer", "", "kl"),
-    Metric("train/tied_fraction", "share of the prompts whose responses all earned the same (online DPO)"),
-    Metric("train/reward_difference", "mean distance of the rewards of a pair's responses (REBEL)"),
-    Metric("val/pairs", "held-out pairs"),
+    Metric("{train,val}/kl", "KL to the reference, KTO's baseline of gains and losses, nats per answer", "", "kl"),
+    Metric("train/tied_fraction", "share of prompts whose responses all have the same reward (online DPO)"),
+    Metric("train/reward_difference", "mean difference of the rewards of a pair's responses (REBEL)"),
+    Metric("val/pairs", "number of held-out pairs"),
     Metric("val/pair_accuracy_{low,high}", "95 % interval of the accuracy"),
     Metric("val/pair_calibration_error", "mean absolute gap between sigmoid(score difference) and accuracy"),
     Metric("val/policy_score_{mean,std}", "scores of the policy's responses, before they are normalised"),
-    Metric("val/policy_{accuracy,order}", "share of right samples, and how well the scores order right and wrong"),
+    Metric("val/policy_{accuracy,order}", "share of correct samples, and of (correct, wrong) pairs ordered correctly"),
 )  # fmt: skip
 
 SECTIONS = {
@@ -235,42 +242,46 @@ SECTIONS = {
     "SFT, reward models, preferences": SUPERVISED,
 }
 
-# Names that a reward function cannot have, because reward/<reward> or val/<reward>_greedy would be another metric.
+# Names that reward functions must not have, because reward/<reward> or val/<reward>_greedy is another metric.
 TAKEN = {name.partition("/")[2] for metric in STEP for name in metric.expanded() if name.startswith("reward/")}
 TAKEN = {name for name in TAKEN if "<" not in name} | {"score"}
 
 ABSENT = {
-    "actor/loss (verl), loss (TRL)": "the sum of `loss/policy`, `loss/kl` and the entropy bonus by their weights",
+    "actor/loss (verl), loss (TRL)": "weighted sum of `loss/policy`, `loss/kl` and the entropy bonus",
     "critic/vpred_mean": "`value/mean`, before the update",
-    "response/aborted_ratio, response_length_non_aborted/*": "no response is empty: an engine that fails is an error",
-    "prompt_length/clip_ratio": "prompts longer than `max_tokens` are left out or refused, and counted before the run",
-    "variance_proxy/proxy3_pure_noise": "subtracts a gradient of parameters from one of logits",
-    "best@k/std, worst@k/std, maj@k/std": "the spread of resampling; the exact means need no resamples",
-    "global_seqlen/{minmax_diff,balanced_*}": "`perf/rank_tokens_*` are those after balancing",
+    "response/aborted_ratio, response_length_non_aborted/*": "responses are never empty; a failure of the engine "
+    "raises an error",
+    "prompt_length/clip_ratio": "prompts longer than `max_tokens` are skipped or raise an error before the run",
+    "variance_proxy/proxy3_pure_noise": "subtracts a gradient with respect to parameters from one with respect to "
+    "logits",
+    "best@k/std, worst@k/std, maj@k/std": "standard deviation over resamples; our means are exact and need no "
+    "resampling",
+    "global_seqlen/{minmax_diff,balanced_*}": "`perf/rank_tokens_*` are measured after balancing",
     "timing_s/{save_checkpoint,testing,*_profile}": "Lightning's profilers print these: `trainer.profiler: simple`",
     "perf/mfu/actor_infer": "the engine's speed is logged in tokens per second",
-    "training/{global_step,epoch}": "the column `step`, one per prompt batch, and Lightning's `epoch`",
-    "num_turns/*, tool_call_counts/*, agent_loop/*, tools/*": "there are no agents yet",
-    "training/off_policy/*, fully_async/*, trainer/idle_ratio": "generation and learning take turns: none is stale",
+    "training/{global_step,epoch}": "see the columns `step` (prompt batches) and `epoch` of Lightning",
+    "num_turns/*, tool_call_counts/*, agent_loop/*, tools/*": "agents are not supported yet",
+    "training/off_policy/*, fully_async/*, trainer/idle_ratio": "generation and learning alternate, so rollouts "
+    "are never stale",
     "rollout/moe/*, aux_loss": "routing of mixtures of experts is not measured, and they train without auxiliary loss",
-    "rollout/spec_accept_*": "there is no speculative decoding",
-    "distillation/*": "there is no distillation yet",
-    "clip_ratio/{low,high}_*": "`policy/clip_fraction` has both sides together",
+    "rollout/spec_accept_*": "speculative decoding is not supported",
+    "distillation/*": "distillation is not supported yet",
+    "clip_ratio/{low,high}_*": "`policy/clip_fraction` includes both sides",
 }
 
 
 def table() -> str:
-    """Return the document."""
+    """Return the content of ``docs/metrics.md``."""
     lines = [
         "# Metrics: ours, verl's and TRL's", "",
         "<!-- python -m lightning_rlhf.metric_names > docs/metrics.md -->", "",
         "The x-axis is the step: one prompt batch. `{a,b}` stands for either, `<k>` for 2, 4, 8, ... and the number of",
-        "samples, `<reward>` for each reward function, `<key>` for a metric of one, `<role>` for a model,",
-        "`<option>` for a rejection such as `sequence_mean_k3`. Means over tokens weigh all tokens the same. A number",
-        "without any value is NaN. Metrics are over all ranks, seconds those of the slowest one;",
-        "`time/evaluate_s` and `time/update_s` are the first rank's.", "",
-        "Where the validation data names two sources or more in a column `source` or `data_source`, all of `val/...`",
-        "is also logged for each, as `val/<source>/...`. Compared with verl 0.9.1 and TRL 1.16.0;",
+        "samples, `<reward>` for a reward function, `<key>` for a metric that it returns, `<role>` for a",
+        "model, `<option>` for a rejection such as `sequence_mean_k3`. Means over tokens weight all tokens equally. A",
+        "metric without values is NaN. Metrics are over all ranks, seconds those of the slowest rank;",
+        "`time/evaluate_s` and `time/update_s` are those of the first rank.", "",
+        "If the validation data has two or more sources in a column `source` or `data_source`, all `val/...` metrics",
+        "are also logged per source, as `val/<source>/...`. Compared with verl 0.9.1 and TRL 1.16.0;",
         "[differences.md](differences.md) lists intended differences.", "",
     ]  # fmt: skip
     for title, metrics in SECTIONS.items():
@@ -279,7 +290,7 @@ def table() -> str:
             names = [f"`{name}`" if name else "" for name in (metric.name, metric.verl, metric.trl)]
             lines.append(f"| {names[0]} | {metric.meaning.replace('|', chr(92) + '|')} | {names[1]} | {names[2]} |")
         lines.append("")
-    lines += ["## Not here", "", "| theirs | why |", "|---|---|"]
+    lines += ["## Not logged", "", "| metric of verl or TRL | reason |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in ABSENT.items()]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Distinguish local paths from hub ids, and build error messages for names that are neither."""
+"""Distinction of local paths and hub ids, and error messages for names that are neither."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import difflib
 import os
 from pathlib import Path
 
-_FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")  # the first ones read from a repository
+_FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")  # files that are read first
 
 
 def names_a_path(text: str) -> bool:
-    """Return whether a text is a local path; anything else may be a hub id, ``owner/name``.
+    """Return whether a text is a local path and not a hub id, ``owner/name``.
 
-    A path exists, begins with ``.``, ``/`` or ``~``, has more than one slash, or its first part is a local directory.
+    A text is a path if it exists, begins with ``.``, ``/`` or ``~``, has several slashes, or if the part before the
+    slash is a local directory.
     """
     first, *rest = text.split("/")
     has_path_prefix = text.startswith((".", "/", "~"))
@@ -20,7 +21,7 @@ def names_a_path(text: str) -> bool:
 
 
 def describe_missing_path(text: str) -> str:
-    """Describe where a missing path was looked for, with a suggestion if a similar one exists."""
+    """Return the absolute path at which a missing path was searched, with a suggestion if a similar one exists."""
     path = Path(os.path.abspath(Path(text).expanduser()))
     message = f"looked at {path}"
     if not Path(text).expanduser().is_absolute():
@@ -30,17 +31,17 @@ def describe_missing_path(text: str) -> str:
 
 
 def hub_error_message(text: str, error: Exception) -> str:
-    """Describe in one line why a hub id could not be loaded, with a remedy.
+    """Return one line with the reason why a hub id could not be loaded, and a remedy.
 
     Args:
         text: hub id.
-        error: exception of the hub's library, whose message may have several lines.
+        error: exception of the hub's library.
     """
     reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    # The library reports that it cannot connect, the root cause reports why: no such name, no route, refused.
+    # The library reports only that it cannot connect; the root cause has the reason, such as an unknown host.
     if root is not error and isinstance(root, OSError) and root.strerror:
         reason += f" ({root.strerror})"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -56,17 +57,17 @@ def hub_error_message(text: str, error: Exception) -> str:
 
 
 def expect_hub(text: str, revision: str | None = None) -> None:
-    """Raise within seconds if a hub cannot be reached, where the libraries would retry for minutes.
+    """Raise within seconds if the hub cannot be reached; the libraries would retry for minutes.
 
-    Sends at most two requests, each with a timeout of ``HF_HUB_ETAG_TIMEOUT`` seconds (10 unless set), and none for a
-    repository with a file in the local cache or with ``HF_HUB_OFFLINE``.
+    Sends at most two requests with a timeout of ``HF_HUB_ETAG_TIMEOUT`` seconds (default 10), but none if a file of the
+    repository is cached or ``HF_HUB_OFFLINE`` is set.
 
     Args:
         text: hub id of a repository with a model or tokenizer.
         revision: branch, tag or commit.
 
     Raises:
-        ConnectionError: the hub does not answer.
+        ConnectionError: the hub does not respond.
     """
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -76,27 +77,27 @@ def expect_hub(text: str, revision: str | None = None) -> None:
     if constants.HF_HUB_OFFLINE or any(isinstance(file, str) for file in cached):
         return
     url = hf_hub_url(text, _FIRST_FILES[0], revision=revision)
-    try:  # any status is an answer; the libraries report errors
+    try:  # any HTTP status is accepted here; the libraries report errors later
         http_backoff("HEAD", url, max_retries=1, retry_on_status_codes=(), timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HTTPError as error:
         raise ConnectionError(f"{constants.ENDPOINT} does not answer ({error})") from None
 
 
 def _similar_path(path: Path, text: str) -> str | None:
-    """Find an existing path with a similar name, or the same path relative to another directory."""
+    """Return an existing path with a similar name, or the same path relative to another directory; None if missing."""
     parts = Path(text).parts
     if not Path(text).is_absolute() and not text.startswith(("~", "..")):
-        for above in Path.cwd().parents:  # the command was started in a subdirectory
+        for above in Path.cwd().parents:  # the command may have been started in a subdirectory
             if len(parts) > 1 and (above / text).exists():
                 return str(above / text)
-        for skipped in range(1, len(parts)):  # or in the directory that the path begins with
+        for skipped in range(1, len(parts)):  # or in the directory with which the path begins
             if Path.cwd().name in parts[:skipped] and Path(*parts[skipped:]).exists():
                 return str(Path(*parts[skipped:]))
     existing = next(parent for parent in path.parents if parent.is_dir())
     missing, *below = path.relative_to(existing).parts
     try:
         names = sorted(os.listdir(existing))
-    except OSError:  # without permission to list the directory, there is no suggestion
+    except OSError:  # the directory cannot be listed
         return None
     for name in difflib.get_close_matches(missing, names, n=3):
         if (similar := existing.joinpath(name, *below)).exists():

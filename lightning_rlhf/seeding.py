@@ -1,4 +1,4 @@
-"""Seeds derived from the run's seed and their purpose, so that results do not depend on the order of draws."""
+"""Seeds that are derived from the run's seed and a purpose, so that results do not depend on the order of draws."""
 
 import hashlib
 import os
@@ -10,10 +10,7 @@ def run_seed() -> int:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a seed in [0, 2**63) that depends on every part and on their order.
-
-    The same parts give the same seed in every process and on every machine, so that a resumed
-    rollout issues the same requests.
+    """Derive a seed in [0, 2**63) from all parts and their order; it is equal in every process and on every machine.
 
     Args:
         parts: integers or short words, for example ``derive_seed(run_seed(), "train", step, row)``.

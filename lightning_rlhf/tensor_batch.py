@@ -1,4 +1,4 @@
-"""Rows of tensors that are moved, sliced and counted together: what all batches of tensors share."""
+"""Base class of batches of tensors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _Batch = TypeVar("_Batch", bound="TensorBatch")
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Rows of tensors that are moved, sliced and counted together."""
+    """Base class of dataclasses of tensors with equal numbers of rows, which are moved and indexed together."""
 
     def __len__(self) -> int:
         return len(next(iter(self._rows())))
 
     @property
     def total_lengths(self) -> Tensor:
-        """(B,) tokens that each row takes in a model's input, padding to its own counterpart included."""
+        """(B,) number of tokens of each row in a model's input; both texts of a pair are padded to the longer one."""
         raise NotImplementedError
 
     @property
     def real_lengths(self) -> Tensor:
-        """(B,) tokens that each row takes where rows are packed without padding."""
+        """(B,) number of tokens of each row if rows are packed without padding."""
         return self.total_lengths
 
     def _rows(self) -> Iterator[Tensor]:
@@ -57,17 +57,17 @@ class TensorBatch:
         return self.map(lambda tensor: tensor.to(device, **kwargs))
 
     def __getitem__(self: _Batch, rows: Tensor | Sequence[int]) -> _Batch:
-        """Return the rows of these numbers, in that order, or those where a mask is True."""
+        """Return the rows with the given indices, or those for which a mask is True."""
         index = torch.as_tensor(rows)
         index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.long()
         return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
 
 def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...] | torch.Size) -> None:
-    """Refuse a tensor of another shape.
+    """Validate the shape of a tensor.
 
     Raises:
-        ValueError: naming the tensor and both shapes.
+        ValueError: the shape differs; the message contains the name and both shapes.
     """
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")

@@ -1,7 +1,7 @@
-"""The data classes that packages exchange: prompts, completions, rollouts, experience, batches.
+"""Dataclasses that packages exchange: prompts, completions, rollouts, experience, batches.
 
-Axes: B responses, P prompt tokens, T response tokens. Padding is always on the right: with causal attention no real
-token attends to it, so no attention mask is needed and padding does not change results.
+Axes: B responses, P prompt tokens, T response tokens. Padding is always on the right, so with causal attention no real
+token attends to it, and no attention mask is needed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of the sampling of responses.
+    """Sampling parameters of responses.
 
     Args:
         max_tokens: maximum number of tokens of a response, at least 1.
-        temperature: divisor of the logits; 0 selects the likeliest token every time (greedy).
-        top_p: probability mass of the likeliest tokens to keep (nucleus sampling), in (0, 1]; 1 keeps all.
-        top_k: number of likeliest tokens to keep; 0 keeps all.
-        stop_token_ids: tokens that end a response and belong to it.
+        temperature: divisor of the logits; 0 always selects the most likely token (greedy).
+        top_p: probability mass of the most likely tokens to keep (nucleus sampling), in (0, 1]; 1 keeps all.
+        top_k: number of most likely tokens to keep; 0 keeps all.
+        stop_token_ids: tokens that end a response; they are part of it.
     """
 
     max_tokens: int
@@ -74,23 +74,23 @@ class Completion:
                 f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             )
         for i, value in enumerate(self.logprobs):
-            if value > _ROUNDING:  # NaN raises later, where the damaged weight can be named
+            if value > _ROUNDING:  # NaN is reported later, with the name of the damaged weight
                 raise UsageError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
 
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """A batch of prompts: token ids of differing lengths, their text, and the columns that rewards read.
+    """A batch of prompts with the columns that reward functions use.
 
     Args:
-        indices: position of each prompt in the data, which seeds its samples; another number for a prompt that a
-            sampler repeats within an epoch.
+        indices: position of each prompt in the data, which seeds its samples; another number if a sampler repeats the
+            prompt within an epoch.
         token_ids: one list of prompt tokens per prompt.
-        texts: the same prompts as text, for rewards and logs.
+        texts: prompts as text, for rewards and logs.
         columns: further columns of the data, with one value per prompt.
-        epoch: number of completed passes over the data, 0 at first.
-        positions: position of each prompt in the global batch, if this is the part of one data rank; empty for a global
-            batch.
+        epoch: number of completed passes over the data.
+        positions: position of each prompt in the global batch, if this batch is one data rank's part of it; empty for a
+            global batch.
         messages: chat messages from which each prompt was rendered; empty for plain text.
     """
 
@@ -118,13 +118,13 @@ class PromptBatch:
         )
 
     def to(self, device: torch.device | str) -> PromptBatch:
-        """Return the batch itself: prompts are Python lists. Lightning calls this on every batch."""
+        """Return the batch unchanged, because it has no tensors; Lightning calls this on every batch."""
         return self
 
 
 @dataclass(frozen=True)
 class Rollout(TensorBatch):
-    """Prompts, the responses that an engine sampled, and their rewards.
+    """Prompts with sampled responses and their rewards.
 
     Args:
         prompt_ids: (B, P) int64, right-padded.
@@ -140,8 +140,8 @@ class Rollout(TensorBatch):
         truncated: (B,) bool, True where the length limit cut the response.
         policy_version: (B,) int64, number of weight syncs before each response was sampled.
         included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
-        position: (B,) int64, position among the responses of all ranks, in whose order mini-batches are drawn.
-        temperature: temperature of the sampling distribution; the trainer divides its logits by the same number.
+        position: (B,) int64, position among the responses of all ranks, which determines the order of mini-batches.
+        temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
     """
 
     prompt_ids: Tensor
@@ -181,16 +181,17 @@ class Experience(TensorBatch):
 
     Args:
         rollout: prompts, responses and rewards.
-        reward: (B,) reward of each response: the rollout's plus the reward model's shaped score, without KL penalty.
+        reward: (B,) reward of each response: the rollout's reward plus the reward model's shaped score, without the KL
+            penalty.
         old_logprobs: (B, T) log-probabilities of the actor before the first update.
         ref_logprobs: (B, T) log-probabilities of the frozen reference; equal to ``old_logprobs`` without a reference.
         values: (B, T) values of the critic, reward units; 0 without a critic.
-        token_rewards: (B, T) rewards minus the KL penalty, each at its token.
+        token_rewards: (B, T) reward at each token, minus the KL penalty of the token.
         advantages: (B, T) advantages, 0 where the mask is False.
         returns: (B, T) returns, 0 where the mask is False.
-        mask: (B, T) bool, the tokens to learn from: the response mask without responses that are not included
-            and tokens that a rollout correction rejected.
-        weights: (B, T) importance weights that multiply the policy loss, 1 without a correction.
+        mask: (B, T) bool, True for tokens in the loss: the response mask without responses that are not included and
+            without tokens that a rollout correction rejected.
+        weights: (B, T) importance weights that multiply the policy loss; 1 without a correction.
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
     """
 
@@ -219,7 +220,7 @@ class Experience(TensorBatch):
 
 @dataclass(frozen=True)
 class SequenceBatch(TensorBatch):
-    """Texts with a mask of the tokens to learn from.
+    """Texts with a mask of the tokens in the loss.
 
     Args:
         input_ids: (B, L) int64, right-padded.
@@ -243,11 +244,11 @@ class SequenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class PreferenceBatch(TensorBatch):
-    """Pairs of texts, of which the first is preferred.
+    """Pairs of a preferred and a rejected text.
 
     Args:
         chosen: B preferred texts.
-        rejected: B other texts, each the counterpart of the chosen text in the same row.
+        rejected: B rejected texts, paired with the chosen texts by row.
         margin: (B,) margin by which the chosen text is better, score units; 0 if unknown.
     """
 
@@ -272,13 +273,13 @@ class PreferenceBatch(TensorBatch):
 
 @dataclass(frozen=True)
 class UnpairedBatch(TensorBatch):
-    """Texts that people labelled individually: desirable or not.
+    """Texts that are labelled individually as desirable or not.
 
     Args:
-        texts: B prompts with responses; the mask marks the responses.
+        texts: B prompts with responses; the loss mask covers the responses.
         desirable: (B,) bool, True for desirable responses.
-        position: (B,) int64, position of each text in the global batch, of which this may be the part of one data rank:
-            KTO pairs each prompt with the response of the next text in that order.
+        position: (B,) int64, position of each text in the global batch, in whose order KTO pairs each prompt with the
+            response of the next text.
     """
 
     texts: SequenceBatch

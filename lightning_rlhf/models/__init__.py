@@ -1,1 +1,1 @@
-"""The language model and the scalar model, and the loading of their weights."""
+"""The language model, the scalar model, LoRA adapters, and the loading of weights."""

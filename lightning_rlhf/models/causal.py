@@ -1,4 +1,4 @@
-"""The language model in the roles of actor and reference: token ids in, log-probabilities out."""
+"""The language model of the roles actor and reference, which computes log-probabilities of tokens."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,9 +16,8 @@ from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 class CausalLM(nn.Module):
     """A transformers causal language model that returns the log-probabilities of target tokens.
 
-    The head is applied, a chunk at a time, only to the hidden states that predict a target: padding and prompts cost
-    nothing there, and the (B, T, V) logits are never held at once. Texts are padded on the right, so causal attention
-    alone keeps real tokens from attending to padding and no attention mask is passed.
+    The head is applied in chunks, only to hidden states that predict a target, so the (B, T, V) logits are never
+    in memory at once. Texts are padded on the right, so with causal attention no attention mask is needed.
 
     Args:
         lm: model, for example ``Qwen2ForCausalLM``.
@@ -46,7 +45,7 @@ class CausalLM(nn.Module):
         adapters: bool = True,
         lengths: Tensor | None = None,
     ) -> TokenScores:
-        """Compute the log-probability of each target token and the entropy of the distribution it was drawn from.
+        """Compute the log-probability of each target token and the entropy of its distribution.
 
         Args:
             input_ids: (B, L) int64, right-padded.
@@ -55,11 +54,11 @@ class CausalLM(nn.Module):
             mask: (B, T) bool, True for targets to compute.
             temperature: divisor of the logits, positive.
             squares: whether to compute ``sum_pi_squared`` too.
-            adapters: False evaluates the model without its LoRA adapters. An argument of the call, because the
-                wrappers that distribute the model act on calls.
-            lengths: (B,) int64 tokens of each row: the rows are packed into one without padding, and positions restart
-                at each; :func:`~lightning_rlhf.modules.texts.check_packing` checks that the architecture keeps them
-                separate. None leaves the padding.
+            adapters: whether LoRA adapters are active. An argument of the call, because the wrappers that distribute
+                the model act on calls.
+            lengths: (B,) int64 number of tokens of each row. If set, rows are packed into one row without padding and
+                positions restart at each; :func:`~lightning_rlhf.modules.texts.check_packing` checks that the
+                architecture supports this. None computes padded rows.
 
         Returns:
             Tensors of shape (B, T), 0 where the mask is False.
@@ -67,7 +66,7 @@ class CausalLM(nn.Module):
         with nullcontext() if adapters else adapters_disabled(self.lm):
             hidden, starts = self._hidden(input_ids, lengths)
         hidden_index = starts.unsqueeze(1) + index
-        scored = mask.flatten().nonzero().squeeze(1)  # once: the host waits for the GPU to return the count
+        scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
@@ -84,7 +83,7 @@ class CausalLM(nn.Module):
         return TokenScores(*scattered)  # type: ignore[arg-type]
 
     def _hidden(self, input_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the (N, H) hidden states of all rows, and the (B,) index of the first one of each row."""
+        """Return the (N, H) hidden states of all rows, and the (B,) index at which each row starts."""
         if lengths is None:
             hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
             rows, width = input_ids.shape
@@ -98,12 +97,12 @@ class CausalLM(nn.Module):
 
         Args:
             directory: output directory.
-            weights: whole parameters by name, with adapters merged, for a process that holds only shards of them; None
-                uses the model's parameters and merges its adapters.
+            weights: full parameters by name with adapters merged, for a sharded model; None uses the model's parameters
+                and merges its adapters.
         """
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
 
 
 def _logit_scale(config: object) -> float:
-    """Return the factor of an architecture's logits: a multiplier (Cohere) or the inverse of a divisor (Granite)."""
+    """Return the factor of an architecture's logits, stored as a multiplier (Cohere) or as a divisor (Granite)."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -31,13 +31,13 @@ def check_sizes(config: PretrainedConfig, name: str) -> None:
 
 
 def check_shards(directory: Path) -> None:
-    """Validate that the index of a directory's weights names safetensors files in that directory.
+    """Validate that a directory's weight index lists only existing safetensors files in that directory.
 
     Args:
-        directory: directory of a model; anything else, such as a hub id, is left to transformers.
+        directory: directory of a model; a path without an index, such as a hub id, is not checked.
 
     Raises:
-        ValueError: the index is damaged, or names a missing file, one elsewhere or one of another format.
+        ValueError: the index is damaged, or lists a file that is missing, elsewhere or of another format.
     """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
@@ -54,7 +54,7 @@ def check_shards(directory: Path) -> None:
 
 
 def memory_error(error: RuntimeError, name: str) -> ValueError | None:
-    """Return an error that names the model where torch could not allocate memory for it, else None.
+    """Return an error with the model's name if torch could not allocate memory, else None.
 
     Args:
         error: exception of torch.

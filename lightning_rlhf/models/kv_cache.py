@@ -1,4 +1,4 @@
-"""Size of vLLM's key-value cache on a CPU, where vLLM expects it in bytes."""
+"""Size in bytes of vLLM's key-value cache on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 BLOCK_TOKENS = 32  # vLLM allocates its cache in blocks of this many tokens
 _MIN_BYTES = 1 << 28
-_MEMORY_FRACTION = 0.5  # of the free memory; the rest is for weights and activations
+_MEMORY_FRACTION = 0.5  # part of the free memory for the cache; the rest is for weights and activations
 
 
 def bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
@@ -32,19 +32,19 @@ def bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
-    """Return the size of a cache that holds one text, at least 256 MiB.
+    """Return the bytes of a cache for one text, at least 256 MiB.
 
     Args:
         config: configuration of the model.
         dtype: dtype of the cache.
         tokens: number of tokens of the longest prompt and response together.
     """
-    blocks = tokens // BLOCK_TOKENS + 2  # one is partly filled, and vLLM reserves one
+    blocks = tokens // BLOCK_TOKENS + 2  # one more is partly filled, and vLLM reserves another
     return max(_MIN_BYTES, blocks * BLOCK_TOKENS * bytes_per_token(config, dtype))
 
 
 def longest_in_memory(config: PretrainedConfig, dtype: str) -> int:
-    """Return the number of tokens of the longest text whose cache fits in half of the memory that is free now.
+    """Return the number of tokens whose cache fits in half of the free memory.
 
     Args:
         config: configuration of the model.

@@ -1,4 +1,4 @@
-"""Sources of weights: a directory or hub id, or a configuration for training from scratch."""
+"""Model sources: pretrained weights from a directory or hub id, or random weights from a configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights in safetensors from a directory or a hub id. Code from the hub is never run.
+    """Pretrained weights in safetensors from a directory or the hub. Code from the hub is never run.
 
     Args:
         path: directory that ``save_pretrained`` wrote, or hub id.
@@ -58,17 +58,17 @@ class Pretrained:
             object.__setattr__(self, "path", str(Path(self.path).expanduser()))
 
     def hf_config(self) -> PretrainedConfig:
-        """Load the model's configuration and turn dropout off.
+        """Load the model's configuration and disable dropout.
 
         Raises:
-            FileNotFoundError: no such directory, and no such repository on the hub.
-            ValueError: its ``config.json`` is damaged, or transformers does not know the architecture.
+            FileNotFoundError: the model is neither a directory nor a repository on the hub.
+            ValueError: its ``config.json`` is damaged, or transformers does not support the architecture.
         """
         self.expect_reachable()
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
         except (OSError, ValueError, StrictDataclassError) as error:
-            if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged, or of an unknown architecture
+            if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged config, or unknown architecture
                 reason = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
                 raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
             raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
@@ -76,10 +76,10 @@ class Pretrained:
         return set_attention(_without_dropout(config), self.attn_implementation)
 
     def expect_reachable(self) -> None:
-        """Raise if the directory is not one of a model, or the hub does not answer.
+        """Raise if the path is not a model's directory and the hub does not respond.
 
         Raises:
-            FileNotFoundError: the model cannot be found; the message names it.
+            FileNotFoundError: the model cannot be found.
         """
         _expect_model_directory(self.path)
         if Path(self.path).is_dir():
@@ -94,10 +94,10 @@ class Pretrained:
         return CausalLM(_adapted(self._load(AutoModelForCausalLM, self.hf_config(), optional=()), self.lora))
 
     def scalar(self) -> ScalarModel:
-        """Load the scalar model; from a language model it gets a head of zeros, so that all scores start at 0.
+        """Load the scalar model; if the source has no trained head, the head is zero, so that all scores start at 0.
 
         Raises:
-            ValueError: the directory contains a classifier with several labels.
+            ValueError: the source is a classifier with several labels.
         """
         config = self.hf_config()
         trained_head = any("Classification" in name for name in config.architectures or ())
@@ -115,7 +115,7 @@ class Pretrained:
     def _load(self, auto: Any, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         check_attention_package(config)
         check_shards(Path(self.path))
-        if torch.get_default_device().type == "meta":  # shapes only: another process loads the weights
+        if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
             with quiet_transformers():
@@ -161,10 +161,10 @@ class FromConfig:
     lora: LoRA | None = None
 
     def hf_config(self) -> PretrainedConfig:
-        """Build the model's configuration, with dropout off.
+        """Build the model's configuration with dropout disabled.
 
         Raises:
-            ValueError: ``model_type`` is missing or unknown, or fields are incompatible.
+            ValueError: ``model_type`` is missing or unknown, or fields are misspelt or incompatible.
         """
         values = dict(self.architecture)
         model_type = values.pop("model_type", None)
@@ -190,7 +190,7 @@ class FromConfig:
         return CausalLM(_adapted(self._build(AutoModelForCausalLM, self.hf_config()), self.lora))
 
     def scalar(self) -> ScalarModel:
-        """Build the scalar model, with a head of zeros."""
+        """Build the scalar model with a zero head."""
         config = self.hf_config()
         config.num_labels = 1
         model = self._build(AutoModelForSequenceClassification, config)
@@ -212,16 +212,16 @@ ModelSource = Pretrained | FromConfig
 
 
 def as_source(source: str | ModelSource) -> ModelSource:
-    """Convert a string to ``Pretrained(path=...)``; leave a source as it is."""
+    """Convert a string to ``Pretrained(path=...)``; return a source unchanged."""
     return Pretrained(source) if isinstance(source, str) else source
 
 
 def save_architecture(source: ModelSource, directory: str | Path) -> None:
-    """Write only ``config.json``, from which an engine builds the model that later receives weights.
+    """Write the ``config.json`` from which an engine builds its model.
 
     Args:
         source: model source of the actor.
-        directory: output directory, created if absent.
+        directory: output directory, created if missing.
     """
     config = source.hf_config()
     config.dtype = getattr(torch, source.dtype)
@@ -251,7 +251,7 @@ def _expect_model_directory(path: str) -> None:
 def _check_spelling(values: dict[str, Any], model_type: str) -> None:
     """Raise for misspelt architecture fields, which transformers would silently keep.
 
-    Published configurations contain fields of related architectures (``head_dim`` beside ``v_head_dim``), which pass.
+    Other unknown fields are allowed: published configurations contain fields of related architectures.
     """
     known = [*dir(CONFIG_MAPPING[model_type]()), "attn_implementation"]  # the latter is accepted but not an attribute
     for name in values:
@@ -265,7 +265,7 @@ def _last_line(error: Exception) -> str:
 
 
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Turn dropout off: numerator and denominator of a probability ratio need the same network."""
+    """Disable dropout, because both log-probabilities of a ratio must come from the same network."""
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
             setattr(config, name, 0.0)

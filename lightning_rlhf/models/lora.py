@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices are trained in addition to the frozen weights of a model, with the layers of peft."""
+"""LoRA: trains low-rank adapters on top of a model's frozen weights, with the layers of peft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.seeding import derive_seed, run_seed
 
-_NAME = "default"  # peft's name of a model's only adapter
+_NAME = "default"  # name of the adapter in peft
 _EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj"}
 _BASE = ".base_layer."
 _DOWN = f".lora_A.{_NAME}.weight"
@@ -31,13 +31,13 @@ class LoRA:
 
     See "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al. 2021, sec. 4.1. W is frozen; A (rank by inputs)
     is drawn from the run's seed, B (outputs by rank) starts at zero, so that the model initially equals its source.
-    Dropout is 0: numerator and denominator of a probability ratio need the same network.
+    Dropout is 0, because both log-probabilities of a ratio must come from the same network.
 
     Args:
         rank: rank of the product B A, at least 1.
-        alpha: numerator of the product's factor alpha / rank; positive.
+        alpha: numerator of the factor alpha / rank, at least 1.
         target_modules: last parts of the names of linear layers, for example ``[q_proj, v_proj]``; None adapts all
-            linear layers of the blocks. Embedding and head are never adapted.
+            linear layers of the backbone. Embedding and head are never adapted.
 
     Raises:
         ModuleNotFoundError: peft is not installed.
@@ -61,10 +61,10 @@ class LoRA:
         """Freeze a model and add float32 adapters to the linear layers of its backbone.
 
         Args:
-            lm: model with a head; that of a scalar model is new and stays trainable.
+            lm: model with a head; the head of a scalar model is new and stays trainable.
 
         Raises:
-            ValueError: a target is not a linear layer of the backbone, or peft would adapt stacked experts with it.
+            ValueError: a target is not a linear layer of the backbone, or peft would also adapt stacked experts.
         """
         from peft import inject_adapter_in_model
 
@@ -82,13 +82,13 @@ class LoRA:
             )
         for name, parameter in lm.named_parameters():
             if is_adapter(name):
-                parameter.data = parameter.data.float()  # steps are too small for bfloat16
+                parameter.data = parameter.data.float()  # bfloat16 would round small updates away
         head: Any = getattr(lm, "score", None)
         if head is not None:
             head.requires_grad_(True)
 
     def targets(self, lm: PreTrainedModel) -> dict[str, nn.Module]:
-        """Return the layers to adapt by the last part of their names, the last such layer for each.
+        """Return the layers to adapt by the last part of their name; of layers with equal names, the last one.
 
         Args:
             lm: model without adapters.
@@ -111,7 +111,7 @@ class LoRA:
         """Convert to peft's configuration.
 
         Args:
-            targets: last parts of the names of adapted layers.
+            targets: last parts of the names of the layers to adapt.
             transposed: whether the weights of these layers are inputs x outputs, as in GPT-2.
         """
         from peft import LoraConfig
@@ -162,8 +162,8 @@ def peft_name(name: str) -> str:
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable adapters, so that adapted layers compute ``W x``.
 
-    peft's own context manager also changes ``requires_grad`` of the adapters, which must not change once a strategy has
-    distributed them; so its flag is set here. tests/models/test_lora.py fails if peft renames the flag.
+    This sets a private flag of peft, because peft's context manager also changes ``requires_grad``, which must not
+    change once a strategy has wrapped the model. tests/models/test_lora.py fails if peft renames the flag.
 
     Args:
         model: model with adapters.
@@ -190,7 +190,7 @@ def adapted_parts(layer: Any, outputs: bool) -> list[nn.Module]:
 
     Args:
         layer: linear layer with or without an adapter.
-        outputs: whether its outputs are split, else its inputs.
+        outputs: whether the layer's outputs are split; False splits its inputs.
     """
     if not hasattr(layer, "base_layer"):
         return [layer]
@@ -201,22 +201,21 @@ def adapted_parts(layer: Any, outputs: bool) -> list[nn.Module]:
 def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters with adapters merged: ``W + (alpha / rank) B A`` for each adapted W.
 
-    The sum is in float32 if the adapters are, and rounded to the dtype of W once, as in peft's ``merge_and_unload``.
-    The model does not change, and at most one layer's weight is copied at a time.
+    With float32 adapters, the sum is rounded once, to the dtype of W, as in peft's ``merge_and_unload``. The model does
+    not change, and at most one layer's weight is copied at a time.
 
     Args:
-        model: model of the parameters, whose adapted layers have the factors; without adapters, parameters are
-            yielded as they are.
-        parameters: (name, whole tensor) in the order of ``named_parameters``, each needed only until the next.
+        model: model of the parameters; its adapted layers contain the factors alpha / rank.
+        parameters: (name, full tensor) in the order of ``named_parameters``; each tensor is valid until the next one.
 
     Yields:
-        (name without adapters, whole tensor), each valid only until the next.
+        (name without adapters, full tensor); each tensor is valid until the next one.
     """
     pending: dict[str, Tensor] = {}
     down = torch.empty(0)
     for name, tensor in parameters:
         if _BASE in name:
-            pending[name] = tensor.clone()  # changed below, and the next tensor may reuse its memory
+            pending[name] = tensor.clone()  # modified below; the original's memory may be reused
         elif name.endswith(_DOWN):
             down = tensor.clone()
         elif name.endswith(_UP):
@@ -229,13 +228,13 @@ def merged(model: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> Iterat
 
 
 def _product(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Compute ``(alpha / rank) B A``; in float32, because CPUs are slow and imprecise in bfloat16."""
+    """Compute ``(alpha / rank) B A`` in float32, because CPUs are slow and imprecise in bfloat16."""
     product = (up.float() @ down.float()) * layer.scaling[_NAME]
     return (product.T if layer.fan_in_fan_out else product).to(up.dtype)
 
 
 def merged_weights(lm: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Collect the result of :func:`merged`; None for a model without adapters, whose ``state_dict`` is enough."""
+    """Return the merged weights of :func:`merged` by name; None for a model without adapters."""
     if not any(is_adapter(name) for name, _ in lm.named_parameters()):
         return None
     return dict(merged(lm, whole_tensors(lm)))
@@ -248,36 +247,36 @@ def frozen_names(module: nn.Module) -> set[str]:
 
 
 def save_adapter(lora: LoRA | None, weights: dict[str, Tensor], directory: Path, base: str | None = None) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft and vLLM load onto the same base.
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, the format of peft and vLLM.
 
     Args:
         lora: configuration of the adapters.
-        weights: whole adapter tensors by the names of ``named_parameters``.
-        directory: output directory, created if absent; files of an earlier adapter are replaced.
-        base: directory or hub id of the base model, if it has one.
+        weights: full adapter tensors by the names of ``named_parameters``.
+        directory: output directory, created if missing; files of an earlier adapter are replaced.
+        base: directory or hub id of the base model; None if unknown.
     """
     from safetensors.torch import save_file
 
     assert lora is not None
     targets = (_last_part(name.removesuffix(_UP)) for name in weights if name.endswith(_UP))
-    config = lora.peft_config(targets, transposed=False)  # peft detects it when it loads them
+    config = lora.peft_config(targets, transposed=False)  # peft detects transposed weights itself when loading
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(directory)
     draft = directory / "adapter_model.safetensors.new"
     named = {peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
     save_file(named, draft, metadata={"format": "pt"})
-    draft.replace(directory / "adapter_model.safetensors")  # a process that is reading the old file keeps it
+    draft.replace(directory / "adapter_model.safetensors")  # atomic: readers of the old file are not affected
 
 
 def check_adapters(sources: dict[str, Any], stored: dict[str, Any]) -> None:
-    """Validate that a run has the adapters of its checkpoint.
+    """Validate that a run has the adapter settings of its checkpoint.
 
     Args:
         sources: model sources by role.
-        stored: result of :func:`adapter_settings` when the checkpoint was written.
+        stored: result of :func:`adapter_settings` in the checkpoint.
 
     Raises:
-        ValueError: the settings differ, even if the shapes of the weights agree.
+        ValueError: the settings differ, even if the shapes of the weights are equal.
     """
     ours = adapter_settings(sources)
     for name in sorted(ours.keys() | stored.keys()):

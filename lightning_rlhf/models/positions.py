@@ -1,4 +1,4 @@
-"""Check of text lengths against the positions of models, from their configurations, without their weights."""
+"""Validation of text lengths against the position limits in the configurations of models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource
 
-# RoPE scaling types whose max_position_embeddings is the unscaled number; vLLM multiplies it by the factor, too.
+# RoPE scaling types whose max_position_embeddings must be multiplied by the factor, as vLLM does.
 _SCALED = ("linear", "dynamic")
 
 
@@ -20,30 +20,30 @@ def max_positions(config: PretrainedConfig) -> int | None:
         config: configuration of the model.
 
     Returns:
-        The number; None for an architecture without a limit.
+        Number of tokens; None for an architecture without a limit.
     """
     text_config = config.get_text_config()
     number = getattr(text_config, "max_position_embeddings", None)
     if not isinstance(number, int) or number < 1:
         return None
-    if text_config.model_type.startswith("gemma3"):  # its number is the scaled one, also for vLLM
+    if text_config.model_type.startswith("gemma3"):  # already scaled, also in vLLM
         return number
     rope = getattr(text_config, "rope_parameters", None) or {}
-    layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # for all layers, or per layer type
+    layers = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]  # global or per layer type
     factors = [part.get("factor") or 1.0 for part in layers if part.get("rope_type") in _SCALED]
     return int(number * max(factors, default=1.0))
 
 
 def check_positions(roles: Mapping[str, ModelSource], longest_text: int, response: int = 0) -> None:
-    """Validate that the longest text and response fit every model.
+    """Validate that the longest text with a response fits every model.
 
     Args:
         roles: model sources by display name.
         longest_text: number of tokens of the longest text of the data.
-        response: maximum number of tokens of the response to it, 0 without responses.
+        response: maximum number of tokens of a response; 0 without responses.
 
     Raises:
-        ValueError: a model has fewer positions; the message names a setting that fits.
+        ValueError: a model accepts fewer tokens; the message contains a setting that fits.
     """
     for name, source in roles.items():
         limit = max_positions(source.hf_config())

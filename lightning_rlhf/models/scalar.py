@@ -1,4 +1,4 @@
-"""The language model in the roles of critic and reward model: token ids in, one number per position out."""
+"""The model of the roles critic and reward model, which computes one number per position."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from lightning_rlhf.models.lora import merged_weights
 class ScalarModel(nn.Module):
     """A transformers sequence classifier with one label, evaluated at every position.
 
-    The score is normalised by a mean and standard deviation that a reward-model run measures on samples of the policy,
-    so that reward and critic start on the same scale. They are saved in the model's ``config.json``.
+    Scores are normalised by a mean and standard deviation, so that reward model and critic start on the same scale. A
+    reward-model run measures them on samples of the policy and saves them in the model's ``config.json``.
 
     Args:
         lm: classifier, for example ``Qwen2ForSequenceClassification`` with ``num_labels=1``.
@@ -49,7 +49,7 @@ class ScalarModel(nn.Module):
             index: (B, T) int64 positions in [0, L).
 
         Returns:
-            (B, T) float32, reward units.
+            (B, T) float32 scores, reward units.
         """
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         scores = self.lm.score(hidden).squeeze(-1).float().gather(1, index)
@@ -57,10 +57,10 @@ class ScalarModel(nn.Module):
 
     @torch.no_grad()
     def normalize(self, scores: Tensor) -> None:
-        """Set the constants so that ``scores``, computed by this model now, get mean 0 and standard deviation 1.
+        """Set mean and standard deviation so that the texts of these scores get mean 0 and standard deviation 1.
 
         Args:
-            scores: (N,) scores normalised with the present constants, at least two.
+            scores: (N,) scores of this model, normalised with its present constants; N is at least 2.
         """
         self.score_mean += scores.mean() * self.score_std
         self.score_std *= scores.std().clamp(min=1e-6)
@@ -70,8 +70,8 @@ class ScalarModel(nn.Module):
 
         Args:
             directory: output directory.
-            weights: whole parameters by name, with adapters merged, for a process that holds only shards of them; None
-                uses the model's parameters and merges its adapters.
+            weights: full parameters by name with adapters merged, for a sharded model; None uses the model's parameters
+                and merges its adapters.
         """
         self.lm.config.score_mean, self.lm.config.score_std = self.score_mean.item(), self.score_std.item()
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))

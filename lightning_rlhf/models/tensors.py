@@ -1,4 +1,4 @@
-"""A model's parameters, and the buffers that are saved with them."""
+"""Iterators over a model's parameters and persistent buffers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor, nn
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the buffers that are saved with a model, such as the biases of DeepSeek-V3's routers.
-
-    Others, such as rotary frequencies, are computed from the configuration.
-    """
+    """Yield (name, tensor) of the buffers in a model's ``state_dict``, such as DeepSeek-V3's router biases."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -20,7 +17,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all parameters, tied ones once, then of the buffers that are saved with them.
+    """Yield (name, tensor) of all parameters, then of persistent buffers. Tied parameters are yielded once.
 
     Args:
         model: unsharded model.
@@ -31,11 +28,11 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def layers(model: nn.Module, wanted: Callable[[str], bool] | None = None) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield named parameters, tied ones once: those of a repeated block together, others separately.
+    """Yield lists of named parameters: one list per repeated block, one per other parameter. Tied ones occur once.
 
     Args:
         model: model, sharded or not.
-        wanted: filter of names; None yields all.
+        wanted: predicate on names; None yields all.
     """
     lists = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 

@@ -1,4 +1,4 @@
-"""Check that all models use the token ids of the run's tokenizer."""
+"""Validation that all models use the token ids of the run's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Validate that the models use the same token ids as the run's tokenizer, without loading weights.
 
-    Embeddings of one family are padded to different sizes, and tokenizers of one size differ: a model's tokenizer is
-    compared if it has one, else its vocabulary size.
+    The tokenizers are compared, because models of one family may pad embeddings to different sizes. For a model without
+    a tokenizer, the vocabulary size is compared with that of the first model.
 
     Args:
-        roles: model sources by display name; one without a tokenizer is compared with the first by size.
-        tokenizer: tokenizer of the run; None uses that of the first role, if it has one.
+        roles: model sources by display name.
+        tokenizer: tokenizer of the run; None uses the tokenizer of the first role, if it has one.
 
     Raises:
-        ValueError: a model has too few tokens, or different ones, or its tokenizer cannot be read.
+        ValueError: a model has too few tokens or other token ids, or its tokenizer cannot be read.
     """
     (first, source), *_ = roles.items()
     expected, whose = vocab_size(source), "the run's"
@@ -50,7 +50,7 @@ def check_vocabularies(roles: dict[str, ModelSource], tokenizer: PreTrainedToken
 
 
 def _check_same_ids(own: dict[str, int], ours: dict[str, int], name: str, whose: str) -> None:
-    """Raise with the first token, in the order of the run's ids, whose id differs or that one of the two lacks."""
+    """Raise if a token has different ids or is missing in one vocabulary; the message names the first such token."""
     order = [*sorted(ours, key=lambda token: ours[token]), *sorted(own, key=lambda token: own[token])]
     token = next((token for token in order if own.get(token) != ours.get(token)), None)
     if token is not None:
@@ -62,12 +62,12 @@ def _check_same_ids(own: dict[str, int], ours: dict[str, int], name: str, whose:
 
 
 def vocab_size(source: ModelSource) -> int:
-    """Return the number of tokens that a model has logits for."""
+    """Return the number of logits of a model."""
     return int(source.hf_config().get_text_config().vocab_size)
 
 
 def _own_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that was saved with a model; None without one."""
+    """Return the tokenizer that was saved with a model; None if it has no tokenizer."""
     if not isinstance(source, Pretrained) or not any(_has(source, file) for file in _FILES):
         return None
     try:

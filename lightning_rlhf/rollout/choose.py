@@ -18,19 +18,19 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 def choose_engine(
     config: PretrainedConfig, ranks: int = 1, dtype: str = "float32", world_size: int = 1
 ) -> tuple[RolloutEngine, str]:
-    """Choose vLLM where it runs, else transformers.
+    """Choose vLLM if it supports the machine and the actor, otherwise transformers.
 
-    On GPUs an engine is shared by the smallest number of consecutive ranks, 1, 2, 4, ..., at which the weights take
-    less than half of the engine's memory; the rest is for its cache.
+    On GPUs the smallest number of consecutive ranks (1, 2, 4, ...) shares an engine such that the weights use less than
+    half of the engine's memory; the rest is for its cache.
 
     Args:
         config: configuration of the actor.
-        ranks: number of ranks that split the actor, and so share one engine on the GPUs of all.
+        ranks: number of ranks that split the actor and share one engine on all of their GPUs.
         dtype: dtype of the engine's weights.
         world_size: number of processes of the run.
 
     Returns:
-        The engine, and the reason in a few words.
+        The engine, and a short reason for the choice.
 
     Raises:
         ValueError: the build of vLLM does not run on this machine, or the model is too large for engines on its GPUs.
@@ -51,10 +51,10 @@ def weight_bytes(config: PretrainedConfig, dtype: str) -> int:
 
 
 def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
-    """Return the GPUs that one engine needs: ranks x 1, 2, 4, ..., all on one machine.
+    """Return the number of GPUs of one engine: ``ranks`` times 1, 2, 4, ..., all on one machine.
 
     Raises:
-        ValueError: all GPUs of the machine are too few.
+        ValueError: the model is too large for the GPUs of the machine.
     """
     share = VLLMEngine().gpu_share * torch.cuda.get_device_properties(0).total_memory
     available = min(torch.cuda.device_count(), world_size)
@@ -63,7 +63,7 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
         size *= 2
         if size > available or world_size % size:
             raise UsageError(
-                f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of the memory that engines get on "
+                f"the actor's weights take {weights / 2**30:.1f} GiB, more than half of an engine's memory on "
                 f"{size // 2} GPUs ({size // 2} x {share / 2**30:.1f} GiB), and more ranks cannot share one (this "
                 f"machine has {torch.cuda.device_count()} GPUs, the run {world_size} processes): configure "
                 f"SharedEngine(VLLMEngine(...)) with a larger gpu_memory_utilization, or VLLMServerEngine"
@@ -83,7 +83,7 @@ def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:
         return (
             TransformersEngine(),
-            f"vLLM's CPU attention supports heads of {_CPU_HEAD_SIZES}, the actor's have {size}",
+            f"vLLM's CPU attention supports head sizes {_CPU_HEAD_SIZES}, but the actor's is {size}",
         )
     reason = "vLLM is installed" + (f", and the actor needs an engine on {gpus} GPUs" if gpus > 1 else "")
     return VLLMEngine(tensor_parallel_size=gpus), reason

@@ -43,7 +43,7 @@ class Collector:
         self._started: Calls = {}
 
     def add(self, index: int, completion: Completion) -> None:
-        """Start to score a completion while others are not finished, if a reward function supports that.
+        """Start scoring a completion before others are finished, if a reward function supports that.
 
         Args:
             index: index of the completion in the rollout.
@@ -64,7 +64,7 @@ class Collector:
         self._executor.dry_run(self._columns(range(len(completions)), completions))
 
     def rollout(self, completions: Sequence[Completion], temperature: float) -> tuple[Rollout, RolloutRewards]:
-        """Return the rollout, and the results of the reward functions.
+        """Return the rollout and the results of the reward functions.
 
         Args:
             completions: B = N x G completions, grouped by prompt.
@@ -151,7 +151,7 @@ def collect(
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:
-    """Return the (B,) sum of weight times reward, without rewards that are NaN because they did not apply."""
+    """Return the (B,) sum of weight times reward; NaN, for a reward that did not apply, counts as 0."""
     total = torch.zeros(rows)
     for weight, values in terms:
         total += weight * values.nan_to_num(0.0)

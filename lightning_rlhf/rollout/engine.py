@@ -20,7 +20,7 @@ OnFinished = Callable[[int, Completion], None]  # called with the index of a pro
 
 
 class EngineDied(RunError):
-    """The engine has ended; the message contains how it ended and the path of its log."""
+    """Error for an engine that has ended; the message contains the cause and the path of its log."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class EngineSetup:
     Args:
         model: directory with the actor's ``config.json``; the weights are pushed later.
         dtype: dtype of the engine's weights, ``float32`` or ``bfloat16``, from :func:`engine_dtype`.
-        max_tokens: longest prompt with response, in tokens.
+        max_tokens: longest prompt and response together, in tokens.
         log: file for the engine's output.
-        devices: GPUs for this engine, from :func:`visible_gpu`; empty leaves the choice to the engine.
+        devices: GPUs for this engine, from :func:`visible_gpu`; empty lets the engine choose.
         lora: the actor's adapters, for engines with ``swaps_adapters``.
     """
 
@@ -45,7 +45,7 @@ class EngineSetup:
 
 
 def visible_gpu(device: torch.device) -> tuple[str, ...]:
-    """Return the entry of ``CUDA_VISIBLE_DEVICES`` that gives a child process this device; empty for a CPU.
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` with which a child process uses this device; empty for a CPU.
 
     Args:
         device: a device as numbered in this process.
@@ -58,7 +58,7 @@ def visible_gpu(device: torch.device) -> tuple[str, ...]:
 
 
 def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloat16"]:
-    """Return the dtype of an engine's weights: the one that the actor computes in.
+    """Return the dtype of an engine's weights, which is that in which the actor computes.
 
     Args:
         precision: precision of the Trainer, ``32-true`` or ``bf16-mixed``.
@@ -68,13 +68,13 @@ def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloa
 
 
 def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
-    """Free cached GPU memory, and limit this process to the part that the engine on the GPU does not use.
+    """Free cached GPU memory, and limit this process to the part that the engine on the same GPU does not use.
 
-    Without the limit a trainer that grows takes memory that vLLM counts on but has not allocated yet, and the engine
-    runs out of memory instead of the trainer.
+    Without the limit, the trainer could use memory that vLLM has not allocated yet, so that the engine runs out of
+    memory instead of the trainer.
 
     Args:
-        device: device of the trainer; nothing is done for a CPU.
+        device: device of the trainer; a CPU is ignored.
         engine_share: fraction of the GPU's memory that the engine uses, in [0, 1]; 0 removes the limit.
     """
     if device.type == "cuda":
@@ -83,16 +83,16 @@ def limit_gpu_memory(device: torch.device, engine_share: float) -> None:
 
 
 class RolloutEngine(ABC):
-    """An engine that takes token ids and returns token ids with their log-probabilities.
+    """Interface of engines, which generate responses as token ids with their log-probabilities.
 
     On a CPU the same weights, prompts, sampling parameters and seeds give the same completions, independent of the
-    order of the requests and of earlier requests. On a GPU they give samples of the same distribution: kernels round
-    differently in batches of another size, and a sample can change with the last bit of a logit.
+    order of the requests and of earlier requests. On a GPU, kernels round differently for different batch sizes, so
+    completions may differ, but their distribution is the same.
     """
 
     @property
     def ranks(self) -> int:
-        """Number of consecutive ranks that share the engine: each calls every method but ``close`` equally often.
+        """Number of consecutive ranks that share the engine; all call every method but ``close``, in the same order.
 
         Identical requests of several of these ranks are generated once, and all of them get the completions.
         """
@@ -100,7 +100,7 @@ class RolloutEngine(ABC):
 
     @property
     def swaps_adapters(self) -> bool:
-        """Whether LoRA adapters are pushed alone, after one push of the weights that they change."""
+        """Whether the base weights are pushed once, and then only LoRA adapters."""
         return False
 
     @property
@@ -114,13 +114,13 @@ class RolloutEngine(ABC):
         return False
 
     def sleep(self) -> None:  # noqa: B027 (most engines keep their memory)
-        """Free the GPU memory of weights and cache until the next :meth:`update_weights`, which allocates it again.
+        """Free the GPU memory of weights and cache; the next :meth:`update_weights` allocates it again.
 
-        Called between rollouts, when no request is running, by all ranks of the engine.
+        All ranks of the engine call this between rollouts, when no request is running.
         """
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
-        """Validate the sampling parameters before anything is started.
+        """Validate the sampling parameters before the engine starts.
 
         Args:
             sampling: sampling parameters of later requests.
@@ -131,22 +131,22 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def start(self, setup: EngineSetup) -> None:
-        """Begin to start; may return before the engine is ready."""
+        """Start the engine; may return before it is ready."""
 
     @abstractmethod
     def wait(self) -> str:
         """Block until the engine is ready; return a short description of it.
 
         Raises:
-            EngineDied: it could not start.
+            EngineDied: the engine could not start.
         """
 
     @abstractmethod
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; later completions carry the version.
+        """Replace all weights; later completions have this ``policy_version``.
 
         Args:
-            parameters: (transformers name, tensor), each valid only until the next.
+            parameters: (transformers name, tensor); each tensor is valid only until the next one.
             version: version of the policy.
 
         Raises:
@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
         """Replace the adapters; only for engines with ``swaps_adapters``.
 
         Args:
-            parameters: (name in the actor, tensor), each valid only until the next.
+            parameters: (name in the actor, tensor); each tensor is valid only until the next one.
             version: version of the policy.
 
         Raises:
@@ -179,8 +179,8 @@ class RolloutEngine(ABC):
             prompts: token ids.
             sampling: sampling parameters.
             seeds: one per prompt, in [0, 2**63).
-            on_finished: called, in this thread, with the index of a prompt and its completion as soon as it is
-                finished; an engine that has no early results need not call it.
+            on_finished: callback with the index of a prompt and its completion, called in this thread as soon as a
+                completion is finished; engines without early results need not call it.
 
         Raises:
             EngineDied: the engine has ended.
@@ -192,7 +192,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine and every process that it started; may be called twice."""
+        """End the engine and its processes; may be called twice."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,13 @@ class CompletionCheck:
         """Validate one completion.
 
         Raises:
-            RuntimeError: it is too long, from another policy, or has a token that the actor does not have.
+            RuntimeError: the completion is too long, from another policy version, or has a token unknown to the actor.
         """
         ids = completion.token_ids
         if completion.policy_version != self.version:
             raise RunError(
-                f"the engine returned a completion of policy version {completion.policy_version}, but {self.version} "
-                f"was pushed last: its weights are not the actor's"
+                f"the engine returned a completion of policy version {completion.policy_version}, but the last pushed "
+                f"version is {self.version}: its weights are not the actor's"
             )
         if len(ids) > self.max_tokens:
             raise RunError(f"the engine returned {len(ids)} tokens where at most {self.max_tokens} were requested")
@@ -243,7 +243,7 @@ class CompletionCheck:
             self.check_one(completion)
 
     def before(self, on_finished: OnFinished | None) -> OnFinished | None:
-        """Return a callback that validates a completion before it calls another callback; None for None."""
+        """Return a callback that validates a completion and then calls ``on_finished``, if that is set."""
         if on_finished is None:
             return None
 

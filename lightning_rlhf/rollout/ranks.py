@@ -16,7 +16,7 @@ from lightning_rlhf.types import Completion, SamplingParams
 
 S = TypeVar("S")
 T = TypeVar("T")
-_TIMEOUT = timedelta(days=1)  # a rollout has no time limit; ranks that die are detected by their connections
+_TIMEOUT = timedelta(days=1)  # rollouts have no time limit; dead ranks are detected by their closed connections
 _Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], list[Completion]]
 _ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, ValueError, RuntimeError)}
 
@@ -27,9 +27,9 @@ def world_size() -> int:
 
 
 class RankGroup:
-    """A group of consecutive ranks, the first of which acts for all. Every rank of the run must make one.
+    """A group of consecutive ranks, the first of which acts for all. Every rank of the run must construct one.
 
-    They communicate over gloo, separately from the trainer. All of them call every method in the same order.
+    The ranks communicate over gloo, separately from the trainer, and must call every method in the same order.
 
     Args:
         ranks: size of the group, a divisor of the number of processes.
@@ -70,10 +70,10 @@ class RankGroup:
         return self.scatter_from_first(lambda: [action()] * self.ranks)
 
     def run_on_first_with(self, items: Iterable[S], action: Callable[[Iterator[S]], T]) -> T:
-        """Run ``action(items)`` as :meth:`run_on_first` does; every rank exhausts the items, also after an error.
+        """Run ``action(items)`` as in :meth:`run_on_first`; every rank exhausts the items, also after an error.
 
         Args:
-            items: an iterable that is collective, such as parameters that are gathered from all ranks.
+            items: iterable with collectives, such as parameters that are gathered from all ranks.
             action: function of the items.
         """
         remaining = iter(items)
@@ -89,7 +89,7 @@ class RankGroup:
         return self.run_on_first(run)
 
     def scatter_from_first(self, action: Callable[[], list[T]]) -> T:
-        """Run ``action`` on the first rank; return each rank its item of the result. Raise its error on all ranks."""
+        """Run ``action`` on the first rank; return one item of its result to each rank, or raise its error on all."""
         if self._group is None:
             return action()[0]
         if not self.is_first:
@@ -124,7 +124,7 @@ class RankGroup:
         except RuntimeError as error:
             last = self._first + self.ranks - 1
             raise EngineDied(
-                f"ranks {self._first} to {last} share an engine, and one of them has ended: {error}"
+                f"one of the ranks {self._first} to {last}, which share an engine, has ended: {error}"
             ) from error
 
 
@@ -137,21 +137,21 @@ def generate_together(
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
 ) -> list[Completion]:
-    """Generate on the first rank for all; identical requests of several ranks are generated once.
+    """Generate the completions of all ranks on the first one; identical requests of several ranks only once.
 
     Args:
-        group: the ranks.
-        generate: method of an engine, called on the first rank.
+        group: ranks that share the engine.
+        generate: :meth:`RolloutEngine.generate` of the engine, called on the first rank.
         prompts: prompts of this rank.
         sampling: sampling parameters, the same on all ranks.
         seeds: seeds of this rank, one per prompt.
-        on_finished: called for the first rank's own completions as they finish; the other ranks get theirs together.
+        on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
 
     Returns:
         This rank's completions.
 
     Raises:
-        ValueError: the ranks have different sampling parameters.
+        ValueError: the sampling parameters differ between ranks.
     """
     requests = group.gather(([list(prompt) for prompt in prompts], list(seeds), sampling))
 

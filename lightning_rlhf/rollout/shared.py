@@ -16,14 +16,14 @@ from lightning_rlhf.types import Completion, SamplingParams
 
 
 class SharedEngine(RolloutEngine):
-    """An engine of the first of ``ranks`` consecutive ranks, on the GPUs of all, which generates for all of them.
+    """An engine that generates for ``ranks`` consecutive ranks: started by the first of them, on the GPUs of all.
 
-    On a CPU the same requests get the same completions as from separate engines. Ranks that split a model have the same
-    prompts: these are generated once, so that the ranks cannot diverge.
+    On a CPU the completions are the same as those of separate engines. Ranks that split a model have the same prompts;
+    these are generated once, so that the ranks cannot diverge.
 
     Args:
         engine: engine that the first rank starts; for tensor parallelism ``VLLMEngine(tensor_parallel_size=ranks)``.
-        ranks: number of ranks, at least 2; a divisor of the number of processes, all of a group on one machine.
+        ranks: number of ranks that share an engine, on one machine; at least 2, a divisor of the number of processes.
     """
 
     def __init__(self, engine: RolloutEngine, ranks: int) -> None:
@@ -107,14 +107,14 @@ class SharedEngine(RolloutEngine):
         seeds: Sequence[int],
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
-        """See :meth:`RolloutEngine.generate`; a rank without prompts calls it too."""
+        """See :meth:`RolloutEngine.generate`; ranks without prompts must call it too."""
         return generate_together(
             self._running, self._engine.generate, prompts=prompts, sampling=sampling, seeds=seeds,
             on_finished=on_finished,
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the engine; each rank separately."""
+        """End the engine; not collective."""
         self._group = None
         self._engine.close()
 

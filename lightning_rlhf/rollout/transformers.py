@@ -1,4 +1,4 @@
-"""Generation by transformers as rollout engine: runs wherever torch runs, and is slow."""
+"""Rollout engine with ``generate`` of transformers: supports all devices of torch, but is slow."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_rlhf.types import Completion, SamplingParams
 
 
 class TransformersEngine(RolloutEngine):
-    """A second copy of the actor in the trainer's process, which ``transformers`` generates with.
+    """Generation by transformers with a second copy of the actor in the trainer's process.
 
     Args:
-        batch_size: prompts generated together, at least 1.
+        batch_size: number of prompts generated together, at least 1.
     """
 
     def __init__(self, batch_size: int = 128) -> None:
@@ -39,11 +39,11 @@ class TransformersEngine(RolloutEngine):
         self._version = -1
 
     def start(self, setup: EngineSetup) -> None:
-        """Build the model; its weights are set by the first push."""
+        """Build the model; the first push sets its weights."""
         config = set_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
-        model.generation_config = GenerationConfig()  # generate() would use its values for options that are not set
+        model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 
     def wait(self) -> str:
@@ -116,7 +116,7 @@ class TransformersEngine(RolloutEngine):
         return None
 
     def close(self) -> None:
-        """Drop the model."""
+        """Free the model."""
         self._model = None
 
     @property
@@ -127,14 +127,14 @@ class TransformersEngine(RolloutEngine):
 
 
 class SeededSampler(LogitsProcessor):
-    """Gumbel noise that makes transformers' greedy search sample, with one random generator per row.
+    """Sampling with one random generator per row, by adding Gumbel noise before transformers' greedy search.
 
-    The largest of log-probabilities plus Gumbel noise is a sample of the distribution, so a row's sample depends only
+    The argmax of log-probabilities plus Gumbel noise is a sample of the distribution, so a row's sample depends only
     on its seed and its logits.
 
     Args:
         sampling: sampling parameters.
-        seeds: one per row.
+        seeds: seed of each row.
     """
 
     def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
@@ -155,7 +155,7 @@ class SeededSampler(LogitsProcessor):
             scores: (B, V) logits.
 
         Returns:
-            (B, V).
+            (B, V) scores.
         """
         scores = scores.float()
         if self._temperature == 0:

@@ -16,14 +16,14 @@ _MAX_PORT = 65535
 
 
 def load_key(variable: str | None, file: Path | None) -> tuple[str, str]:
-    """Return the key, and a shell expression for it.
+    """Return the API key and a shell expression for it.
 
     Args:
         variable: environment variable with the key.
-        file: file with the key; without variable and file, a key is generated.
+        file: file with the key; without ``variable`` and ``file``, a key is generated.
 
     Raises:
-        ValueError: the key is missing, too short, or has other characters than visible ASCII.
+        ValueError: the key is missing, too short, or has characters other than visible ASCII.
     """
     if variable is not None:
         key = os.environ.get(variable, "")
@@ -43,21 +43,21 @@ def load_key(variable: str | None, file: Path | None) -> tuple[str, str]:
         return key, key
     if len(key) < _MIN_KEY_CHARACTERS or not all("!" <= letter <= "~" for letter in key):
         raise UsageError(
-            f"{source} must hold a key of at least {_MIN_KEY_CHARACTERS} visible ASCII characters, for example from "
+            f"{source} must contain a key of at least {_MIN_KEY_CHARACTERS} visible ASCII characters, for example from "
             f"`openssl rand -hex 32`"
         )
     return key, expression
 
 
 def check_host(host: str, has_own_key: bool) -> None:
-    """Validate that a server that other machines can reach has a key that its user chose.
+    """Validate that a server on a non-local address has a key set by the user.
 
     Args:
         host: address to listen on.
         has_own_key: whether the user set a key.
 
     Raises:
-        ValueError: other machines can reach the host and no key is set.
+        ValueError: other machines can reach the address, but no key is set.
     """
     if not has_own_key and not is_local(host):
         raise UsageError(
@@ -66,7 +66,7 @@ def check_host(host: str, has_own_key: bool) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine reaches a host; names other than ``localhost`` count as remote."""
+    """Return whether a host is ``localhost`` or a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -74,7 +74,7 @@ def is_local(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket, so that a port in use is detected before the model loads.
+    """Return a listening socket. Called before the model is loaded, to detect a port in use early.
 
     Raises:
         ValueError: the address cannot be used.

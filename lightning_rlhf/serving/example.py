@@ -1,4 +1,4 @@
-"""Shell commands with a request that the served model can answer."""
+"""Example request for a served model, as shell commands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TOKENS = 32
 
 
 def example_request(tokenizer: PreTrainedTokenizerBase, max_tokens: int, max_length: int) -> tuple[str, dict[str, Any]]:
-    """Return a route, and a body for it without the model's name.
+    """Return a route and a request body without the model's name.
 
     Args:
-        tokenizer: tokenizer of the model; with a chat template for user messages, the request is a chat.
-        max_tokens: longest response.
-        max_length: longest prompt with response.
+        tokenizer: tokenizer of the model; with a chat template, the request is a chat completion.
+        max_tokens: maximum number of tokens of a response.
+        max_length: maximum number of tokens of prompt and response together.
     """
     text = next((text for text in _TEXTS if _can_encode(tokenizer, text)), _known_text(tokenizer))
     messages = [{"role": "user", "content": text}]
@@ -32,7 +32,7 @@ def example_request(tokenizer: PreTrainedTokenizerBase, max_tokens: int, max_len
             prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
             route = "/v1/chat/completions"
             body = {"messages": messages}
-        except TemplateError:  # the template requires other messages: use a completion
+        except TemplateError:  # the template rejects a single user message: use a text completion
             pass
     remaining = max_length - len(tokenizer(prompt)["input_ids"])
     return route, {**body, "max_tokens": max(1, min(_TOKENS, max_tokens, remaining))}
@@ -55,7 +55,8 @@ def curl_command(url: str, name: str, key: tuple[str, str], request: tuple[str, 
     Args:
         url: address of the server.
         name: name of the model.
-        key: key, and a shell expression for it; both are equal if the key was generated.
+        key: result of :func:`~lightning_rlhf.serving.access.load_key`: the key and a shell expression for it, which are
+            equal for a generated key.
         request: route and body.
     """
     route, body = request

@@ -1,4 +1,4 @@
-"""Validation of requests: known fields only, and limits for those that determine the cost."""
+"""Validation of requests: only known fields, and limits for fields that determine the cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lightning_rlhf.expected_errors import UsageError
 
-HEADER_BYTES = 16384  # largest size of a request's headers and address
+HEADER_BYTES = 16384  # maximum size of a request's headers and URL together
 _INTEGER_LIMIT = 1 << 63  # the server reads numbers into 64 bits
 _Number = Annotated[int | float, Field(gt=-_INTEGER_LIMIT, lt=_INTEGER_LIMIT)]
 _Count = Annotated[int, Field(ge=1)]
@@ -20,11 +20,11 @@ _Stop = Annotated[str, Field(max_length=256)]
 
 
 class Rejected(Exception):
-    """A request that is not passed to the model.
+    """Error for a request that is not passed to the model.
 
     Args:
         status: HTTP status.
-        message: the value, the allowed values, and the option that sets the limit.
+        message: message with the value, the allowed values, and the option that sets the limit.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -34,16 +34,16 @@ class Rejected(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request, and of all together. Each has the name of the option of ``serve`` that sets it.
+    """Limits of requests; each is named like the option of ``serve`` that sets it.
 
     Args:
-        max_body_bytes: largest body of a request.
-        max_prompt_tokens: longest prompt.
-        max_tokens: longest response.
-        max_responses: largest number of responses to a request: prompts times ``n``.
-        concurrency: largest number of requests at the same time; more are rejected with status 429.
-        seconds: longest time from the first byte of a request to the last of its response.
-        read_seconds: longest time for the headers of a request, and again for its body.
+        max_body_bytes: maximum size of a request's body.
+        max_prompt_tokens: maximum number of tokens of a prompt.
+        max_tokens: maximum number of tokens of a response.
+        max_responses: maximum number of responses to a request: prompts times ``n``.
+        concurrency: maximum number of concurrent requests; further ones are rejected with status 429.
+        seconds: maximum time from the first byte of a request to the last byte of its response.
+        read_seconds: maximum time to receive the headers of a request, and the same for its body.
     """
 
     max_body_bytes: int = 1 << 20
@@ -61,12 +61,12 @@ class Limits:
 
 
 def option_hint(limit: str) -> str:
-    """Return the end of a message that names the option of ``serve`` for a field of :class:`Limits`."""
+    """Return the suffix of an error message that names the option of ``serve`` for a field of :class:`Limits`."""
     return f"; serve --{limit.replace('_', '-')} sets the limit"
 
 
 class _Strict(BaseModel):
-    """A JSON object without unknown fields or converted types."""
+    """Base of JSON objects; unknown fields and values of another type are rejected."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -142,7 +142,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def check(route: str, body: dict[str, Any], limits: Limits, count_tokens: Callable[[str], int]) -> None:
-    """Validate a body; may take as long as its tokenization.
+    """Validate a request's body; tokenizes its prompts, which may take long.
 
     Args:
         route: route of the request, a key of :data:`BODIES`.
@@ -180,7 +180,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Return the prompts, each a text or token ids, without tokenizing them."""
+    """Return the prompts, each as a text or as token ids."""
     invalid = Rejected(422, "prompt must be a text, a list of token ids, or a list of those")
     if isinstance(value, str):
         return [value]
@@ -196,7 +196,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
 
 
 def _joined_text(messages: list[_Message]) -> str:
-    """Return the text of all messages; the chat template adds tokens, which the model's length limits."""
+    """Return the text of all messages; tokens of the chat template are not included, vLLM limits the total."""
     texts: list[str] = []
     for message in messages:
         content = message.content

@@ -1,4 +1,4 @@
-"""ASGI middleware of the server: API key, known routes, limits, time limits."""
+"""ASGI middleware of the server, which enforces API key, routes, request limits and time limits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _ClientDisconnected(Exception):
 
 
 class RequestGuard:
-    """Middleware that passes only validated requests with the key to five routes of an application.
+    """Middleware that passes only validated requests with the API key, and only to the routes in :data:`ROUTES`.
 
-    The application gets the validated body, encoded again, and none of the client's headers and query parameters.
+    The application receives the validated body, encoded again, but not the client's headers and query parameters.
 
     Args:
         app: application, such as vLLM's.
@@ -67,7 +67,9 @@ class RequestGuard:
             return
         if time_limit.cancelled_caught:
             hint = option_hint("seconds")
-            late = Rejected(504, f"not finished in {self._limits.seconds:g} s: request less{hint}")
+            late = Rejected(
+                504, f"not finished in {self._limits.seconds:g} s: request fewer or shorter responses{hint}"
+            )
             if started:
                 await _end_stream(send, late)
             else:
@@ -86,20 +88,20 @@ class RequestGuard:
         # uvicorn limits only headers that arrive in several pieces.
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("query_string", b""))
         if size + len(path) > HEADER_BYTES:
-            raise Rejected(431, f"the headers and the address of a request may have {HEADER_BYTES} bytes")
+            raise Rejected(431, f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes")
         if scope.get("raw_path", b"").split(b"?")[0] != path.encode():
-            path = ""  # an encoded path is not a known route
+            path = ""  # reject percent-encoded paths as unknown routes
         if path != HEALTH and not self._has_key(headers):
             raise Rejected(401, 'missing or invalid API key; send "Authorization: Bearer <key>"')
         if path not in ROUTES:
-            raise Rejected(404, f"unknown route; known are {', '.join(ROUTES)}")
+            raise Rejected(404, f"unknown route; available: {', '.join(ROUTES)}")
         if scope["method"] != ROUTES[path]:
             raise Rejected(405, f"{path} supports {ROUTES[path]} only")
         return path
 
     def _has_key(self, headers: Headers) -> bool:
         values = headers.getlist("authorization")
-        # Digests have one length, so that timing does not reveal even the length of the key.
+        # Compare digests, which have equal lengths, so that timing does not reveal the length of the key.
         return hmac.compare_digest(_digest(values[0] if len(values) == 1 else ""), self._key)
 
     async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +122,7 @@ class RequestGuard:
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes:
         limit = self._limits.max_body_bytes
-        too_long = Rejected(413, f"a body may have {limit} bytes{option_hint('max_body_bytes')}")
+        too_long = Rejected(413, f"a body may have at most {limit} bytes{option_hint('max_body_bytes')}")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:19]) > limit:
             raise too_long
@@ -135,7 +137,7 @@ class RequestGuard:
                     raise too_long
                 if not message.get("more_body", False):
                     return body
-        late = f"the body did not arrive in {self._limits.read_seconds:g} s"
+        late = f"the body was not received within {self._limits.read_seconds:g} s"
         raise Rejected(408, late + option_hint("read_seconds"))
 
 
@@ -150,7 +152,7 @@ def _clean_scope(scope: Scope, body: bytes) -> Scope:
 
 
 def _receive_once(body: bytes) -> Receive:
-    """Return a ``receive`` that returns the body, then waits; a disconnect cancels the application instead."""
+    """Return a ``receive`` that returns the body once and then blocks; disconnects are handled by cancellation."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -162,7 +164,7 @@ def _receive_once(body: bytes) -> Receive:
 
 
 def _clean_send(send: Send) -> Send:
-    """Return a ``send`` that keeps only content type and length of the application's response headers."""
+    """Return a ``send`` that removes response headers of the application other than content type and length."""
 
     async def clean_send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -180,7 +182,7 @@ async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> N
 
 
 async def _end_stream(send: Send, rejected: Rejected) -> None:
-    """Send an error as the last event, without waiting for a client that does not read."""
+    """Send an error as the last event of a stream, with a time limit for clients that do not read."""
     event = f"data: {json.dumps(_error_body(rejected))}\n\n".encode()
     with anyio.move_on_after(_END_SECONDS):
         await send({"type": "http.response.body", "body": event, "more_body": False})

@@ -1,4 +1,4 @@
-"""The parent's side of the server process."""
+"""Start and end of the server process from its parent."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lightning_rlhf.serving.limits import Limits
 
 _CLOSE_SECONDS = 15.0
 _CPU_BATCH_TOKENS = 4096
-_TMPDIR_CHARACTERS = 56  # a socket's path may have 107; our folder has 14 and vLLM's names in it 37
+_TMPDIR_CHARACTERS = 56  # a socket's path may have 107 characters; our folder's name has 14, vLLM's socket names 37
 _LOG_TAIL = 2000
-# They open routes, allow code from requests, or add a second key.
+# Variables that open routes, allow code from requests, or add a second key.
 _NOT_INHERITED = (
     "VLLM_API_KEY", "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ALLOW_INSECURE_SERIALIZATION",
     "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
@@ -36,17 +36,17 @@ _NOT_INHERITED = (
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model and its settings in vLLM.
+    """A model and its settings in vLLM.
 
     Args:
         path: directory or hub id.
         name: name of the model in requests.
-        dtype: dtype of its weights; ``auto`` is the model's own with a GPU, and float32 without.
-        max_model_len: longest prompt with response, in tokens.
-        max_tokens: longest response, in tokens, also for requests without a limit.
-        tensor_parallel_size: number of GPUs that share it.
+        dtype: dtype of the weights; ``auto`` is the dtype in the model's config on a GPU, and float32 on a CPU.
+        max_model_len: maximum number of tokens of prompt and response together.
+        max_tokens: maximum number of tokens of a response, also for requests without a limit.
+        tensor_parallel_size: number of GPUs that share the model.
         gpu_memory_utilization: fraction of each GPU's memory, in (0, 1].
-        cpu_cache_bytes: size of the cache of keys and values without a GPU.
+        cpu_cache_bytes: size of the key-value cache on a CPU.
     """
 
     path: str
@@ -73,7 +73,7 @@ class ServedModel:
         if torch.cuda.is_available():
             options |= {"dtype": self.dtype, "gpu-memory-utilization": self.gpu_memory_utilization}
         else:
-            # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
+            # Chunked prefill of a seeded request crashes the CPU engine (vLLM 0.32).
             options |= {
                 "dtype": "float32" if self.dtype == "auto" else self.dtype,
                 "block-size": BLOCK_TOKENS,
@@ -85,15 +85,15 @@ class ServedModel:
 
 
 class ServerProcess:
-    """A process that runs :mod:`.server`, and ends with this process together with its children.
+    """A process that runs :mod:`.server`; it ends, with its children, when this process ends.
 
     Args:
-        model: the served model.
+        model: model to serve.
         listening: socket that accepts the connections.
         key: API key.
         limits: limits of requests.
         log: file for the output.
-        secrets: environment variables that the process does not inherit.
+        secrets: names of environment variables that the process does not inherit.
         command: command of the process.
 
     Raises:
@@ -112,7 +112,10 @@ class ServerProcess:
         command: tuple[str, ...] = (sys.executable, "-m", "lightning_rlhf.serving.server"),
     ) -> None:
         if len(tempfile.gettempdir()) > _TMPDIR_CHARACTERS:
-            raise UsageError(f"{tempfile.gettempdir()} is too long a path for sockets: set TMPDIR to a shorter one")
+            raise UsageError(
+                f"the path {tempfile.gettempdir()} is too long for sockets: set TMPDIR to a path of at most "
+                f"{_TMPDIR_CHARACTERS} characters"
+            )
         self.log = log
         output = _opened(log)
         self.folder = Path(tempfile.mkdtemp(prefix="rlhf-"))  # mode 0700
@@ -120,7 +123,7 @@ class ServerProcess:
         environment = {**inherited, **engine_environment(inherited, torch.cuda.is_available())}
         for name in _NOT_INHERITED:
             environment.pop(name, None)
-        environment["VLLM_RPC_BASE_PATH"] = str(self.folder)  # vLLM's sockets are not in a folder that others can read
+        environment["VLLM_RPC_BASE_PATH"] = str(self.folder)  # not in a folder that other users can read
         with output:
             self.process = subprocess.Popen(
                 command,
@@ -139,7 +142,7 @@ class ServerProcess:
             "limits": asdict(limits),
         }
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has ended, which the caller detects
+        with suppress(BrokenPipeError):  # the process has ended; the caller checks ``alive``
             self.process.stdin.write(json.dumps(settings).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -161,7 +164,7 @@ class ServerProcess:
             self.process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_CLOSE_SECONDS)
-        with suppress(ProcessLookupError):  # the group has ended, unless the process hangs or was killed
+        with suppress(ProcessLookupError):  # the whole group has usually ended already
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -172,4 +175,4 @@ def _opened(log: Path) -> IO[bytes]:
         log.parent.mkdir(parents=True, exist_ok=True)
         return log.open("wb")
     except OSError as error:
-        raise UsageError(f"cannot write the log {log}: {error.strerror}; choose another by --log") from error
+        raise UsageError(f"cannot write the log {log}: {error.strerror}; choose another with --log") from error

@@ -1,6 +1,6 @@
 """The process that runs vLLM's OpenAI server; started by :class:`~lightning_rlhf.serving.process.ServerProcess`.
 
-Its settings are one line of JSON on standard input, which then stays open as long as the parent lives.
+It reads its settings as one line of JSON from standard input, whose end then signals that the parent has ended.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _CONNECTIONS = 1024
 
 
 class TimeLimitedProtocol(H11Protocol):
-    """HTTP protocol that closes a connection if a request, headers and all, does not arrive in time.
+    """HTTP protocol that closes a connection if the headers of a request are not received in time.
 
-    uvicorn itself waits without a limit for the first request of a connection, and for the rest of a header.
+    uvicorn has no time limit for the first request of a connection and for incomplete headers.
     """
 
     read_seconds = 10.0
@@ -42,7 +42,7 @@ class TimeLimitedProtocol(H11Protocol):
         self._start_deadline()
 
     def data_received(self, data: bytes) -> None:
-        """Process data, and stop the time limit when the headers are complete."""
+        """Process data and stop the time limit when the headers are complete."""
         super().data_received(data)
         if self._idle:
             self._start_deadline()
@@ -65,7 +65,7 @@ class TimeLimitedProtocol(H11Protocol):
 
 
 def uvicorn_options(limits: Limits) -> dict[str, Any]:
-    """Return the options of ``uvicorn.Config``: plain HTTP, and limits for connections.
+    """Return the options of ``uvicorn.Config``, with limits for connections.
 
     Args:
         limits: limits of requests.
@@ -87,10 +87,10 @@ def uvicorn_options(limits: Limits) -> dict[str, Any]:
 
 @contextmanager
 def killed_with_parent(folder: str) -> Iterator[None]:
-    """Kill this process's group when the body ends, or when the parent closes its end of standard input or dies.
+    """Kill this process's group when the ``with`` block ends, or when the parent closes standard input or dies.
 
     Args:
-        folder: temporary folder that is removed before.
+        folder: temporary folder, removed before the group is killed.
     """
 
     def end_group() -> None:
@@ -104,7 +104,7 @@ def killed_with_parent(folder: str) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # until vLLM installs its own handler
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # vLLM replaces this handler later
     threading.Thread(target=end_group, daemon=True).start()
     try:
         yield
@@ -149,7 +149,7 @@ async def serve(listening: socket.socket, arguments: list[str], key: str, limits
         tasks = await engine.get_supported_tasks()
         app = build_app(options, tasks, engine.model_config)
         await init_app_state(engine, app.state, options, tasks)
-        # add_middleware() is not possible any more: vLLM's build_app() has built the stack.
+        # add_middleware() raises here, because vLLM's build_app() has already built the stack.
         stack = app.middleware_stack or app.build_middleware_stack()
         app.middleware_stack = RequestGuard(stack, key, limits, count_tokens)
         host, port = listening.getsockname()[:2]
@@ -158,7 +158,7 @@ async def serve(listening: socket.socket, arguments: list[str], key: str, limits
 
 
 def main() -> None:
-    """Read the settings from standard input, and serve."""
+    """Read the settings from standard input and run the server."""
     settings = json.loads(_read_line())
     with killed_with_parent(settings["folder"]):
         listening = socket.socket(fileno=settings["descriptor"])
@@ -166,7 +166,7 @@ def main() -> None:
 
 
 def _read_line() -> bytes:
-    """Read a line of standard input without buffering what follows."""
+    """Read one line of standard input, unbuffered, so that no later input is consumed."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):

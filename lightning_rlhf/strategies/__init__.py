@@ -1,1 +1,1 @@
-"""How each role is spread over devices."""
+"""Strategies that distribute each role over devices."""

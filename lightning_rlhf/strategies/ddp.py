@@ -1,4 +1,4 @@
-"""DDP: every process holds all roles whole and trains on its part of the batch."""
+"""DDP: every process has a full copy of all roles and trains on its part of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_rlhf.strategies.distributed import DistributedRoles
 
 
 class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
-    """One ``DistributedDataParallel`` per trained role, held outside of the module so that no name changes.
+    """One ``DistributedDataParallel`` per trained role; module attributes and ``state_dict`` names do not change.
 
     Args:
         activation_checkpointing: attribute of :class:`RoleStrategy`.
@@ -33,7 +33,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
-        # Buffers are constants here; the first name is torch's since 2.13, the second before.
+        # Buffers are constant, so they are not broadcast. torch 2.13 renamed broadcast_buffers.
         known = inspect.signature(DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))

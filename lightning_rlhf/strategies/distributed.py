@@ -1,4 +1,4 @@
-"""Base of the strategies over several processes: sums, maxima and rows over the data ranks."""
+"""Base of the strategies for several processes: reductions and gathers over the data ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_rlhf.strategies.roles import RoleStrategy
 
 
 class ProcessRanks(DataRanks):
-    """Processes of torch.distributed that have different data.
+    """The data ranks of a torch.distributed process group.
 
     Args:
         rank: position of this process, in [0, size).
@@ -47,7 +47,7 @@ class ProcessRanks(DataRanks):
         shapes = [torch.zeros(value.ndim, dtype=torch.long, device=self.device) for _ in range(self.size)]
         dist.all_gather(shapes, torch.tensor(value.shape, device=self.device), group=self.group)
         largest = torch.stack(shapes).amax(0).tolist()
-        # Neither gloo nor NCCL promises bool.
+        # Not every version of gloo and NCCL supports bool.
         plain = value.to(torch.uint8) if value.dtype == torch.bool else value
         padded = torch.zeros(largest, dtype=plain.dtype, device=self.device)
         padded[tuple(slice(size) for size in value.shape)] = plain.to(self.device)
@@ -58,14 +58,14 @@ class ProcessRanks(DataRanks):
 
 
 class DistributedRoles(EndsTogether, RoleStrategy):
-    """Roles over the processes of torch.distributed, of which one that fails ends all."""
+    """Base of the strategies for several processes: reduces over data ranks; one failing rank ends all."""
 
     @property
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
-        """This process among those with different data."""
+        """The data ranks, as seen from this process."""
         return ProcessRanks(self.global_rank, self.world_size, self.root_device)  # type: ignore[attr-defined]
 
     @property
     def gradient_scale(self) -> float:  # type: ignore[override]
-        """Number of data ranks, because gradients are averaged over them and a loss is a sum."""
+        """Number of data ranks: the reduction averages gradients, but the losses must be summed."""
         return float(self.data_ranks.size)

@@ -1,11 +1,10 @@
-"""Fail fast: when a rank fails, all ranks exit; it prints its traceback, the others a line that names it.
+"""Fail fast: when a rank fails, all ranks exit. The failed rank prints its traceback, the others one line naming it.
 
-Without this, a rank whose peer died shows a long, different traceback ("Connection closed by peer") that hides the one
-that matters; a rank that gives up waiting for one that hangs leaves it behind; and NCCL notices nothing until its
-timeout.
+Without this, the original traceback is hidden among long tracebacks of its peers ("Connection closed by peer"), hanging
+ranks outlive the run, and NCCL waits until its timeout.
 
 Every rank keeps a connection to a hub in rank 0's process. A rank that fails reports to the hub, which notifies
-all. The kernel closes the connection of a killed process, and within half a minute that of a lost machine.
+all. The kernel closes the connection of a killed process at once, and that of a lost machine within 30 seconds.
 """
 
 from __future__ import annotations
@@ -37,25 +36,25 @@ from lightning_rlhf.interrupts import Interrupted
 from lightning_rlhf.strategies.failure_hub import LOST_CONNECTION, Hub, Wire
 from lightning_rlhf.strategies.joining import check_launch, joining
 
-_VERDICT_SECONDS = 5  # a lost connection is somebody's fault: that long to learn whose
-_PATIENCE_SECONDS = 20  # from failing to having ended: engines close, loggers flush, the traceback is written
+_ROOT_CAUSE_SECONDS = 5  # longest wait, after a lost connection, for the report of the rank that failed first
+_EXIT_SECONDS = 20  # from a failure to a forced exit; engines close and loggers flush meanwhile
 _CHILDREN_SECONDS = 3  # for a launcher's children to exit
-_TORCHRUN_SECONDS = 2  # torchrun takes the first process that it sees ending for the one to blame, then ends the others
+_TORCHRUN_SECONDS = 2  # torchrun blames the first process that exits, so the failed rank must be that one
 _UNDER_TORCHRUN = "TORCHELASTIC_ERROR_FILE" in os.environ
-# Messages of gloo and NCCL about a missing peer; torch raises some of them as RuntimeError.
+# Parts of the messages of gloo and NCCL about a lost peer; torch raises some of them as RuntimeError.
 _LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (torch, lightning))
 _LIBRARIES += (typing_extensions.__file__, f"{Path(str(torch.__file__)).parent.parent}/deepspeed/")
 
 
 class FailureWatch:
-    """Ends this rank when it or another one fails.
+    """Monitor that ends this process when this or another rank fails.
 
     Args:
         rank: rank of this process.
         world_size: number of ranks.
-        node: node of this process.
-        children: processes that this one launched; they end with it.
+        node: index of this process's node.
+        children: processes launched by this one, which are ended with it.
     """
 
     def __init__(self, rank: int, world_size: int, node: int, children: Sequence[subprocess.Popen[Any]] = ()) -> None:
@@ -69,15 +68,15 @@ class FailureWatch:
         self._other_failed = threading.Event()
         self._failed = self._reporting = self._closing = False
         self._hub_name = ""
-        self._code = 1  # of this process, if a failure ends it
+        self._code = 1  # exit code after a failure
 
     def start(self, address: str, several_nodes: bool, broadcast: Callable[[Any], Any]) -> None:
-        """Connect this rank. All ranks.
+        """Connect this rank to the hub. All ranks.
 
         Args:
             address: address of rank 0's machine.
-            several_nodes: whether there are other machines; otherwise nothing is reachable from outside.
-            broadcast: hands rank 0's object to all ranks.
+            several_nodes: whether the run has several machines; otherwise the hub listens on localhost only.
+            broadcast: function that returns rank 0's object on all ranks.
 
         Raises:
             RuntimeError: rank 0 cannot be reached.
@@ -99,95 +98,95 @@ class FailureWatch:
         self._listener.start()
 
     def report(self, error: BaseException, code: int = 1) -> None:
-        """Report to all ranks that this one failed. Where another one failed first, this ends the process.
+        """Report to all ranks that this one failed. If another rank failed first, end this process instead.
 
-        A mistake in the configuration is usually found by all ranks at once: rank 0 reports it, and the others end
-        without a message.
+        An invalid configuration usually raises on all ranks at once; then only rank 0 reports it.
 
         Args:
             error: the exception that ends this rank.
-            code: exit code of every rank; 2 for a mistake found before the first training step.
+            code: exit code of every rank; 2 for an expected error before the first training step.
         """
         if self._wire is None or self._closing or self._failed:
             return
         self._reporting = True
         if _lost_a_peer(error) or (code == 2 and self._rank):
-            self._other_failed.wait(_VERDICT_SECONDS)
+            self._other_failed.wait(_ROOT_CAUSE_SECONDS)
         if self._other_failed.is_set():
-            self._end_soon()
-            threading.Event().wait()  # until then
+            self._exit_after_timeout()
+            threading.Event().wait()  # block until the process exits
         self._failed = True
         self._code = code
         if code == 1 or self._rank:
-            _write_line(f"{self._name} failed; the other ranks end with it.")
+            _write_line(f"{self._name} failed; ending all ranks.")
         _record_for_torchrun(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
         self._wire.send(kind="failed", text=f"{self._name} failed: {message[:500]}", code=code)
         atexit.register(self._end_others)
-        self._end_soon()
+        self._exit_after_timeout()
 
     def close(self) -> None:
-        """End the watch of a run that ended well; after a failure the others wait until this process is gone."""
+        """Close the connection after a successful run; do nothing after a failure."""
         if self._wire is None or self._failed or self._listener is None:
             return
         self._closing = True
         self._wire.send(kind="done")
         if self._rank == 0:
-            self._listener.join(_VERDICT_SECONDS)  # the hub's answer reaches the others before this process ends
+            self._listener.join(_ROOT_CAUSE_SECONDS)  # keep the hub alive until it has answered all ranks
 
     def _listen(self) -> None:
         assert self._wire is not None
         while not self._wire.ended:
             for message in self._wire.receive():
-                if message["kind"] == "done":  # from now on the hub may go
+                if message["kind"] == "done":  # the hub may close its connections from now on
                     self._closing = True
                     self._wire.connection.close()
                     return
                 if message["kind"] == "failed":
-                    self._learn(message["text"], message.get("code", 1))
+                    self._handle_failure(message["text"], message.get("code", 1))
                 if message["kind"] == "end" and not self._failed:
-                    self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
+                    self._exit(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
         if not self._closing and not self._failed:
-            self._learn(f"{self._hub_name} {LOST_CONNECTION}")
-            self._leave(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
+            self._handle_failure(f"{self._hub_name} {LOST_CONNECTION}")
+            self._exit(_TORCHRUN_SECONDS if _UNDER_TORCHRUN else 0)
 
-    def _learn(self, text: str, code: int = 1) -> None:
+    def _handle_failure(self, text: str, code: int = 1) -> None:
+        """Print that another rank failed, and schedule the exit of this process."""
         if self._failed or self._other_failed.is_set():
             return
         self._code = code
         self._other_failed.set()
-        if self._reporting and code == 2:  # the same mistake; one message is enough
-            self._end_soon()
+        if self._reporting and code == 2:  # rank 0 has reported the same error
+            self._exit_after_timeout()
             return
         main = sys._current_frames()[threading.main_thread().ident or 0]
         location = "" if self._reporting else f" in {_location(main)}"
         message = f"{self._name} ends{location}: {text}."
         _write_line(message)
         _record_for_torchrun(RuntimeError(message))
-        self._end_soon()
+        self._exit_after_timeout()
 
-    def _end_soon(self) -> None:
-        """End this process even if what should end it hangs."""
-        timer = threading.Timer(_PATIENCE_SECONDS, self._leave)
+    def _exit_after_timeout(self) -> None:
+        """Schedule a forced exit, in case the regular shutdown hangs."""
+        timer = threading.Timer(_EXIT_SECONDS, self._exit)
         timer.daemon = True
         timer.start()
 
-    def _leave(self, later: float = 0) -> None:
-        time.sleep(later)
+    def _exit(self, delay: float = 0) -> None:
+        time.sleep(delay)
         self._end_others()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(self._code)  # the main thread may wait in a collective for ever
+        os._exit(self._code)  # sys.exit would not end a main thread that waits in a collective
 
     def _end_others(self) -> None:
         """Close the connection so that the other ranks exit, and end the child processes."""
         assert self._wire is not None
-        if self._children:  # without any, the others wait until this process is gone
+        if self._children:  # otherwise the end of this process closes the connection
             self._wire.hang_up()
-        until = time.monotonic() + _CHILDREN_SECONDS
+        deadline = time.monotonic() + _CHILDREN_SECONDS
         for child in self._children:
             try:
-                child.wait(max(0.0, until - time.monotonic()))
+                child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
 
@@ -204,38 +203,38 @@ class EndsTogether:
         super()._configure_launcher()  # type: ignore[misc]
 
     def setup_environment(self) -> None:
-        """Start the watch as soon as there is a process group."""
+        """Initialize the process group, then start the failure watch."""
         strategy: Any = self
-        launch_environment.apply(strategy.num_processes)  # no command did before a run from Python
+        launch_environment.apply(strategy.num_processes)  # for runs that the command line did not start
         with self.joining():
             super().setup_environment()  # type: ignore[misc]
         self.watch_ranks()
 
     def joining(self) -> AbstractContextManager[None]:
-        """Return a context that reports a wait for the other processes; see :func:`joining.joining`."""
+        """Return a context that logs when other processes are late; see :func:`joining.joining`."""
         strategy: Any = self
         timeout = getattr(strategy, "_timeout", None)
         return joining(strategy.cluster_environment, strategy.num_nodes, strategy.num_processes, timeout)
 
     def watch_ranks(self) -> None:
-        """Start the watch. All ranks."""
+        """Start the failure watch. All ranks."""
         strategy: Any = self
         children = getattr(strategy.launcher, "procs", ())
         self._watch = FailureWatch(strategy.global_rank, strategy.world_size, strategy.node_rank, children)
         self._watch.start(strategy.cluster_environment.main_address, strategy.num_nodes > 1, strategy.broadcast)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Report it to the other ranks, with the exit code that all of them end with, unless all have agreed to end."""
+        """Report an exception to the other ranks; not an interrupt during training, on which all ranks agree."""
         strategy: Any = self
         started = strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
         interrupted = isinstance(exception, Interrupted)
-        if self._watch is not None and not (interrupted and started):  # before the first step there is no agreement
+        if self._watch is not None and not (interrupted and started):
             code = exception.exit_code if isinstance(exception, Interrupted) else _exit_code(exception, started)
             self._watch.report(exception, code)
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """End the watch."""
+        """Stop the failure watch."""
         super().teardown()  # type: ignore[misc]
         if self._watch is not None:
             self._watch.close()
@@ -243,9 +242,9 @@ class EndsTogether:
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """Return whether the error, or a cause of it, is about a missing peer."""
+    """Return whether the error, or one of its causes, reports a lost peer."""
     while error is not None:
-        is_about_peer = isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in _LOST_PEER)
+        is_about_peer = isinstance(error, RuntimeError | OSError) and any(part in str(error) for part in _LOST_PEER)
         if is_about_peer or isinstance(error, torch.distributed.DistError):
             return True
         error = error.__cause__ or error.__context__
@@ -253,7 +252,7 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _location(frame: FrameType) -> str:
-    """Return the innermost line of a thread outside of torch and Lightning, and the function called there."""
+    """Return a thread's innermost line outside of torch, Lightning and DeepSpeed, and the library function it runs."""
     stack = traceback.extract_stack(frame)
     line = next((line for line in reversed(stack) if not line.filename.startswith((*_LIBRARIES, "<"))), stack[-1])
     called = "" if line is stack[-1] else f", in {stack[-1].name}()"
@@ -261,7 +260,7 @@ def _location(frame: FrameType) -> str:
 
 
 def _record_for_torchrun(error: BaseException) -> None:
-    """Write the error file, which torchrun's summary shows."""
+    """Write the error file that torchrun prints in its summary."""
     if _UNDER_TORCHRUN:
         ErrorHandler().record_exception(error)
 

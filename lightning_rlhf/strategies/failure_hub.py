@@ -1,4 +1,4 @@
-"""Where all ranks of a run are connected, so that the end of one is known to the others at once."""
+"""Hub to which all ranks of a run are connected, so that each learns at once when another one ends."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from typing import Any
 
 LOST_CONNECTION = "ended without a message: killed, or the machine is gone"
 _HELLO_SECONDS = 10  # longest wait for the first message of a connection
-_SETTLE_SECONDS = 0.5  # ranks of one machine vanish one by one: name them together
+_SETTLE_SECONDS = 0.5  # collects ranks of a lost machine, whose connections close one by one, into one report
 _LONGEST_LINE = 1 << 16
-# A machine without power answers nothing: asked after 10 s of silence, then every 5 s, given up after 30 s.
+# Detect a lost machine: probe after 10 s of silence, then every 5 s; close the connection after 30 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 class Wire:
-    """JSON messages over a socket, one on a line.
+    """JSON messages over a socket, one per line.
 
     Args:
-        connection: connected; blocking from now on.
+        connection: connected socket, which is made blocking.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
-            if hasattr(socket, option):  # not everywhere but on Linux
+            if hasattr(socket, option):  # some exist on Linux only
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         reference = weakref.ref(connection)
-        # A process forked from this one, such as a data loader's worker, would keep the connection open behind it.
+        # Otherwise a forked process, such as a data loader's worker, would keep the connection open after this one.
         os.register_at_fork(after_in_child=lambda: _close(reference()))
         self.connection = connection
         self.ended = False
         self._unread = b""
 
     def send(self, **message: Any) -> None:
-        """Send; the reader notices a broken connection."""
+        """Send a message; a broken connection is ignored here and detected by :meth:`receive`."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def hang_up(self) -> None:
-        """Let both ends see the end."""
+        """Shut the connection down, so that both sides read its end."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Wait for the next bytes and return the messages that they complete; none at the end."""
+        """Wait for data and return the messages that are complete; at the end of the connection, an empty list."""
         try:
             read = self.connection.recv(_LONGEST_LINE)
         except OSError:
@@ -80,12 +80,12 @@ class _Member:
 
 
 class Hub:
-    """Takes in every rank, rank 0 included, and serves from a thread until all are done.
+    """Server thread to which every rank connects, rank 0 included; it runs until all ranks are done.
 
     Args:
         world_size: number of ranks.
         token: secret that a rank sends to join.
-        several_nodes: listen to other machines, not only to this one.
+        several_nodes: whether to listen on all addresses instead of localhost only.
     """
 
     def __init__(self, world_size: int, token: str, several_nodes: bool) -> None:
@@ -111,10 +111,10 @@ class Hub:
                 if key.data is None:
                     self._accept()
                 else:
-                    self._hear(key.data)
-            # Lightning's launcher looks after its children every five seconds and kills the parent too: be faster.
-            beside = any(member.node == 0 for member in self._vanished)
-            if self._vanished and not self._failed_ranks and (beside or not ready):
+                    self._handle_messages(key.data)
+            # Lightning's launcher polls its children every five seconds and then kills this process: report before it.
+            on_this_node = any(member.node == 0 for member in self._vanished)
+            if self._vanished and not self._failed_ranks and (on_this_node or not ready):
                 self._report_failed(self._vanished, _lost_connection(self._vanished, list(self._members.values())))
             if self._failed_ranks and self._failed_ranks <= {member.rank for member in self._vanished}:
                 self._send_to_others(kind="end")
@@ -130,7 +130,7 @@ class Hub:
             hello = json.loads(connection.makefile("rb", buffering=0).readline(_LONGEST_LINE))
             known = hmac.compare_digest(hello["token"], self.token)
             member = _Member(Wire(connection), int(hello["rank"]), str(hello["name"]), int(hello["node"]))
-        # Not a rank: a port scanner, a health check, or an attacker.
+        # Other clients, such as port scanners and health checks.
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             known = False
         if not known:
@@ -142,7 +142,7 @@ class Hub:
             self._selector.unregister(self._socket)
             self._socket.close()
 
-    def _hear(self, member: _Member) -> None:
+    def _handle_messages(self, member: _Member) -> None:
         for message in member.wire.receive():
             if message["kind"] == "failed" and not self._failed_ranks:
                 self._report_failed([member], message["text"], message.get("code", 1))
@@ -165,7 +165,7 @@ class Hub:
 
 
 def _lost_connection(gone: list[_Member], members: list[_Member]) -> str:
-    """Return the lost ranks: whole nodes by their number, single ranks by their name."""
+    """Return a message that lists the lost ranks, grouped by node where a node has lost all of its ranks."""
     gone = sorted(gone, key=lambda member: member.rank)
     nodes = {member.node for member in gone}
     whole = [node for node in sorted(nodes) if {m.rank for m in members if m.node == node} <= {m.rank for m in gone}]

@@ -1,4 +1,4 @@
-"""FSDP2: every process holds a shard of each role, and learns from its share of the batch."""
+"""FSDP2: every process has a shard of each role and trains on its part of the batch."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ T = TypeVar("T")
 
 
 class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelStrategy):
-    """One ``fully_shard`` root per role: weights, gradients and optimizer states lie in shards, layer by layer.
+    """One ``fully_shard`` root per role; weights, gradients and optimizer states are sharded layer by layer.
 
-    With ``precision: bf16-mixed``, weights are kept and gradients are reduced in float32, and layers compute in
-    bfloat16.
+    With ``precision: bf16-mixed``, layers compute in bfloat16; weights and gradient reductions are float32.
 
     Args:
-        tensor_parallel_size: processes that split each layer between them and share their rows; it divides the number
-            of processes, and the heads of every model.
+        tensor_parallel_size: number of processes that split each layer and have the same rows; a divisor of the number
+            of processes and of the heads of every model.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
-        cpu_offload: whether shards, their gradients and optimizer states lie in host memory; optimizers step there.
-        reshard_after_forward: whether a trained role's gathered weights are dropped between forward and backward; None
-            drops those of layers, not those of embedding and head. A frozen role's always are.
-        reduce_every_micro_batch: whether gradients are reduced with every micro-batch, so that no process ever holds
-            those of a whole role; False reduces only with the last one of an update, which saves traffic.
-        process_group_backend: None takes NCCL for GPUs, gloo for CPUs.
+        cpu_offload: whether shards, gradients and optimizer states are in host memory, where optimizers also step.
+        reshard_after_forward: whether a trained role's gathered weights are freed between forward and backward; None
+            frees those of layers, but not of embedding and head. Those of a frozen role are always freed.
+        reduce_every_micro_batch: whether gradients are reduced with every micro-batch, so that a process never stores
+            full gradients; False reduces once per update, with less traffic.
+        process_group_backend: backend of the process group; None uses NCCL for GPUs and gloo for CPUs.
         timeout: longest time of a collective.
     """
 
@@ -70,18 +69,18 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Lay out the processes: neighbours split tensors, the rest have different rows.
+        """Create a mesh of data-parallel by tensor-parallel processes, the latter with neighbouring ranks.
 
         Raises:
-            ValueError: the processes cannot be divided like that.
+            ValueError: ``tensor_parallel_size`` does not divide the number of processes.
         """
         processes = self.num_nodes * self.num_processes
         if processes % self.tensor_parallel_size:
             raise UsageError(
                 f"tensor_parallel_size: {self.tensor_parallel_size} does not divide the {processes} processes of this "
-                f"run; take a divisor"
+                f"run; use a divisor"
             )
-        # Lightning's "auto" makes one share of the data per node.
+        # Lightning's default is one data rank per node.
         self._data_parallel_size = processes // self.tensor_parallel_size
         super().setup_environment()
         if self.tensor_parallel_size > 1 and self._timeout is not None:
@@ -90,7 +89,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     @property
     def data_ranks(self) -> DataRanks:  # type: ignore[override]
-        """This process among those with different data; ranks that split tensors count as one."""
+        """The data ranks, as seen from this process; tensor-parallel ranks have the same data rank."""
         mesh = self.device_mesh["data_parallel"]
         return ProcessRanks(mesh.get_local_rank(), mesh.size(), self.root_device, mesh.get_group())
 
@@ -104,30 +103,30 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         if self.tensor_parallel_size == 1:
             return make()
         group = self.device_mesh["tensor_parallel"].get_group()
-        made = [make() if dist.get_rank(group) == 0 else None]
-        dist.broadcast_object_list(made, group=group, group_src=0)
-        return made[0]  # type: ignore[return-value]
+        result = [make() if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(result, group=group, group_src=0)
+        return result[0]  # type: ignore[return-value]
 
     # -- models -----------------------------------------------------------------------------------------------
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build on rank 0 alone, and hand every rank its shards a layer at a time; see :meth:`RoleStrategy.build_role`.
+        """Build a role on rank 0 and shard it layer by layer; see :meth:`RoleStrategy.build_role`.
 
-        Rank 0 has the whole model in host memory, the others never more than their shards and one layer.
+        Rank 0 needs host memory for the whole model, other ranks only for their shards and one layer.
 
         Raises:
-            ValueError: tensor parallelism is not known for this model, or it was not built the same everywhere.
+            ValueError: tensor parallelism does not support this model, or its tensors differ between ranks.
         """
         bare = shapes_of(build)
-        tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # refused before weights are loaded
+        tensor_parallel_plan(name, bare.lm, self.tensor_parallel_size)  # raises before weights are loaded
         role = loaded_by_first_rank(name, bare, build)
         self._shard(name, role, self.reshard_after_forward if name in self.module.trained_roles else True)
         return role
 
     def _shard(self, name: str, role: Any, reshard: bool | None) -> None:
-        """Shard repeated blocks as separate units, and the rest with the role as root.
+        """Shard each repeated block as one FSDP unit, and the remaining modules as the root unit.
 
-        A frozen root must reshard after forward: nothing else would free its gathered weights.
+        A frozen role must reshard after forward, because there is no backward pass to free its gathered weights.
         """
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
@@ -140,9 +139,9 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         blocks = list(_repeated_blocks(role))
         in_blocks = {module for block in blocks for module in block.modules()}
         for block in blocks:
-            inside = list(block.modules())
-            self._receive(inside)
-            split(inside, plan, self.device_mesh["tensor_parallel"])
+            modules = list(block.modules())
+            self._receive(modules)
+            split(modules, plan, self.device_mesh["tensor_parallel"])
             fully_shard(block, **options)
         rest = [module for module in role.modules() if module not in in_blocks]
         self._receive(rest)
@@ -150,7 +149,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         fully_shard(role, **options)
 
     def _receive(self, modules: Iterable[nn.Module]) -> None:
-        """Put rank 0's tensors into modules, on this rank's device; tied ones stay tied."""
+        """Replace the tensors of modules by rank 0's, on this rank's device; tied tensors stay tied."""
         received: dict[Tensor, nn.Parameter] = {}
         for module in modules:
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -173,10 +172,10 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
 
     def model_to_device(self) -> None:
-        """Move what belongs to no role: those lie where they should, in host memory if offloaded."""
+        """Move the tensors outside of the roles to the device; the roles already are on theirs."""
         children = dict(self.module.named_children())
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
-            self._reshard(name)  # or the optimizers would get the gathered weights of an earlier run
+            self._reshard(name)  # otherwise optimizers would be constructed with gathered weights of an earlier run
             delattr(self.module, name)
         super().model_to_device()
         for name, child in children.items():
@@ -185,17 +184,17 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- one update -------------------------------------------------------------------------------------------
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Reduce gradients only with the last micro-batch, if there is room for them until then."""
+        """Reduce gradients with every micro-batch, or only with the last; see ``reduce_every_micro_batch``."""
         getattr(self.module, name).set_requires_gradient_sync(sync or self.reduce_every_micro_batch)
         return nullcontext()
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`RoleStrategy.clip_role`; torch's own refuses weights of which only some are split into tensors."""
+        """See :meth:`RoleStrategy.clip_role`; torch's function does not support gradients on different meshes."""
         gradients = [p.grad for p in getattr(self.module, name).parameters() if isinstance(p.grad, DTensor)]
         square = torch.zeros((), device=self.root_device)
         for mesh, placements in dict.fromkeys((g.device_mesh, g.placements) for g in gradients):
-            alike = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
-            part = torch.nn.utils.get_total_norm(alike).to(self.root_device, torch.float32).square()
+            shards = [g.to_local() for g in gradients if (g.device_mesh, g.placements) == (mesh, placements)]
+            part = torch.nn.utils.get_total_norm(shards).to(self.root_device, torch.float32).square()
             for dimension, placement in enumerate(placements):
                 if not placement.is_replicate():
                     dist.all_reduce(part, group=mesh.get_group(dimension))
@@ -210,7 +209,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
     # -- weights for the engine -------------------------------------------------------------------------------
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`RoleStrategy.iter_own_params`; one tensor at a time is whole."""
+        """See :meth:`RoleStrategy.iter_own_params`; tensors are gathered one at a time."""
         self._reshard(name)
         for parameter_name, parameter in super().iter_own_params(name, wanted):
             shard = parameter.to(self.root_device)
@@ -218,7 +217,7 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
             yield parameter_name, shard.full_tensor()
 
     def _reshard(self, name: str) -> None:
-        """Free the weights that a forward without backward has gathered."""
+        """Free weights that stayed gathered after a forward pass without a backward pass."""
         for unit in getattr(self.module, name).modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
@@ -227,11 +226,12 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
     """Return the dimension along which FSDP shards a parameter; None is its default, the first.
 
-    Where experts are stored as one tensor and fewer than there are ranks, most ranks would hold nothing but padding.
+    Applies to experts in one tensor: with fewer experts than ranks, sharding the first dimension would leave most ranks
+    with padding only.
 
     Args:
-        parameter: whole, or already split by tensor parallelism.
-        ranks: number of ranks that share it.
+        parameter: full parameter, or one already split by tensor parallelism.
+        ranks: number of ranks over which it is sharded.
     """
     if isinstance(parameter, DTensor) or parameter.ndim < 3 or parameter.shape[0] >= ranks:
         return None
@@ -239,10 +239,10 @@ def shard_placement(parameter: Tensor, ranks: int) -> Shard | None:
 
 
 def _repeated_blocks(role: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost module lists that have weights.
+    """Yield the members with weights of the outermost module lists.
 
-    A list inside a block (experts) is not taken apart: which of its members run may differ between ranks, which would
-    then wait for each other for ever.
+    A list inside a block, such as experts, is not sharded by member: ranks may run different experts, and their
+    collectives would deadlock.
     """
     for child in role.children():
         if isinstance(child, nn.ModuleList):

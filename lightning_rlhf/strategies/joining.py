@@ -1,4 +1,4 @@
-"""Start of a run of several processes: check the launch, and report a wait for processes that do not come."""
+"""Start of a distributed run: validate the launch, and log when processes are late to join."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 
 log = logging.getLogger(__name__)
 _NODES_SECONDS = 8.0  # nodes of one job start within seconds of each other
-_PROCESSES_SECONDS = 60.0  # processes of one machine import torch first, which takes a busy machine half a minute
+_PROCESSES_SECONDS = 60.0  # processes of one machine import torch first: up to 30 s on a busy machine
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,7 +30,7 @@ def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
         nodes: number of nodes of the run.
 
     Raises:
-        ValueError: no launcher started this process, and the address of the first node is not set.
+        ValueError: this process was started without a launcher, and the address of the first node is not set.
     """
     missing = [name for name in _ADDRESS if name not in os.environ]
     if nodes > 1 and isinstance(environment, LightningEnvironment) and missing:
@@ -44,7 +44,7 @@ def check_launch(environment: ClusterEnvironment, nodes: int) -> None:
 
 @contextmanager
 def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout: timedelta | None) -> Iterator[None]:
-    """Log one line if the processes of a run do not find each other within seconds; end with a message at the timeout.
+    """Log one line if the processes of a run are slow to join; raise a one-line error at the timeout.
 
     Args:
         environment: Lightning's cluster environment of this process.
@@ -53,12 +53,12 @@ def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout
         timeout: longest wait; None is torch's default.
 
     Raises:
-        RuntimeError: not all processes came within the timeout.
+        RuntimeError: not all processes joined within the timeout.
     """
     seconds = (timeout or default_pg_timeout).total_seconds()
     line = _waiting_line(environment, nodes, processes)
     after = _NODES_SECONDS if nodes > 1 else _PROCESSES_SECONDS
-    ending = f"the run ends if they do not come within {seconds:.0f} s (timeout of the strategy)"
+    ending = f"the run ends if they do not join within {seconds:.0f} s (timeout of the strategy)"
     timer = threading.Timer(after, lambda: log.warning("%s; %s", line, ending))
     timer.daemon = True
     if environment.local_rank() == 0:
@@ -66,13 +66,13 @@ def joining(environment: ClusterEnvironment, nodes: int, processes: int, timeout
     try:
         yield
     except dist.DistError as error:
-        raise RunError(f"{line}; not all came within {seconds:.0f} s: {' '.join(str(error).split())}") from None
+        raise RunError(f"{line}; not all joined within {seconds:.0f} s: {' '.join(str(error).split())}") from None
     finally:
         timer.cancel()
 
 
 def _waiting_line(environment: ClusterEnvironment, nodes: int, processes: int) -> str:
-    """Return the address, who is waited for, and how they are started."""
+    """Return a message with the address, the number of expected processes, and how to start them."""
     all_of = f"all {nodes * processes} processes of this run ({nodes} nodes with {processes} each)"
     where = f"waiting at {environment.main_address}, port {environment.main_port}, for {all_of}"
     if nodes == 1:
@@ -80,10 +80,10 @@ def _waiting_line(environment: ClusterEnvironment, nodes: int, processes: int) -
     if isinstance(environment, LightningEnvironment):
         return (
             f"{where}: neither torchrun nor SLURM started this process, so start the same command on every node with "
-            f"MASTER_ADDR and MASTER_PORT as here and NODE_RANK from 0 to {nodes - 1} (it is {environment.node_rank()} "
-            f"here), or use a launcher (examples/cluster)"
+            f"the same MASTER_ADDR and MASTER_PORT and with NODE_RANK from 0 to {nodes - 1} (here "
+            f"{environment.node_rank()}), or use a launcher (examples/cluster)"
         )
     return (
-        f"{where}: {type(environment).__name__} gave this process MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; start "
-        f"the launcher on every node, with the same address, which all must reach"
+        f"{where}: {type(environment).__name__} set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; start the launcher "
+        f"on every node with the same address, which every node must be able to reach"
     )

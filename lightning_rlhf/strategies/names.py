@@ -1,8 +1,8 @@
-"""Names of the role strategies, and what Lightning's own names become."""
+"""Names of the role strategies, and the mapping from Lightning's strategy names to them."""
 
 from __future__ import annotations
 
-# Of Lightning's strategy classes, which one here does the same for roles.
+# Role strategies that correspond to Lightning's strategy classes.
 OURS = {
     "SingleDeviceStrategy": "rlhf_single",
     "DDPStrategy": "rlhf_ddp",
@@ -13,7 +13,7 @@ OURS = {
 
 
 def our_name(strategy: str, processes: int) -> str:
-    """Return the role strategy for a name of Lightning's strategies; other names are returned unchanged.
+    """Return the role strategy for the name of a strategy of Lightning; other names are returned unchanged.
 
     Args:
         strategy: name in a configuration: ``auto``, ``ddp``, ``fsdp``, ``deepspeed_stage_2_offload``, ...

@@ -22,7 +22,7 @@ def is_distributed() -> bool:
 def over(group: Any) -> Iterator[None]:
     """Exchange objects over another process group inside a ``with`` block, in this thread only.
 
-    A second thread needs a separate group, because all ranks must call the collectives of a group in one order.
+    A second thread needs a separate group, because all ranks must call the collectives of a group in the same order.
 
     Args:
         group: process group of all ranks; None is the default one.
@@ -63,10 +63,10 @@ def from_all_ranks(value: T) -> list[T]:
 
 
 def raise_on_all_ranks(work: Callable[[], T]) -> T:
-    """Call a function and raise the error of any rank on all ranks, so that none waits for another. All ranks.
+    """Call a function on all ranks; if it fails on any rank, raise that error on all, to avoid a deadlock. All ranks.
 
     Args:
-        work: function that raises OSError, ValueError or FloatingPointError, or returns this rank's result.
+        work: function that returns this rank's result; only the errors below are passed to other ranks.
 
     Raises:
         OSError, ValueError, FloatingPointError: the error of the first rank that failed.
@@ -83,9 +83,9 @@ def raise_on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """Call a function on rank 0 and return its result on all ranks; its error is raised on all. All ranks.
+    """Call a function on rank 0; return its result, or raise its error, on all ranks. All ranks.
 
     Args:
-        work: function as for :func:`raise_on_all_ranks`.
+        work: function as in :func:`raise_on_all_ranks`; its result can be pickled.
     """
     return from_all_ranks(raise_on_all_ranks(lambda: work() if rank() == 0 else None))[0]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The role strategies under the names that a configuration uses; importing this registers them with Lightning."""
+"""Register the role strategies with Lightning, on import, under the names used in configurations."""
 
 from __future__ import annotations
 

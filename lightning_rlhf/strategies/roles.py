@@ -1,7 +1,7 @@
 """RoleStrategy: the interface between a module and the strategy that distributes its models over devices.
 
-The LightningModule itself is never wrapped; each of its roles (actor, critic, ref, reward_model) is. A role is called
-only through :meth:`RoleStrategy.role`, in the training step, in callbacks and in validation.
+A strategy wraps each role of a module (actor, critic, ref, reward_model), not the LightningModule. Training step,
+callbacks and validation call a role only through :meth:`RoleStrategy.role`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class RoleStrategy:
-    """Builds and runs the roles of a module; this base class in one process.
+    """Builds and runs the roles of a module; this base class supports a single process.
 
-    Strategies inherit from it and from a strategy of Lightning, and override the methods that differ with several
-    processes. "All ranks" in a docstring means that every rank must call the method, in the same order.
+    Strategies inherit from it and from a strategy of Lightning, and override methods for several processes.
+    "All ranks" in a docstring means that every rank must call the method, in the same order.
 
     Attributes:
-        data_ranks: this process among those with different data.
-        activation_checkpointing: whether trained roles keep only the inputs of layers and recompute the rest.
-        gradient_scale: factor of a local loss, so that the reduction over ranks gives the gradient of the sum.
+        data_ranks: the data ranks, as seen from this process.
+        activation_checkpointing: whether trained roles store only the inputs of layers and recompute other activations.
+        gradient_scale: factor of the local loss, so that reduced gradients are those of the sum over ranks.
     """
 
     data_ranks: DataRanks = ONE_RANK
@@ -55,12 +55,12 @@ class RoleStrategy:
         return build()
 
     def role(self, name: str) -> Callable[..., Any]:
-        """Return the callable that runs a role's forward pass; it is called on all ranks."""
+        """Return the callable that runs a role's forward pass; all ranks must call it."""
         model: Callable[..., Any] = getattr(self.module, name)
         return model
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of a micro-batch; ``sync`` is True for the last one."""
+        """Return a context for the forward and backward pass of a micro-batch; ``sync`` is True for the last one."""
         return nullcontext()
 
     def backward_role(self, name: str, loss: Tensor) -> None:
@@ -77,51 +77,51 @@ class RoleStrategy:
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
     def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, whole tensor), tied ones once, each valid until the next. All ranks, to the end.
+        """Yield (transformers name, full tensor) of weights with adapters merged in, then of persistent buffers.
 
-        Adapters are merged into the weights. Buffers that are saved with a model come last.
+        Tied tensors are yielded once. A tensor is valid until the next one. All ranks, to the end of the iterator.
         """
         lm = getattr(self.module, name).lm
         yield from merged(lm, self.iter_own_params(name))
-        yield from persistent_buffers(lm)  # every rank has them whole
+        yield from persistent_buffers(lm)
 
     def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the model, whole tensor) with adapters as separate tensors, under peft's names. All ranks.
+        """Yield (name in the model, full tensor), with adapters as separate tensors under peft's names. All ranks.
 
         Args:
             name: name of the role.
-            wanted: filter of names, so that other tensors are not gathered; None yields all.
+            wanted: predicate on names; other tensors are not gathered. None yields all.
         """
         for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
             if wanted is None or wanted(parameter_name):
                 yield parameter_name, parameter.detach()
 
     def iter_adapters(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters of :meth:`iter_own_params`. All ranks."""
+        """Yield only the adapters, as in :meth:`iter_own_params`. All ranks."""
         return self.iter_own_params(name, is_adapter)
 
     def iter_base_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, whole tensor) of the model without its adapters. All ranks."""
+        """Yield (transformers name, full tensor) of the model without its adapters. All ranks."""
         for parameter_name, parameter in self.iter_own_params(name, lambda key: not is_adapter(key)):
             yield base_name(parameter_name), parameter
         yield from persistent_buffers(getattr(self.module, name).lm)
 
     @property
     def is_group_leader(self) -> bool:
-        """Whether this process is the first of the ranks that have the same data."""
+        """Whether this process is the first of the ranks with the same data."""
         return True
 
     def run_on_group_leader(self, make: Callable[[], T]) -> T:
         """Call a function on the group leader and return its result to all ranks with the same data. All ranks.
 
         Args:
-            make: function whose result may differ between calls, or is expensive; the result can be pickled.
+            make: function that is expensive or not deterministic, with a result that can be pickled.
         """
         return make()
 
 
 class SingleDeviceRoles(RoleStrategy):
-    """Runs the roles under a strategy of Lightning with a single device.
+    """Runs the roles under a single-device strategy of Lightning.
 
     Args:
         module: module with the roles.
@@ -137,10 +137,10 @@ class SingleDeviceRoles(RoleStrategy):
 
 
 def role_strategy_of(module: LightningModule) -> RoleStrategy:
-    """Return the strategy of a module's Trainer; without a Trainer, one for this process.
+    """Return the role strategy of a module's Trainer; in a single process, one is created if needed.
 
     Raises:
-        RuntimeError: the strategy has several processes but is not a :class:`RoleStrategy`.
+        RuntimeError: the run has several processes, but its strategy is not a :class:`RoleStrategy`.
     """
     trainer = trainer_of(module)
     if trainer is not None and isinstance(trainer.strategy, RoleStrategy):

@@ -13,7 +13,7 @@ from lightning_rlhf.strategies.roles import RoleStrategy
 
 
 class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDeviceStrategy):
-    """One device, with checkpoints that every other role strategy reads too.
+    """One device, with checkpoints that all role strategies can load.
 
     Args:
         activation_checkpointing: attribute of :class:`RoleStrategy`.
@@ -28,19 +28,19 @@ class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDevic
 
     @property
     def root_device(self) -> torch.device:
-        """The device that the Trainer was given."""
+        """Device of the Trainer."""
         return self.parallel_devices[0] if self.parallel_devices else self._root_device
 
     def setup_environment(self) -> None:
-        """Refuse several processes.
+        """Validate that the run has a single process.
 
         Raises:
-            ValueError: the Trainer was given more than one device or node.
+            ValueError: the Trainer has more than one device or node.
         """
         count = len(self.parallel_devices or [0]) * self.num_nodes
         if count > 1:
             raise UsageError(
-                f"rlhf_single runs in one process, the Trainer was given {count} devices: take rlhf_ddp, rlhf_fsdp or "
+                f"rlhf_single runs in one process, but the Trainer has {count} devices: use rlhf_ddp, rlhf_fsdp or "
                 f"rlhf_deepspeed_stage_3, or devices: 1"
             )
         super().setup_environment()

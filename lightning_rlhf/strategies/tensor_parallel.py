@@ -1,4 +1,4 @@
-"""Tensor parallelism: the plan that transformers publishes for an architecture, in torch's parallel styles."""
+"""Tensor parallelism: transformers' plan for an architecture, applied with torch's parallel styles."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from transformers import PreTrainedModel
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.lora import adapted_parts
 
-# Names of styles in a plan, and their classes in torch. The last is a norm over the width of each head: every rank has
-# some heads and the whole weight, whose gradient is the sum over ranks. To such a norm it makes no difference which
-# dimension is split, as long as it is not the last.
+# Torch's style for each style name in a plan. The last name is a norm over the width of each head, whose replicated
+# weight has its gradient summed over ranks. Its input is split by heads (dimension 2); any dimension but the normalized
+# one gives the same result.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
 }
-_LEFT_WHOLE = ("embedding_rowwise",)  # takes and gives whole tensors, so that whole weights do as well
+_NOT_SPLIT = ("embedding_rowwise",)  # inputs and outputs are not split, so the weight need not be either
 _SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[nn.Module, ParallelStyle]:
-    """Return the modules to split over tensor-parallel ranks, and their styles; not embedding and head.
+    """Return the parallel style of each module to split; embedding and head are not split.
 
     Args:
         name: name of the role, for messages.
-        model: may be on the meta device.
-        size: tensor-parallel ranks, at least 1; nothing is split among one.
+        model: model, which may be on the meta device.
+        size: number of tensor-parallel ranks, at least 1; the plan for 1 is empty.
 
     Raises:
-        ValueError: the architecture has no plan that is known here, or ranks do not divide its heads or width.
+        ValueError: the architecture's plan is missing or not supported, or ``size`` does not divide heads or width.
     """
     if size == 1:
         return {}
     config = model.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    plan = {path: style for path, style in plan.items() if style not in _LEFT_WHOLE}
+    plan = {path: style for path, style in plan.items() if style not in _NOT_SPLIT}
     unknown = sorted(set(plan.values()) - set(_STYLES))
     if unknown or not plan:
-        reason = f"splits by {', '.join(unknown)}" if unknown else "publishes no plan"
+        reason = f"its plan uses {', '.join(unknown)}" if unknown else "transformers has no plan for it"
         raise UsageError(
-            f"tensor_parallel_size: {size} is not known for the {name}'s {type(model).__name__}, which {reason}; known "
-            f"are architectures that split by {', '.join(_STYLES)} alone (Llama, Mistral, Qwen2, Qwen3): take "
+            f"tensor_parallel_size: {size} is not supported for the {name}'s {type(model).__name__}: {reason}; "
+            f"supported are plans with only {', '.join(_STYLES)} (Llama, Mistral, Qwen2, Qwen3). Use "
             f"tensor_parallel_size: 1"
         )
     for field in _SPLIT:
@@ -71,17 +71,17 @@ def tensor_parallel_plan(name: str, model: PreTrainedModel, size: int) -> dict[n
     )
     if other is not None:
         raise UsageError(
-            f"tensor_parallel_size: {size} splits plain linear layers, but the {name} has {type(other).__name__}: take "
-            f"tensor_parallel_size: 1"
+            f"tensor_parallel_size: {size} supports only torch.nn.Linear layers, but the {name} has "
+            f"{type(other).__name__}: use tensor_parallel_size: 1"
         )
     return styles
 
 
 def split(modules: Iterable[nn.Module], plan: dict[nn.Module, ParallelStyle], mesh: DeviceMesh) -> None:
-    """Keep of each planned module what belongs to this rank.
+    """Replace the weights of each module in the plan by this rank's shard.
 
     Args:
-        modules: modules with the same whole weights on all ranks of the mesh.
+        modules: modules with the same full weights on all ranks of the mesh.
         plan: result of :func:`tensor_parallel_plan`.
         mesh: mesh of the tensor-parallel ranks.
     """

@@ -33,7 +33,10 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed(policy_version=7), "the engine returned a completion of policy version 7, but 0 was pushed last"),
+        (
+            changed(policy_version=7),
+            "the engine returned a completion of policy version 7, but the last pushed version is 0",
+        ),
         (
             changed(token_ids=[3] * 300, logprobs=[-1.0] * 300),
             "the engine returned 300 tokens where at most 4 were requested",

@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_be_made_is_a_sentence(fit, config, monkeypatch):
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = {"class_path": engine}
     result = fit(config)
     assert result.code == 2
-    assert result.err.startswith("lightning-rlhf: VLLMEngine needs vLLM: pip install")
+    assert result.err.startswith("lightning-rlhf: VLLMEngine needs vLLM, which is missing: run pip install")
 
 
 def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training(fit, config, monkeypatch):

@@ -193,7 +193,7 @@ def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceb
     put(config, f"{MODEL}.actor_optimizer", {**ADAM, "init_args": {"lr": -1.0}})
     result = fit(config)
     assert result.code == 2
-    last = "lightning-rlhf: an optimizer cannot be made as it is configured: Invalid learning rate: -1.0"
+    last = "lightning-rlhf: the optimizer's settings are invalid: Invalid learning rate: -1.0"
     assert result.err.splitlines()[-1] == last
 
 

@@ -229,7 +229,7 @@ def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zer
 @pytest.mark.parametrize(
     ("zero", "told"),
     [
-        ({"stage": 2}, "config may not hold zero_optimization.stage: give the argument stage"),
+        ({"stage": 2}, "config must not contain zero_optimization.stage: set the argument stage"),
         ({"offload_optimizer": {"device": "nvme"}}, "plan supports offload_optimizer to cpu or none, got 'nvme'"),
         ({"zero_hpz_partition_size": 8}, "plan does not support zero_optimization.zero_hpz_partition_size"),
     ],

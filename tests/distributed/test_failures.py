@@ -62,7 +62,7 @@ def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
     guilty, other = named(rank, tmp_path), named(1 - rank, tmp_path)
     assert code == 1
     assert seconds < SECONDS
-    assert f"{guilty} failed; the other ranks end with it.\n" in err
+    assert f"{guilty} failed; ending all ranks.\n" in err
     assert f"{other} ends in " in err
     assert f": {guilty} failed: ValueError: the reward function broke.\n" in err
     assert err.count("Traceback (most recent call last)") == 1
@@ -85,8 +85,8 @@ def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
 def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
     code, err, seconds = run(tmp_path, how, 1, timeout=[TIMEOUT])
     assert code == 1
-    assert TIMEOUT < seconds < TIMEOUT + failure._VERDICT_SECONDS + SECONDS
-    assert f"{named(0, tmp_path)} failed; the other ranks end with it.\n" in err
+    assert TIMEOUT < seconds < TIMEOUT + failure._ROOT_CAUSE_SECONDS + SECONDS
+    assert f"{named(0, tmp_path)} failed; ending all ranks.\n" in err
     assert "Timed out waiting" in err
     if how == "hang":  # one that holds the interpreter's lock cannot say anything
         assert f"{named(1, tmp_path)} ends in {SCRIPT}:" in err

@@ -236,7 +236,7 @@ def test_a_layer_that_is_no_plain_linear_one_is_not_split():
 
     model = bare(**ARCHITECTURES["llama"])
     model.model.layers[1].mlp.up_proj = Other(32, 48)
-    with pytest.raises(ValueError, match="splits plain linear layers, but the actor has Other:"):
+    with pytest.raises(ValueError, match=r"supports only torch\.nn\.Linear layers, but the actor has Other:"):
         tensor_parallel_plan("actor", model, 2)
 
 

@@ -106,12 +106,12 @@ def test_the_documented_server_serves_two_ranks(server, tmp_path):
         assert found["long"] == [True, True]
         assert found["exhausted"]
         assert "serves another model" in found["unlike"]["model"]
-        assert "its num_hidden_layers is 2, the actor's 1" in found["unlike"]["model"]
+        assert "its num_hidden_layers is 2, but the actor's is 1" in found["unlike"]["model"]
         assert found["unlike"]["length"].endswith("start it with --max-model-len 9999, not 512")
         assert found["unlike"]["dtype"].endswith("start it with --dtype bfloat16, not torch.float32")
         assert re.match("RunError: .* rejected the request: .*600.*512", found["too long"])
         assert re.match('EngineDied: .* generated with the weights ."somebody else\'s"., not with', found["stale"])
-        assert re.match("RunError: the model changed .* in place of ", found["changed"])
+        assert re.match("RunError: the model changed .* expected .* got ", found["changed"])
         assert re.match(r"EngineDied: .* generated with the weights \['run \w+, version 8'\], not with", found["after"])
         for told in found["killed"]:
             assert re.match(f"EngineDied: the vLLM server at {url} cannot be reached", told)

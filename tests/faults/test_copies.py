@@ -67,7 +67,7 @@ def test_a_url_that_nobody_can_write_is_refused_before_training(tmp_path):
     trainer = quiet_trainer(
         callbacks=[kept], strategy="rlhf_single", enable_checkpointing=True, default_root_dir=tmp_path
     )
-    with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; give the URL of a folder that"):
+    with pytest.raises(ValueError, match=r"cannot copy to 'nowhere://bucket/run': .*; use the URL of a folder that"):
         kept.setup(trainer, None, "fit")
 
 
@@ -178,7 +178,7 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
     for resume in ("last", "run/checkpoints/last.ckpt"):
         assert forge.attempt(tmp_path, ppo(1, max_steps=3), resume=resume) == 2
         last = output(tmp_path).strip().splitlines()[-1]
-        assert "it has no manifest.json, its manifest is lost; resume from another" in last
+        assert "has no manifest.json: its manifest is lost; resume from another" in last
     assert rows(tmp_path) == table
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 

@@ -91,13 +91,13 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tm
         (truncated, "is damaged: v000002/state.pt does not have the size and SHA-256"),
         (lost, "is damaged: v000002/actor/optimizer.json is missing"),
         (added, "is damaged: v000002/actor/mine.safetensors was added"),
-        (garbled, "is damaged: manifest.json does not have the content"),
+        (garbled, "is damaged: manifest.json was changed"),
         (hostile, "is not a checkpoint of tensors and plain values"),
-        (with_right_sums("state.pt", {}), "is damaged: state.pt has no 'callbacks', which every run writes"),
-        (with_right_sums(SHARD, b"rubbish" * 9), "is not a file of safetensors"),
-        (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a file of safetensors"),
-        (with_right_sums("critic/optimizer.json", b"[" * 100_000), "is not the JSON of an optimizer's settings"),
-        (unfinished, "is incomplete: it has no manifest.json"),
+        (with_right_sums("state.pt", {}), "is damaged: state.pt lacks the key 'callbacks'"),
+        (with_right_sums(SHARD, b"rubbish" * 9), "is not a safetensors file"),
+        (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
+        (with_right_sums("critic/optimizer.json", b"[" * 100_000), "optimizer.json is not valid JSON"),
+        (unfinished, "has no manifest.json: its first save was interrupted"),
     ]:
         before = output(tmp_path)
         damage(tmp_path / LAST)

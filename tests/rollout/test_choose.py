@@ -46,8 +46,8 @@ def test_on_a_cpu_the_size_of_the_heads_decides(machine, changes, kind):
     assert type(engine) is kind
     if kind is TransformersEngine:
         size = changes.get("head_dim") or 16
-        assert reason.startswith("vLLM's CPU attention supports heads of (32, 64,")
-        assert reason.endswith(f"the actor's have {size}")
+        assert reason.startswith("vLLM's CPU attention supports head sizes (32, 64,")
+        assert reason.endswith(f"but the actor's is {size}")
 
 
 def test_on_a_gpu_the_size_of_the_heads_does_not_matter(machine):

@@ -197,7 +197,9 @@ def test_a_server_that_takes_no_weights_is_refused(make, stub):
 
 def test_a_server_of_another_model_is_refused_where_its_config_is_known(make, stub, tmp_path):
     setup_of(source_of(intermediate_size=64), tmp_path / "served")
-    with pytest.raises(ValueError, match=r"serves another model, .*: its intermediate_size is 64, the actor's 96"):
+    with pytest.raises(
+        ValueError, match=r"serves another model, .*: its intermediate_size is 64, but the actor's is 96"
+    ):
         make().wait()
     stub.config["model_config"]["model"] = str(tmp_path / "nowhere")
     assert make().wait()
@@ -300,7 +302,7 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
     stub.answers["/inference/v1/generate"] = lambda body: time.sleep(3)
     with pytest.raises(EngineDied, match="no response for 1 s"):
         engine.generate([[0], [1]], SAMPLING, range(2))
-    assert f"Waiting for 2 of 2 responses of {stub.url} for 0 s" in caplog.text
+    assert f"Waiting for 2 of 2 responses from {stub.url} for 0 s" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,7 @@ def test_a_server_that_hangs_is_an_error_when_timeout_ends_and_waiting_is_said(e
             500,
             {"error": {"message": "EngineDead"}},
             EngineDied,
-            "failed at .*generate: EngineDead; see the server's own output",
+            "failed at .*generate: EngineDead; see the server's log",
         ),
         (502, b"<html>", EngineDied, "failed at .*: <html>"),
     ],

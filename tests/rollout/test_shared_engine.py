@@ -57,7 +57,7 @@ def test_a_rank_that_is_gone_is_an_error_and_no_wait(tmp_path, monkeypatch):
         run_ranks("tests.rollout.shared_ranks:lose", 2)
     seconds, told = (tmp_path / "told").read_text().split(" ", 1)
     assert float(seconds) < 20
-    assert told.startswith("EngineDied: ranks 0 to 1 share an engine, and one of them has ended: ")
+    assert told.startswith("EngineDied: one of the ranks 0 to 1, which share an engine, has ended: ")
 
 
 def test_what_cannot_be_shared_is_refused():
@@ -122,7 +122,7 @@ def test_an_engine_sees_its_own_gpus_only(child_environment):
 def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert child_environment(("0",), 2)["CUDA_VISIBLE_DEVICES"] == "0,1"
-    with pytest.raises(ValueError, match="tensor_parallel_size 3 needs 3 GPUs, this engine has 2"):
+    with pytest.raises(ValueError, match="tensor_parallel_size 3 needs 3 GPUs, but this engine has 2"):
         child_environment(("0",), 3)
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"this engine has 1: .*SharedEngine\(VLLMEngine\(tensor_parallel_size=2\)"):

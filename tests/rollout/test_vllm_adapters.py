@@ -167,8 +167,8 @@ def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path)
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        (None, "^VLLMAdapterEngine pushes LoRA adapters, and the actor has none: set lora in its source, or use VLLME"),
-        (LoRA(513, 1), "^vLLM supports adapters up to rank 512, the actor's have 513: use VLLMEngine, which gets mer"),
+        (None, "^VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLME"),
+        (LoRA(513, 1), "^vLLM supports adapters up to rank 512, but the actor's have rank 513: use VLLMEngine"),
     ],
 )
 def test_what_vllm_could_not_swap_is_refused_before_it_starts(lora, message, tmp_path):

@@ -441,7 +441,7 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
     assert "enable_sleep_mode" not in VLLMEngine().llm_arguments(setup)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({"deterministic": True}, {"sleep_while_learning": True}):
-        told = f"VLLMEngine's {next(iter(options))} needs a GPU, and torch finds none on this machine: remove it"
+        told = f"VLLMEngine: {next(iter(options))} needs a GPU, but torch finds none on this machine: remove it"
         with pytest.raises(ValueError, match=told):
             VLLMEngine(**options).check(SamplingParams(1))
 
@@ -469,7 +469,7 @@ def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name in packages else [])
     monkeypatch.setattr(metadata, "version", packages.get)
-    told = "vLLM 0.32.0 is built for CUDA, and torch .* finds no GPU it can use: update the NVIDIA driver"
+    told = "vLLM 0.32.0 is built for CUDA, but torch .* finds no usable GPU: update the NVIDIA driver"
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
         VLLMEngine().check(SamplingParams(1))
     monkeypatch.setattr("lightning_rlhf.rollout.choose.vllm_installed", lambda: True)

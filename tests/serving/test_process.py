@@ -136,9 +136,9 @@ def test_vllm_runs_no_code_of_the_model_and_has_no_documentation_routes(tmp_path
         (["--host", "::ffff:10.0.0.1"], "::ffff:10.0.0.1 can be reached from other machines, so set a key"),
         (["--host", "0"], "0 can be reached from other machines, so set a key"),
         (["--host", "example.org"], "example.org can be reached from other machines, so set a key"),
-        (["--host", "0.0.0.0", "--api-key-env", "NOT_SET"], "NOT_SET must hold a key of at least 16 visible ASCII"),
-        (["--api-key-env", "SHORT"], "SHORT must hold a key of at least 16 visible ASCII"),
-        (["--api-key-env", "SPACED"], "SPACED must hold a key of at least 16 visible ASCII"),
+        (["--host", "0.0.0.0", "--api-key-env", "NOT_SET"], "NOT_SET must contain a key of at least 16 visible ASCII"),
+        (["--api-key-env", "SHORT"], "SHORT must contain a key of at least 16 visible ASCII"),
+        (["--api-key-env", "SPACED"], "SPACED must contain a key of at least 16 visible ASCII"),
         (["--api-key-file", "nowhere"], "key file nowhere not found"),
         (["--model", "runs/none/export"], "no model at 'runs/none/export'"),
         (["--api-key-file", "bytes"], "cannot read a key from bytes: 'utf-8' codec can't decode"),
@@ -178,7 +178,7 @@ def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_pa
     assert f"lightning-rlhf: cannot write the log {tmp_path}: Is a directory; choose another" in capsys.readouterr().err
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 80)
     assert command.run([*given, str(tmp_path / "log")]) == 2
-    assert "is too long a path for sockets: set TMPDIR to a shorter one" in capsys.readouterr().err
+    assert "is too long for sockets: set TMPDIR to a path of at most 56 characters" in capsys.readouterr().err
     assert not (tmp_path / "log").exists()
 
 

@@ -115,7 +115,7 @@ def test_every_flipped_bit_is_detected(io, path):
         damaged = bytearray(whole)
         damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"last\.ckpt is damaged: its SHA-256 is not the one written beside it"):
+        with pytest.raises(ValueError, match=r"last\.ckpt is damaged: its SHA-256 differs"):
             io.load_checkpoint(path)
 
 
@@ -147,9 +147,9 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(io, tmp_path,
         path.write_bytes(pickle.dumps(state, protocol=2))
     else:
         torch.save(state, path)
-    with pytest.raises(ValueError, match="is not a checkpoint of tensors and plain values, and nothing else is loaded"):
+    with pytest.raises(ValueError, match="tensors and plain values; other objects are not loaded"):
         io.load_checkpoint(path)
-    with pytest.raises(ValueError, match="nothing else is loaded"):
+    with pytest.raises(ValueError, match="other objects are not loaded"):
         io.load_checkpoint(path, weights_only=False)
     assert not proof.exists()
 

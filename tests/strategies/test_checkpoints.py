@@ -79,11 +79,11 @@ def test_validation_reads_weights_only_of_the_roles_that_it_has(saved):
 
 def test_a_run_that_trains_other_roles_is_told_which_there_are(saved, tmp_path):
     _, path = saved
-    with pytest.raises(ValueError, match=r"half\.ckpt holds actor, critic, and this run trains actor: it was written"):
+    with pytest.raises(ValueError, match=r"half\.ckpt contains actor, critic, but this run trains actor: use"):
         fit(ppo(GRPOModule), batches(1), ckpt=path, **MORE)
     trainer = fit(ppo(GRPOModule), batches(1), max_steps=1, **MORE)
     trainer.save_checkpoint(tmp_path / "actor.ckpt")
-    message = r"actor\.ckpt holds actor, and this run trains actor, critic: it was written by another kind of run"
+    message = r"actor\.ckpt contains actor, but this run trains actor, critic: use the module and configuration"
     with pytest.raises(ValueError, match=message):
         fit(ppo(), batches(1), ckpt=tmp_path / "actor.ckpt", **MORE)
     with pytest.raises(ValueError, match=message):
@@ -126,7 +126,7 @@ def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
     fit(again, batches(4)[2:] * 2, ckpt=tmp_path / "more.ckpt", max_steps=3, **MORE)
     assert int(again.count) == 3
     assert torch.equal(again.head.weight, module.head.weight)
-    with pytest.raises(ValueError, match="only the checkpoint has count: the checkpoint was written by another kind"):
+    with pytest.raises(ValueError, match="only the checkpoint has count: resume with the module and configuration"):
         fit(ppo(), batches(1), ckpt=tmp_path / "more.ckpt", **MORE)
     with pytest.raises(ValueError, match="only this run's module has count: the checkpoint was written by another"):
         fit(ppo(WithMore, kl_reward=KLTerm(0.1)), batches(1), ckpt=saved[1], **MORE)
@@ -135,7 +135,7 @@ def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
 def test_a_file_of_another_strategy_is_told_apart(tmp_path):
     fit(ppo(), batches(1), max_steps=1, max_epochs=-1).save_checkpoint(tmp_path / "plain.ckpt")
     assert (tmp_path / "plain.ckpt").is_file()
-    with pytest.raises(ValueError, match=r"plain\.ckpt is a file, and a checkpoint is a folder"):
+    with pytest.raises(ValueError, match=r"plain\.ckpt is a file, but a checkpoint is a folder"):
         fit(ppo(), batches(1), ckpt=tmp_path / "plain.ckpt", **MORE)
 
 

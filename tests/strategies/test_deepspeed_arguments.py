@@ -50,16 +50,16 @@ def test_without_deepspeed_a_sentence_says_how_to_install_it(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"stage": 0}, "stage must be 1, 2 or 3, got 0; to spread nothing, take rlhf_ddp"),
+        ({"stage": 0}, "stage must be 1, 2 or 3, got 0; use rlhf_ddp"),
         ({"stage": 2, "offload_params": True}, "offloads weights in stage 3 only, got stage 2"),
         ({"stage": 2, "offload_frozen": True}, "offloads weights in stage 3 only, got stage 2"),
         (
             {"over": {"gradient_clipping": 1.0}},
-            "'gradient_clipping', which would contradict the module's max_grad_norm",
+            "'gradient_clipping': set the module's max_grad_norm",
         ),
-        ({"over": {"bf16": {"enabled": True}}}, "'bf16', which would contradict the Trainer's precision"),
-        ({"over": {"optimizer": {}}}, "'optimizer', which would contradict the module's optimizer"),
-        ({"over": {"zero_optimization": {"stage": 1}}}, "zero_optimization.stage: give the argument stage"),
+        ({"over": {"bf16": {"enabled": True}}}, "'bf16': set the Trainer's precision"),
+        ({"over": {"optimizer": {}}}, "'optimizer': set the module's optimizer"),
+        ({"over": {"zero_optimization": {"stage": 1}}}, "zero_optimization.stage: set the argument stage"),
     ],
 )
 def test_what_contradicts_is_refused(options, sentence):

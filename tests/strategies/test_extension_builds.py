@@ -27,7 +27,7 @@ def lock(tmp_path, monkeypatch):
 
 def test_an_old_lock_that_no_process_holds_is_an_error_with_the_remedy(lock):
     os.utime(lock, (time.time() - 3600,) * 2)
-    with pytest.raises(RuntimeError, match=f"60 minutes old, .* Remove it: rm {lock}$"):
+    with pytest.raises(RuntimeError, match=f"60 minutes old and .* Remove it: rm {lock}$"):
         await_builds(["some_extension"], is_first=True)
 
 
@@ -35,7 +35,7 @@ def test_a_young_lock_is_waited_for_and_logged(lock, caplog, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.unlink())
     with caplog.at_level("INFO"):
         await_builds(["some_extension"], is_first=True)
-    assert f"Waiting for {lock}, which no process of this machine holds." in caplog.text
+    assert f"Waiting for the lock {lock}, which is not held by a process of this machine." in caplog.text
     assert "DeepSpeed compiles its extension some_extension" in caplog.text
 
 

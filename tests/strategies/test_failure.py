@@ -74,13 +74,13 @@ def test_every_rank_learns_the_exit_code_of_the_one_that_failed(ranks):
 def test_a_rank_leaves_with_the_code_that_it_learnt_and_repeats_no_mistake(monkeypatch, own, code, printed):
     said, left = [], []
     monkeypatch.setattr(failure, "_write_line", said.append)
-    monkeypatch.setattr(FailureWatch, "_end_soon", lambda watch: None)
+    monkeypatch.setattr(FailureWatch, "_exit_after_timeout", lambda watch: None)
     monkeypatch.setattr(FailureWatch, "_end_others", lambda watch: None)
     monkeypatch.setattr(os, "_exit", left.append)
     watch = FailureWatch(1, 2, 0)
     watch._reporting = own
-    watch._learn("rank 0 failed: why", code)
-    watch._leave()
+    watch._handle_failure("rank 0 failed: why", code)
+    watch._exit()
     assert left == [code]
     assert bool(said) is printed
 

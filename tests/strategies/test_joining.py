@@ -48,9 +48,9 @@ def test_processes_that_do_not_come_end_the_wait_with_the_address_and_the_remedy
             "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=timeout
         )
     assert where in caplog.text
-    assert "NODE_RANK from 0 to 1 (it is 0 here)" in caplog.text
+    assert "NODE_RANK from 0 to 1 (here 0)" in caplog.text
     assert str(end.value).startswith(where)
-    assert "; not all came within 2 s: " in str(end.value)
+    assert "; not all joined within 2 s: " in str(end.value)
 
 
 def test_processes_that_come_leave_nothing_on_the_screen(caplog, monkeypatch):

@@ -172,7 +172,7 @@ def test_a_first_save_that_was_interrupted_is_replaced_by_the_next(tmp_path):
 def test_no_version_is_removed_where_the_manifest_is_lost_until_a_newer_one_is_whole(path):
     (path / "manifest.json").unlink()
     assert not manifest.never_finished(path)
-    with pytest.raises(ValueError, match=r"it has no manifest\.json, its manifest is lost; resume from another"):
+    with pytest.raises(ValueError, match=r"has no manifest\.json: its manifest is lost; resume from another"):
         manifest.verified(path)
     manifest.remove_leftovers(path)
     version = manifest.begin(path)
@@ -188,7 +188,7 @@ def test_several_versions_are_kept_and_each_can_be_read_by_its_path(path):
     assert manifest.verified(path).name == "v000004"
     assert manifest.verified(path / "v000002") == path / "v000002"
     manifest.begin(path)
-    with pytest.raises(ValueError, match=r"v000005 of a checkpoint was never finished; .* v000004, v000003, v000002"):
+    with pytest.raises(ValueError, match=r"v000005 of a checkpoint is unfinished; .* v000004, v000003, v000002"):
         manifest.verified(path / "v000005")
     (path / "v000002/state.pt").write_bytes(b"other")
     with pytest.raises(ValueError, match=r"is damaged: v000002/state\.pt does not have the size"):
@@ -217,15 +217,15 @@ def rewritten(**changes):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (dangling, "state.pt is a link, and was written as a file"),
-        (brackets, "manifest.json does not have the content"),
-        (rewritten(format=None), "has format None, and this release reads 1"),
-        (rewritten(version=7), "names versions or files as no release"),
-        (rewritten(files=None), "names versions or files as no release"),
-        (rewritten(files={"/etc/passwd": {"bytes": 1, "sha256": ""}}), "names versions or files as no release"),
-        (rewritten(files={"a": {"bytes": "1", "sha256": ""}}), "names versions or files as no release"),
-        (rewritten(earlier=["v000001"]), "names versions or files as no release"),
-        (rewritten(version="../other"), "names versions or files as no release"),
+        (dangling, "state.pt is a symbolic link, but was written as a file"),
+        (brackets, "manifest.json was changed after it was written"),
+        (rewritten(format=None), "has format None, but this release reads format 1"),
+        (rewritten(version=7), "has invalid names of versions or files"),
+        (rewritten(files=None), "has invalid names of versions or files"),
+        (rewritten(files={"/etc/passwd": {"bytes": 1, "sha256": ""}}), "has invalid names of versions or files"),
+        (rewritten(files={"a": {"bytes": "1", "sha256": ""}}), "has invalid names of versions or files"),
+        (rewritten(earlier=["v000001"]), "has invalid names of versions or files"),
+        (rewritten(version="../other"), "has invalid names of versions or files"),
     ],
 )
 def test_a_damaged_or_rewritten_manifest_is_one_sentence(path, damage, sentence):
@@ -271,7 +271,7 @@ def test_every_flipped_bit_is_detected(path):
 def test_a_truncated_file_is_named(path, name, share):
     whole = (path / name).read_bytes()
     (path / name).write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(ValueError, match=f"the checkpoint {path} is damaged: {name} does not have"):
+    with pytest.raises(ValueError, match=f"the checkpoint {path} is damaged: {name} (does not have|was changed)"):
         manifest.verified(path)
 
 
@@ -289,18 +289,18 @@ def test_what_is_no_checkpoint_is_told_apart(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none\.ckpt"):
         manifest.verified(tmp_path / "none.ckpt")
     manifest.begin(tmp_path / "half.ckpt")
-    with pytest.raises(ValueError, match=r"half\.ckpt is incomplete: it has no manifest\.json"):
+    with pytest.raises(ValueError, match=r"half\.ckpt has no manifest\.json: its first save was interrupted"):
         manifest.verified(tmp_path / "half.ckpt")
     (tmp_path / "file.ckpt").touch()
-    with pytest.raises(ValueError, match=r"file\.ckpt is a file, and a checkpoint is a folder: it was written by"):
+    with pytest.raises(ValueError, match=r"file\.ckpt is a file, but a checkpoint is a folder: it was written by"):
         manifest.verified(tmp_path / "file.ckpt")
-    with pytest.raises(ValueError, match=r"file\.ckpt is a file, and a checkpoint is a folder: move it"):
+    with pytest.raises(ValueError, match=r"file\.ckpt is a file, but a checkpoint is a folder: move or remove"):
         manifest.begin(tmp_path / "file.ckpt")
 
 
 def test_another_format_says_which(path):
     manifest.write(path, {"format": 2, "version": "v000001", "files": {}})
-    with pytest.raises(ValueError, match="has format 2, and this release reads 1"):
+    with pytest.raises(ValueError, match="has format 2, but this release reads format 1"):
         manifest.verified(path)
 
 

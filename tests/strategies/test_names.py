@@ -59,7 +59,7 @@ def test_how_many_processes_the_trainers_arguments_make(monkeypatch, accelerator
 
 
 def test_one_process_refuses_several_devices():
-    with pytest.raises(ValueError, match="one process, the Trainer was given 2 devices: take rlhf_ddp"):
+    with pytest.raises(ValueError, match="one process, but the Trainer has 2 devices: use rlhf_ddp"):
         fit(PPOModule(TinyModel()), [rollout_of(responses(2, seed=0))], strategy="rlhf_single", devices=2)
 
 

@@ -151,15 +151,15 @@ def refused(module, optimizer, folder):
 def test_weights_of_another_model_are_refused_and_named(checkpoint):
     untied = OddRole()
     untied.head.weight = nn.Parameter(torch.zeros(19, 5))
-    assert "lacks 1 weights, the first is head.weight; it was written by another kind of run" in refused(
+    assert "lacks 1 weights, the first is head.weight; resume with the model that wrote it" in refused(
         untied, None, checkpoint
     )
     fewer = OddRole()
     del fewer.gain
-    assert "has, and this run's model has not, 1 weights, the first is gain" in refused(fewer, None, checkpoint)
+    assert "has, unlike this run's model, 1 weights, the first is gain" in refused(fewer, None, checkpoint)
     wider = OddRole()
     wider.up = nn.Linear(5, 8)
-    assert "the actor's up.weight has shape (14, 5) in the checkpoint and (8, 5) in this run's model" in refused(
+    assert "the actor's up.weight has shape (14, 5) in the checkpoint, but (8, 5) in this run's model" in refused(
         wider, None, checkpoint
     )
 
@@ -178,7 +178,7 @@ def test_another_optimizer_is_refused_and_one_that_keeps_the_same_state_is_not(c
 def test_other_groups_are_refused_and_finer_ones_are_not(checkpoint):
     role = OddRole()
     everything = [parameter for group in groups(role) for parameter in group]
-    assert "the actor's parameters lie in other groups" in refused(role, torch.optim.AdamW(everything), checkpoint)
+    assert "the optimizer groups of the actor differ" in refused(role, torch.optim.AdamW(everything), checkpoint)
     first, second = groups(role)
     finer = torch.optim.AdamW([{"params": first}, {"params": second[:1]}, {"params": second[1:]}])
     native_load(role, finer, checkpoint)
@@ -189,7 +189,7 @@ def test_weights_without_an_optimizer_are_read_but_not_trained_on(tmp_path):
     role = OddRole()
     folder = save(native_state(role, None), tmp_path / "last.ckpt") / "actor"
     other = OddRole(seed=1)
-    assert "weights of the actor and no optimizer" in refused(other, adamw(other), folder)
+    assert "weights of the actor but no optimizer" in refused(other, adamw(other), folder)
     native_load(other, None, folder)
     assert torch.equal(other.up.weight, role.up.weight)
 
@@ -253,10 +253,11 @@ def test_all_ranks_raise_what_one_rank_found(tmp_path):
     (damaged, elsewhere, failed), other = answers
     assert [damaged, elsewhere, failed] == other
     assert damaged.endswith(
-        "is damaged: v000001/b does not have the size and SHA-256 that it was written with; resume from another"
+        "is damaged: v000001/b does not have the size and SHA-256 in the manifest; resume from another one"
     )
-    assert "another process wrote shard-00002-x" in elsewhere
-    assert "choose a default_root_dir on a shared file system" in elsewhere
+    assert "shard-00002-x of the checkpoint" in elsewhere
+    assert "was written by another process" in elsewhere
+    assert "set default_root_dir to a folder on a file system shared by all nodes" in elsewhere
     assert failed == "only rank 1"
     assert Path(tmp_path, "last.ckpt", "v000001").is_dir()
 

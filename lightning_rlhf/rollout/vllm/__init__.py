@@ -1,1 +1,1 @@
-"""Rollout engines that run vLLM: in a process, in the trainer's process, or as a server."""
+"""Rollout engines that run vLLM: in a separate process, in the trainer's process, or as a server."""

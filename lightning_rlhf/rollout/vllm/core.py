@@ -1,4 +1,4 @@
-"""A vLLM engine with the few methods that are needed here. Importing this module imports vLLM."""
+"""Wrapper of ``vllm.LLM`` with the methods of rollouts. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_rlhf.rollout.vllm.sync import Slot
 
 
 class VLLMCore:
-    """One vLLM engine that its owner advances step by step.
+    """One vLLM engine, advanced by explicit calls of :meth:`step`.
 
     Args:
         arguments: arguments of ``vllm.LLM``.
@@ -41,38 +41,38 @@ class VLLMCore:
             self._asleep = True
 
     def load(self, weights: dict[str, Any], version: int) -> None:
-        """Load new weights from shared memory and drop every cached prefix of the old ones.
+        """Load new weights from shared memory and reset the prefix cache.
 
-        The memory of a sleeping engine's weights is allocated before they are loaded, that of its cache after it:
-        loading needs temporary memory.
+        For a sleeping engine, memory for weights is allocated before they are loaded, and memory for the cache after
+        that, because loading needs temporary memory.
 
         Args:
             weights: message of :class:`~lightning_rlhf.rollout.vllm.sync.WeightSender`.
             version: version of the policy.
 
         Raises:
-            RuntimeError: a cached prefix could not be dropped because requests are running.
+            RuntimeError: the prefix cache could not be reset because requests are running.
         """
         if self._asleep:
             self._llm.wake_up(["weights"])
         self._llm.collective_rpc("receive_weights", kwargs=weights)
         if self._asleep:
             if not self._llm.wake_up(["kv_cache"]):
-                raise RunError("vLLM did not wake up: some of its memory is still freed")
+                raise RunError("vLLM did not wake up: it could not allocate all of its memory")
             self._asleep = False
-        self._adapter = None  # vLLM drops it with the weights that it belongs to
+        self._adapter = None  # vLLM removes adapters when base weights are loaded
         self._reset_prefix_cache()
         self._version = version
 
     def swap(self, adapter: str, version: int) -> None:
-        """Generate with a LoRA adapter from now on, and drop every cached prefix.
+        """Load a LoRA adapter for all later requests and reset the prefix cache.
 
         Args:
             adapter: directory in peft's format; it may be overwritten after the call.
             version: version of the policy.
 
         Raises:
-            RuntimeError: vLLM rejected it, or a cached prefix could not be dropped because requests are running.
+            RuntimeError: vLLM rejected the adapter, or could not reset the prefix cache because requests are running.
         """
         if not self._engine.add_lora(LoRARequest("policy", 1, adapter, load_inplace=True)):
             raise RunError(f"vLLM rejected the adapter in {adapter}")
@@ -88,16 +88,16 @@ class VLLMCore:
         """Load the same weights again and check that all of them are read.
 
         Returns:
-            Name of the first parameter that is not read completely; None if no loss is known.
+            Name of the first parameter that is not read completely; None if all are, as far as known.
         """
         counts = self._llm.collective_rpc("trace_weights", kwargs=weights)
         slots = [Slot(**slot) for slot in weights["layout"]]
-        # Tensor-parallel workers read a part of each parameter, and copies of some.
+        # Tensor-parallel workers each read a part of a parameter, and replicate some parameters.
         complete = [sum(by_worker) >= slot.numel for slot, *by_worker in zip(slots, *counts, strict=True)]
-        return next((slot.name for slot, whole in zip(slots, complete, strict=True) if not whole), None)
+        return next((slot.name for slot, is_read in zip(slots, complete, strict=True) if not is_read), None)
 
     def add(self, requests: list[dict[str, Any]]) -> None:
-        """Queue all requests or, if one is rejected, none.
+        """Queue requests; if one is rejected, abort all of them.
 
         Args:
             requests: dicts with ``id``, ``prompt``, ``seed`` and the fields of ``sampling``.
@@ -115,7 +115,7 @@ class VLLMCore:
             seed=request["seed"],
             logprobs=0,
             detokenize=False,
-            ignore_eos=True,  # the end token of config.json ends a response only if it is among the stop tokens
+            ignore_eos=True,  # stop only at the stop tokens of the request, not at the EOS token of config.json
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -128,7 +128,7 @@ class VLLMCore:
         return self._engine.has_unfinished_requests()
 
     def step(self) -> Iterator[dict[str, Any]]:
-        """Advance all requests by a token; yield the finished completions."""
+        """Advance all requests by one token and yield the finished completions."""
         for output in self._engine.step():
             if output.finished:
                 sample = output.outputs[0]

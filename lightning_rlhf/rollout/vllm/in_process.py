@@ -1,4 +1,4 @@
-"""vLLM as rollout engine in the trainer's process."""
+"""Rollout engine that runs vLLM in the trainer's process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_rlhf.types import Completion, SamplingParams
 
 
 class InProcessVLLMEngine(VLLMEngine):
-    """vLLM in the trainer's process: for debugging both together, and where processes are forbidden.
+    """vLLM in the trainer's process, for debugging and for systems that do not allow child processes.
 
-    The random state is restored after every call. Threads and torch.distributed stay as vLLM changes them.
+    The random state is restored after every call; vLLM's changes of threads and torch.distributed are not undone.
 
     Args:
-        gpu_memory_utilization: fraction of a GPU's memory, as for :class:`VLLMEngine`.
+        gpu_memory_utilization: argument of :class:`VLLMEngine`.
         tensor_parallel_size: must be 1.
-        arguments: further arguments of ``vllm.LLM``; they override ours.
+        arguments: argument of :class:`VLLMEngine`.
     """
 
     def __init__(
@@ -39,7 +39,10 @@ class InProcessVLLMEngine(VLLMEngine):
     ) -> None:
         super().__init__(gpu_memory_utilization, tensor_parallel_size, arguments=arguments)
         if tensor_parallel_size != 1:
-            raise UsageError("an engine in the trainer's process cannot use several devices; use VLLMEngine")
+            raise UsageError(
+                f"an engine in the trainer's process cannot use several devices, got tensor_parallel_size "
+                f"{tensor_parallel_size}: use VLLMEngine"
+            )
         self._core: Any = None
 
     def start(self, setup: EngineSetup) -> None:
@@ -91,7 +94,7 @@ class InProcessVLLMEngine(VLLMEngine):
             return cast("str | None", self._core.first_lost(self._sender.message))
 
     def close(self) -> None:
-        """Drop the engine."""
+        """Free the engine."""
         self._core = None
         super().close()
 

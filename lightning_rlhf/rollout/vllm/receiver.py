@@ -1,4 +1,4 @@
-"""Reception of weights in vLLM's worker; vLLM imports this module by its name."""
+"""Loading of pushed weights in vLLM's worker; vLLM imports this module by its name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
 
-_PROBED_COLUMNS = 64  # a copy of old weights differs in every column
+_PROBED_COLUMNS = 64  # enough to detect a copy of old weights, which differ in every column
 
 
 class WeightReceiver:
     """Methods that vLLM adds to its worker class."""
 
     model_runner: Any
-    reload_weights: Any  # vLLM's own, which makes its configuration the current one for kernels that read it
+    reload_weights: Any  # method of vLLM's worker; it also activates vLLM's configuration, which some kernels read
     _memory: Tensor | None = None
 
     def receive_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> None:
-        """Load all parameters from shared memory, and update packed copies of them."""
+        """Load all parameters from shared memory and update packed copies of them."""
         if self._memory is None or len(self._memory) != nbytes:
             self._memory = map_memory(path, nbytes)
         self.reload_weights(weights_iterator=read_slots(self._memory, layout))
@@ -33,7 +33,7 @@ class WeightReceiver:
         """Load all parameters again and count the elements that are read.
 
         Returns:
-            Number of elements that were read of each parameter.
+            Number of elements read of each parameter.
         """
         assert self._memory is not None
         trace = _Trace(self.model_runner.model, self._memory, [slot["offset"] for slot in layout])
@@ -43,7 +43,7 @@ class WeightReceiver:
 
 
 class _Trace(TorchDispatchMode):
-    """Record of the elements of the shared memory that are read while weights are loaded, and of packed layers.
+    """Recorder of the elements of the shared memory that are read while weights are loaded.
 
     Args:
         model: vLLM's model.
@@ -56,9 +56,9 @@ class _Trace(TorchDispatchMode):
         self._memory = memory
         self._offsets = offsets
         self._packed: list[Any] = [module for module in model.modules() if hasattr(module, "cpu_linear")]
-        # Layer, first row that was filled, index of the parameter, value.
+        # For each copy into a packed layer: layer, first row, index of the parameter, value.
         self._filled: list[tuple[Any, int, int, Tensor]] = []
-        # Elements of each piece of a parameter; a piece counts once, however often it is read.
+        # Number of elements by piece of each parameter; a piece that is read twice counts once.
         self._read: list[dict[Any, int]] = [{} for _ in offsets]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,8 +75,8 @@ class _Trace(TorchDispatchMode):
         return result
 
     def _reads_values(self, func: Any, result: Any) -> bool:
-        """Return whether an operation reads values: not if it makes a view, an empty tensor, or one without data."""
-        # Before vLLM loads into a layer, it loads into a copy of it that has no data, in order to count.
+        """Return whether an operation reads values; those that create a view, an empty or a meta tensor do not."""
+        # vLLM first loads into a meta copy of a layer, to count its parameters.
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         name = func.name()
         return not (
@@ -92,7 +92,7 @@ class _Trace(TorchDispatchMode):
                 self._filled.append((layer, row, index, source.to(target.dtype)))
 
     def counts(self) -> list[int]:
-        """Return the elements read of each parameter; 0 where a layer on a CPU computes with an old packed copy."""
+        """Return the number of elements read of each parameter; 0 if a CPU layer computes with an old packed copy."""
         counts = [sum(pieces.values()) for pieces in self._read]
         for owner, row, index, weight in self._filled:
             for layer in self._packed:
@@ -107,7 +107,7 @@ def _same_storage(left: Tensor, right: Tensor) -> bool:
 
 
 def _computes_with(layer: Any, row: int, weight: Tensor) -> bool:
-    """Return whether a layer's rows from ``row`` on are the weight: unit vectors return some columns exactly."""
+    """Return whether a layer computes with a weight in its rows from ``row``; unit vectors probe some columns."""
     width = weight.shape[1]
     columns = torch.linspace(0, width - 1, min(width, _PROBED_COLUMNS)).long()
     outputs = layer.cpu_linear(nn.functional.one_hot(columns, width).to(weight.dtype), layer.weight, None)
@@ -121,7 +121,7 @@ def repack(model: nn.Module) -> None:
 
 
 def repack_tied_head(model: nn.Module) -> None:
-    """Pack a head that is tied to the embedding again: on CPUs vLLM 0.32 keeps the packed copy of the old weights."""
+    """Update the packed copy of a head that is tied to the embedding."""
     module: Any
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
@@ -129,7 +129,7 @@ def repack_tied_head(model: nn.Module) -> None:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Pack experts in the order in which they are multiplied: on CPUs vLLM 0.32 does so for the first weights only."""
+    """Update the packed copies of experts."""
     method: Any
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -138,6 +138,6 @@ def repack_experts(model: nn.Module) -> None:
 
 
 def layer_is_on_cpu(layer: Any) -> bool:
-    """Return whether a layer has experts in the CPU's memory."""
+    """Return whether a layer has experts in host memory."""
     weight = getattr(layer, "w13_weight", None)
     return isinstance(weight, Tensor) and weight.device.type == "cpu"

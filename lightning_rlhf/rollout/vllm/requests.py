@@ -20,7 +20,7 @@ def check_temperature(sampling: SamplingParams) -> None:
     """Validate that vLLM supports a temperature.
 
     Raises:
-        ValueError: it is neither 0 nor within vLLM's bounds.
+        ValueError: the temperature is neither 0 nor within vLLM's bounds.
     """
     if sampling.temperature and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
         raise UsageError(
@@ -32,7 +32,7 @@ def check_temperature(sampling: SamplingParams) -> None:
 def as_requests(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return one request per prompt with vLLM's names of the sampling parameters."""
+    """Return one request per prompt, with the names of vLLM's sampling parameters."""
     fields = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -55,11 +55,11 @@ def as_completion(message: dict[str, Any]) -> Completion:
 
 
 def as_completed_with_heartbeat(futures: Collection[Future[T]], seconds: float) -> Iterator[Future[T] | None]:
-    """Yield each future once it is done, and None every few seconds while some are not.
+    """Yield each future when it is done, and None at intervals while others are pending.
 
     Args:
         futures: futures in any state.
-        seconds: time between two None.
+        seconds: interval in seconds.
     """
     pending = set(futures)
     while pending:

@@ -26,27 +26,26 @@ from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 log = logging.getLogger(__name__)
 
-# With a launcher's variables the child would join the trainer's process group; with the seed it would be reseeded.
+# A launcher's variables would make the child join the trainer's process group, the seed would reseed it.
 _NOT_INHERITED = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED", "LD_PRELOAD",
 )  # fmt: skip
 _CLOSE_SECONDS = 10
-_GROUP_SECONDS = 1  # time for the worker's children to end and clean up before they are killed
+_GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _HEARTBEAT_SECONDS = 60
 _LOG_TAIL = 2000
 
 
 class EngineProcess:
-    """A child process that runs a worker module, takes commands, and reports its death as :class:`EngineDied`.
+    """A child process that runs a worker module; if it ends, all pending futures raise :class:`EngineDied`.
 
-    A thread reads the worker's messages. The socket pair reaches its end as soon as the worker has ended, however that
-    happened, so no pending future outlives it.
+    A thread reads the worker's messages from a socket pair, which is closed when the worker ends for any reason.
 
     Args:
         module: module to run, for example ``lightning_rlhf.rollout.vllm.worker``.
         arguments: content of the first message.
-        environment: variables of the child in addition to the inherited ones.
+        environment: environment variables to add to the inherited ones.
         log: file for the child's output.
     """
 
@@ -101,12 +100,12 @@ class EngineProcess:
         description: str,
         on_result: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Wait for all futures without a limit, and log it every minute: a silent engine may work, or hang.
+        """Wait for all futures without a time limit; log a line every minute.
 
         Args:
             futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`.
-            description: short description of the futures for the log.
-            on_result: called with the index of a future and its result as soon as that is available.
+            description: description of the futures for the log, after "Waiting for".
+            on_result: callback with the index of a future and its result, called as soon as it is available.
 
         Returns:
             The results, in the order of the futures.
@@ -129,11 +128,11 @@ class EngineProcess:
         for future in futures:
             error = future.exception()
             if error is not None:
-                raise error  # raised here, so that its traceback ends in this package
+                raise error  # not by future.result(): the traceback should end in this package
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Request the end of the worker, and kill it if it does not end; kill one that is still starting at once."""
+        """End the worker, and kill it if it is still starting or does not end in time."""
         if self.ready.done():
             self._send({"kind": "close"})
         else:
@@ -142,11 +141,11 @@ class EngineProcess:
             self.process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
-        self._reader.join(_CLOSE_SECONDS)  # or it would read from the next file that gets the same descriptor
+        self._reader.join(_CLOSE_SECONDS)  # before closing: a new file could reuse the descriptor it reads from
         self._connection.close()
 
     def _kill(self) -> int:
-        """Kill the worker and its children, which are in its session."""
+        """Kill the worker's process group and return the worker's exit code."""
         self._signal_group(signal.SIGKILL)
         return self.process.wait()
 
@@ -159,14 +158,14 @@ class EngineProcess:
         return True
 
     def _end_group(self) -> None:
-        """End the children that the worker left running."""
-        end = time.monotonic() + _GROUP_SECONDS
-        while self._signal_group(0) and time.monotonic() < end:
+        """End the worker's remaining children."""
+        deadline = time.monotonic() + _GROUP_SECONDS
+        while self._signal_group(0) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._signal_group(signal.SIGKILL)
 
     def _new_future(self) -> tuple[str, Future[dict[str, Any]]]:
-        with self._pending_lock:  # or a future could be added after the reading thread has failed all of them
+        with self._pending_lock:  # otherwise a future could be added after _fail_all, and never finish
             if self._death is not None:
                 raise self._death
             identity = str(next(self._ids))
@@ -175,7 +174,7 @@ class EngineProcess:
             return identity, future
 
     def _send(self, message: dict[str, Any]) -> None:
-        # A broken pipe means that the worker has ended: the reading thread detects that too, and fails every future.
+        # A broken pipe means that the worker has ended; the reading thread detects that and fails all futures.
         with self._send_lock, contextlib.suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
 
@@ -206,14 +205,14 @@ class EngineProcess:
         """Set :class:`EngineDied` on all futures."""
         try:
             code = self.process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # it closed the connection without ending
+        except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
             code = self._kill()
-        end = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
+        cause = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
         tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
         shown = f", and ends:\n{tail}" if tail else ""
         with self._pending_lock:
             self._death = EngineDied(
-                f"the engine process {self.process.pid} died: {end}; its log is {self._log}{shown}"
+                f"the engine process {self.process.pid} died: {cause}; its log is {self._log}{shown}"
             )
         for future in [self.ready, *self._pending.values()]:
             if not future.done():

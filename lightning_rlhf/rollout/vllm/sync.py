@@ -1,7 +1,7 @@
-"""Weights from trainer to vLLM through shared memory: one copy, no disk, no serialisation.
+"""Transfer of weights from the trainer to vLLM through shared memory: one copy, without disk or serialization.
 
-The memory is anonymous (memfd): it needs no space in ``/dev/shm``, has no name that could be left over, and is freed
-with the last process that maps it. Receivers open it as ``/proc/<trainer>/fd/<n>``.
+The memory is anonymous (memfd), so it does not use ``/dev/shm`` and is freed when the last process that maps it ends.
+Receivers open it as ``/proc/<trainer>/fd/<n>``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ALIGNMENT = 64
 
 
 class PublishedNames:
-    """Conversion of a model's tensors to the names and shapes of its published files, which vLLM loads.
+    """Conversion of a model's tensors to the names and shapes of checkpoint files, which vLLM's loaders expect.
 
-    transformers stacks the experts of a layer into one tensor; files contain one tensor per expert, and vLLM's loaders
-    expect these. The conversion is the one that transformers does when it saves the model.
+    For example, transformers stacks the experts of a layer into one tensor, but files contain one tensor per expert.
+    The conversion is the same as in ``save_pretrained``.
 
     Args:
         directory: directory of the model's ``config.json``.
@@ -42,46 +42,45 @@ class PublishedNames:
             self._model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         published = {name: set(self._published(name, tensor)) for name, tensor in whole_tensors(self._model)}
         counts = Counter(name for names in published.values() for name in names)
-        # Several tensors that become one of a file cannot be converted one by one, and keep their names.
+        # Tensors that are merged into one tensor of a file cannot be converted one by one and keep their names.
         self._changed = {
             name for name, names in published.items() if names != {name} and all(counts[new] == 1 for new in names)
         }
 
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Convert the tensors; those with names that the model does not have are not changed.
+        """Convert tensors; those with unknown names are not changed.
 
         Args:
-            tensors: (name in the model, tensor), each valid only until the next.
+            tensors: (name in the model, tensor); each tensor is valid only until the next one.
 
         Yields:
-            (name in files, tensor), each valid only until the next.
+            (name in files, tensor); each tensor is valid only until the next one.
         """
         for name, tensor in tensors:
             if name in self._changed:
                 yield from self._published(name, tensor).items()
             else:
                 yield name, tensor
-            del tensor  # or two would be held while the next is gathered
+            del tensor  # free it before the next one is gathered
 
     def _published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         return dict(revert_weight_conversion(self._model, {name: tensor}))
 
 
 def in_dtype(parameters: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters with matrices cast to the engine's dtype, so that no more bytes are sent than it keeps.
+    """Yield the parameters with matrices cast to the engine's dtype, to transfer fewer bytes.
 
-    Vectors (norms, biases, the routing bias of experts) stay as they are: they are small, and engines keep some of them
-    in float32.
+    Vectors (norms, biases) are not cast: they are small, and engines keep some of them in float32.
 
     Args:
-        parameters: (name, tensor), each valid only until the next.
+        parameters: (name, tensor); each tensor is valid only until the next one.
         dtype: dtype of the engine's weights, for example ``bfloat16``.
     """
     for name, tensor in parameters:
         if tensor.ndim > 1 and tensor.is_floating_point():
             tensor = tensor.to(getattr(torch, dtype))
         yield name, tensor
-        del tensor  # or two would be held while the next is gathered
+        del tensor  # free it before the next one is gathered
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def map_memory(path: str, nbytes: int) -> Tensor:
 
 
 def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, view) of every parameter, in the order in which they were written."""
+    """Yield (name, view of the memory) of every parameter, in the order of writing."""
     for slot in layout:
         yield slot["name"], Slot(**slot).view(memory)
 
@@ -147,13 +146,14 @@ class WeightSender:
         """Copy all parameters into the memory.
 
         Args:
-            parameters: (name, tensor), each needed only until the next; the same ones at every call.
+            parameters: (name, tensor) with the same names, dtypes, shapes and order in every call; each tensor is read
+                before the next one is requested.
 
         Returns:
             :attr:`message`.
 
         Raises:
-            RuntimeError: the parameters are not those of the first call.
+            RuntimeError: the parameters differ from those of the first call.
         """
         if self._slots:
             self._replace_all(parameters)
@@ -174,12 +174,12 @@ class WeightSender:
             if slot is None or slot != Slot.for_tensor(name, tensor, slot.offset):
                 raise _changed_parameter(Slot.for_tensor(name, tensor), slot)
             slot.view(self._memory).copy_(tensor)
-            del tensor  # or two would be held while the next is gathered
+            del tensor  # free it before the next one is gathered
         if (missing := next(slots, None)) is not None:
             raise _changed_parameter(None, missing)
 
     def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        # The memory grows by one parameter at a time, because a sharded role never holds them all.
+        # The total size is unknown: parameters of a sharded role are gathered one at a time.
         self._file = os.memfd_create("lightning_rlhf_weights")
         end = 0
         for name, tensor in parameters:
@@ -211,5 +211,5 @@ class WeightSender:
 
 def _changed_parameter(new: Slot | None, old: Slot | None) -> RuntimeError:
     return RunError(
-        f"the model changed between two pushes: got {new or 'no parameter'} in place of {old or 'no parameter'}"
+        f"the model changed between two pushes: expected {old or 'no more parameters'}, got {new or 'no parameter'}"
     )

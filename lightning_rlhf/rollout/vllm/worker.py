@@ -1,8 +1,8 @@
-"""The engine process: runs vLLM for one trainer, over a socket pair. Started by :mod:`.supervisor`.
+"""Main program of the engine process, which runs vLLM for one trainer. Started by :mod:`.supervisor`.
 
-Messages are JSON, one object each. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``, ``add``,
-``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (of one command), ``fatal`` (of the engine; the
-process then ends).
+Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``,
+``add``, ``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (a command failed), ``fatal`` (the
+engine failed and the process ends).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def main(descriptor: int) -> int:
     """Execute commands until the trainer closes its end of the socket.
 
     Args:
-        descriptor: the inherited end of the socket pair.
+        descriptor: inherited file descriptor of the socket.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # never outlive the trainer
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the trainer
     connection = Connection(descriptor)
 
     def send(kind: str, **fields: Any) -> None:
@@ -76,7 +76,7 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
 
 
 if __name__ == "__main__":
-    # Shutting the interpreter down takes vLLM seconds, and nothing is left to save.
+    # Skip the regular shutdown of Python, which takes seconds with vLLM.
     status = main(int(sys.argv[1]))
     sys.stdout.flush()
     os._exit(status)

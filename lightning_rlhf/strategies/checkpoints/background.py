@@ -18,14 +18,14 @@ from lightning_rlhf.strategies.checkpoints.role_files import RoleState
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved.
+    """Options of saving a checkpoint.
 
     Args:
-        keep: versions to keep, at least 1.
-        background: copy the roles to host memory and write them while training continues. Costs that copy; the next
-            save, and the end of the run, wait for it.
-        published: called on rank 0 with the folder of a version once it counts.
-        above: number that new versions exceed, because a copy elsewhere has versions up to it.
+        keep: number of versions to keep, at least 1.
+        background: whether to copy the roles to host memory and write them while training continues. The next save
+            and the end of the run wait for it.
+        published: function called on rank 0 with the folder of each published version.
+        above: number that new versions exceed, because a remote copy has versions up to it.
     """
 
     keep: int = 1
@@ -35,7 +35,7 @@ class SaveOptions:
 
 
 class BackgroundSave:
-    """At most one save at a time, in a thread whose failure is raised by the next call."""
+    """Runs one save at a time in a thread; :meth:`finish` raises its error."""
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -43,27 +43,27 @@ class BackgroundSave:
         self._group: Any = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Run a function in the thread. All ranks, and not before :meth:`finish`.
+        """Run a function in the thread; call :meth:`finish` before the next one. All ranks.
 
         Args:
-            work: exchanges values through :mod:`lightning_rlhf.strategies.ranks` only.
+            work: function that uses only the collectives in :mod:`lightning_rlhf.strategies.ranks`.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "checkpoint")
-            # The thread's collectives would otherwise mix with those of training.
+            # A separate group, because the thread's collectives must not mix with those of training.
             self._group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
-        # warnings.catch_warnings changes all threads at once, so the thread cannot use it.
+        # warnings.catch_warnings affects all threads, so the thread cannot use it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._running = self._executor.submit(self._run, work)
 
     def finish(self, wait: bool = True) -> None:
-        """Wait for the function, and raise its error.
+        """Wait for the function and raise its error.
 
         Args:
-            wait: False returns at once where the work is not done yet.
+            wait: whether to wait; False returns at once if the function is still running.
         """
         if self._running is not None and (wait or self._running.done()):
-            futures.wait([self._running])  # a signal may end this wait, and the next one still has the work
+            futures.wait([self._running])  # if a signal interrupts this, _running is kept for the next call
             running, self._running = self._running, None
             running.result()
 
@@ -76,8 +76,8 @@ def in_host_memory(state: RoleState, tensors: bool = True) -> RoleState:
     """Return a copy of a role's state in host memory, which training does not change.
 
     Args:
-        state: this rank's part.
-        tensors: False leaves out the tensors, where another rank writes the same ones.
+        state: this rank's part of the role's state.
+        tensors: whether to copy tensors; False if another rank writes the same ones.
     """
     if state.copied:
         return state

@@ -1,4 +1,4 @@
-"""Checkpoint files that are whole or absent, and are never unpickled into code."""
+"""Checkpoint files: atomic writes, checksums, and loading without running pickled code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_rlhf.expected_errors import MissingFileError, UsageError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, syncs, then renames; reads tensors and plain values only, after checking the bytes.
+    """Writes files atomically with a SHA-256 in ``x.ckpt.sha256``; loads only tensors and plain values.
 
-    Lightning writes through the system's temporary folder, which is not atomic across filesystems, and stores no
-    checksum. Beside each ``x.ckpt`` lies ``x.ckpt.sha256``.
+    Lightning writes through the system's temporary folder, which is not atomic across filesystems, and without a
+    checksum.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Replace the file atomically; a process that is killed meanwhile leaves the previous one."""
+        """Replace the file atomically: if the process is killed, the previous file is still valid."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".new")
@@ -30,8 +30,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
             os.fsync(file.fileno())
         total = digest(draft)
-        # From here to the rename the path may be found with either content. All sums known so far are kept until then:
-        # the last of them can belong to a draft that an earlier process did not live to rename.
+        # Until the rename is complete, the file may have its old or its new content, so both digests are valid. The
+        # stored list may also contain the digest of a draft whose process was killed before the rename.
         known = _sums(path) or ([digest(path)] if path.is_file() else [])
         _write_sums(path, [*known, total])
         os.replace(draft, path)
@@ -53,7 +53,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         expected = _sums(path)
         if expected and digest(path) not in expected:
             raise UsageError(
-                f"the checkpoint {path} is damaged: its SHA-256 is not the one written beside it; resume from another"
+                f"the checkpoint {path} is damaged: its SHA-256 differs from that in {path.name}.sha256; "
+                f"resume from another one"
             )
         return load_plain(path, map_location)
 
@@ -67,13 +68,13 @@ def load_plain(path: Path, map_location: Any = None) -> dict[str, Any]:
     """Load tensors and plain values of a file.
 
     Raises:
-        ValueError: it holds anything else.
+        ValueError: the file contains other objects or is damaged.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise UsageError(
-            f"{path} is not a checkpoint of tensors and plain values, and nothing else is loaded, because it could "
+            f"{path} is not a checkpoint of tensors and plain values; other objects are not loaded, because they could "
             f"run code: {str(error).strip().splitlines()[0] if str(error).strip() else 'the file is empty'}"
         ) from None
     return state
@@ -89,8 +90,8 @@ def digest(path: Path) -> str:
 
 
 def _sums(path: Path) -> list[str]:
-    beside = path.with_name(path.name + ".sha256")
-    return beside.read_text().split() if beside.is_file() else []
+    file = path.with_name(path.name + ".sha256")
+    return file.read_text().split() if file.is_file() else []
 
 
 def _write_sums(path: Path, digests: list[str]) -> None:
@@ -104,7 +105,7 @@ def _write_sums(path: Path, digests: list[str]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put a folder's list of files on disk."""
+    """Sync a folder's directory entries to disk."""
     folder = os.open(path, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)

@@ -1,16 +1,16 @@
-"""Checkpoint folders of which the last finished version counts: files of that version, named and summed in a manifest.
+"""Versioned checkpoint folders with a manifest: the current version, and sizes and digests of all files.
 
 ::
 
-    last.ckpt/manifest.json          which version counts; size and SHA-256 of the files of each kept version
-    last.ckpt/v000007/...            that version
-    last.ckpt/v000006/...            an earlier one, where several are kept; ``last.ckpt/v000006`` is its path
-    last.ckpt/v000008/...            one that is being written, or whose writer was killed: it counts for nothing
-    last.ckpt/first-save             there until the first manifest is written
+    last.ckpt/manifest.json          the current version; size and SHA-256 of the files of each kept version
+    last.ckpt/v000007/...            the current version
+    last.ckpt/v000006/...            an earlier version, if several are kept; ``last.ckpt/v000006`` can be loaded too
+    last.ckpt/v000008/...            an unfinished version, which is ignored
+    last.ckpt/first-save             mark of a first save, removed after the first manifest is written
 
-The manifest is replaced in one step when all files of a version are on disk, so a save that is interrupted at any
-point leaves the previous version whole and its own is never taken for complete. No version is removed before a newer
-one is whole, and none where the manifest is lost or cannot be read.
+The manifest is replaced atomically when all files of a version are on disk, so an interrupted save leaves the previous
+version current and intact. Versions are removed only after a newer one is published, and not if the manifest is missing
+or damaged.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ NAME = "manifest.json"
 _FIRST = "first-save"
 _FORMAT = 1
 _VERSION = re.compile(r"v(\d{6,})")
-_SHARD = re.compile(r"shard-(\d+)-")  # what torch calls the files of rank N - 1
+_SHARD = re.compile(r"shard-(\d+)-")  # torch's file names; shard N is written by rank N - 1
 
 
 def exists(path: Path) -> bool:
-    """Return whether a checkpoint was ever finished here."""
+    """Return whether a folder has a finished checkpoint."""
     return (path / NAME).is_file()
 
 
 def is_version(name: str) -> bool:
-    """Return whether a folder of this name contains a version."""
+    """Return whether a name is that of a version's folder, such as ``v000007``."""
     return _VERSION.fullmatch(name) is not None
 
 
 def kept_versions(path: Path) -> list[str]:
-    """Return the names of the finished versions, the one that counts first; none without a readable manifest."""
+    """Return the names of the finished versions, the current one first; empty without a readable manifest."""
     return list(_earlier(path))
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of the version that counts; None without a manifest, or with one that cannot be read."""
+    """Return the step of the current version; None without a readable manifest."""
     try:
         return read(path).get("step") if exists(path) else None
     except ValueError:
@@ -61,9 +61,9 @@ def step_of(path: Path) -> int | None:
 
 
 def never_finished(path: Path) -> bool:
-    """Return whether the folder is empty, or has only the files of an interrupted first save.
+    """Return whether a folder is missing, empty, or has only the files of an interrupted first save.
 
-    A folder without a manifest and without the mark of a first save has lost its manifest.
+    Any other folder without a manifest has lost its manifest.
     """
     if path.is_symlink() or path.is_file() or exists(path):
         return False
@@ -73,10 +73,10 @@ def never_finished(path: Path) -> bool:
 def remove_leftovers(path: Path) -> None:
     """Remove the files of interrupted saves.
 
-    Nothing is removed where the manifest is lost or cannot be read, because any version may then be the one to keep.
+    Nothing is removed without a readable manifest, because any version may then be the current one.
 
     Args:
-        path: folder of the checkpoint; may be absent.
+        path: folder of the checkpoint, which may be missing.
     """
     if not exists(path):
         return
@@ -96,15 +96,15 @@ def begin(path: Path, above: int = 0) -> Path:
 
     Args:
         path: folder of the checkpoint.
-        above: number that the new version exceeds, because a copy elsewhere has versions up to it.
+        above: number that the new version exceeds, because a remote copy has versions up to it.
 
     Raises:
-        ValueError: a file is in the way.
+        ValueError: the path is a file.
     """
 
     def prepare() -> str:
         if path.is_file():
-            raise UsageError(f"{path} is a file, and a checkpoint is a folder: move it out of the way")
+            raise UsageError(f"{path} is a file, but a checkpoint is a folder: move or remove the file")
         remove_leftovers(path)
         if never_finished(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -120,27 +120,27 @@ def begin(path: Path, above: int = 0) -> Path:
 
 
 def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
-    """Make a fully written version the one that counts, then remove those that are too old. All ranks.
+    """Make a completely written version current, then remove old versions. All ranks.
 
-    Each rank syncs and sums the files that it wrote itself.
+    Each rank syncs and digests the files that it has written.
 
     Args:
-        version: folder of it.
-        keep: versions to keep, this one included, at least 1.
-        step: step of the run, for information; None leaves it out.
+        version: folder of the version.
+        keep: number of versions to keep, including this one, at least 1.
+        step: step of the run, for information; None if unknown.
 
     Raises:
-        ValueError: the ranks did not write into one folder.
+        ValueError: the folder is not on a file system shared by all ranks.
     """
-    written = ranks.from_all_ranks(ranks.raise_on_all_ranks(lambda: _summed(version)))
+    written = ranks.from_all_ranks(ranks.raise_on_all_ranks(lambda: _digests(version)))
 
     def finish() -> None:
         files = {name: entry for part in written for name, entry in part.items()}
         for name, entry in files.items():
             if not (version / name).is_file() or (version / name).stat().st_size != entry["bytes"]:
                 raise UsageError(
-                    f"another process wrote {name} of the checkpoint {version.parent}, and here it is not to be seen: "
-                    f"every node must see the same folder, choose a default_root_dir on a shared file system"
+                    f"{name} of the checkpoint {version.parent} was written by another process, but is missing or "
+                    f"incomplete on rank 0: set default_root_dir to a folder on a file system shared by all nodes"
                 )
         for folder in {version, *(path for path in version.rglob("*") if path.is_dir()), version.parent}:
             sync_folder(folder)
@@ -149,59 +149,59 @@ def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
         write(version.parent, content)
         try:
             remove_leftovers(version.parent)
-        except OSError as error:  # the new version counts already; somebody may still read the one before
+        except OSError as error:  # not fatal: the new version is published; a reader may have the old one open
             log.warning("An earlier version of %s could not be removed yet: %s", version.parent, error)
 
     ranks.on_first_rank(finish)
 
 
 def verified(path: Path) -> Path:
-    """Return the folder of the current version after its digests are verified. All ranks share the reading.
+    """Verify the digests of a version and return its folder. All ranks; each reads a part of the files.
 
     Args:
-        path: folder of the checkpoint, or of one of its kept versions.
+        path: folder of the checkpoint, for its current version, or of one of its kept versions.
 
     Raises:
-        FileNotFoundError: there is nothing.
-        ValueError: not a checkpoint of this kind, or incomplete, or damaged.
+        FileNotFoundError: the path does not exist.
+        ValueError: the folder is not a checkpoint of this format, or is incomplete or damaged.
     """
 
-    def look() -> tuple[Path, dict[str, Any]]:
+    def read_version() -> tuple[Path, dict[str, Any]]:
         if path.is_file():
             raise UsageError(
-                f"{path} is a file, and a checkpoint is a folder: it was written by another program or under a "
-                f"strategy of Lightning's own"
+                f"{path} is a file, but a checkpoint is a folder: it was written by another program or under a "
+                f"strategy of Lightning"
             )
         if not path.exists():
             raise MissingFileError(f"no checkpoint at {path}")
         folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
         if not exists(folder):
-            reason = "no save into it was ever finished" if never_finished(folder) else "its manifest is lost"
-            raise UsageError(f"the checkpoint {path} is incomplete: it has no {NAME}, {reason}; resume from another")
+            reason = "its first save was interrupted" if never_finished(folder) else "its manifest is lost"
+            raise UsageError(f"the checkpoint {path} has no {NAME}: {reason}; resume from another one")
         content = read(folder)
         name = content["version"] if folder == path else path.name
         if name not in _versions(content):
             raise UsageError(
-                f"the version {path} of a checkpoint was never finished; {folder / NAME} names "
+                f"the version {path} of a checkpoint is unfinished; {folder / NAME} lists the finished versions "
                 f"{', '.join(_versions(content))}"
             )
         version, files = folder / name, _versions(content)[name]
-        there = {
+        present = {
             str(file.relative_to(version)) for file in version.rglob("*") if file.is_symlink() or not file.is_dir()
         }
-        if wrong := sorted(there ^ set(files)):
-            raise _damaged(folder, version / wrong[0], "was added" if wrong[0] in there else "is missing")
+        if wrong := sorted(present ^ set(files)):
+            raise _damaged(folder, version / wrong[0], "was added" if wrong[0] in present else "is missing")
         if links := sorted(name for name in files if (version / name).is_symlink()):
-            raise _damaged(folder, version / links[0], "is a link, and was written as a file")
+            raise _damaged(folder, version / links[0], "is a symbolic link, but was written as a file")
         return version, files
 
-    version, files = ranks.on_first_rank(look)
+    version, files = ranks.on_first_rank(read_version)
 
     def check() -> None:
         for name in sorted(files)[ranks.rank() :: ranks.world_size()]:
             entry, file = files[name], version / name
             if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
-                raise _damaged(version.parent, file, "does not have the size and SHA-256 that it was written with")
+                raise _damaged(version.parent, file, "does not have the size and SHA-256 in the manifest")
 
     ranks.raise_on_all_ranks(check)
     return version
@@ -213,7 +213,7 @@ def _versions(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _earlier(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the versions in the current manifest; none if it is missing or cannot be read."""
+    """Return the versions in a folder's manifest; empty if it is missing or damaged."""
     try:
         return _versions(read(path)) if exists(path) else {}
     except ValueError:
@@ -226,11 +226,11 @@ def _newest(versions: dict[str, dict[str, Any]], count: int) -> dict[str, dict[s
 
 
 def _damaged(path: Path, file: Path, what: str) -> ValueError:
-    return UsageError(f"the checkpoint {path} is damaged: {file.relative_to(path)} {what}; resume from another")
+    return UsageError(f"the checkpoint {path} is damaged: {file.relative_to(path)} {what}; resume from another one")
 
 
-def _summed(version: Path) -> dict[str, dict[str, Any]]:
-    """Sync and sum this rank's files."""
+def _digests(version: Path) -> dict[str, dict[str, Any]]:
+    """Sync this rank's files and return their sizes and digests."""
     entries = {}
     for file in sorted(version.rglob("*")):
         shard = _SHARD.match(file.name)
@@ -246,28 +246,28 @@ def read(path: Path) -> dict[str, Any]:
     """Read a manifest.
 
     Raises:
-        ValueError: it is damaged, or of another release.
+        ValueError: the manifest is damaged or was written by another release.
     """
     try:
         stored = json.loads((path / NAME).read_text())
-        content, its_sum = stored["checkpoint"], stored["sha256"]
-        whole = its_sum == _sum_of(content)
+        content = stored["checkpoint"]
+        intact = stored["sha256"] == _digest_of(content)
     except (ValueError, KeyError, TypeError, RecursionError):
-        whole = False
-    if not whole or not isinstance(content, dict):
-        raise _damaged(path, path / NAME, "does not have the content that it was written with")
+        intact = False
+    if not intact or not isinstance(content, dict):
+        raise _damaged(path, path / NAME, "was changed after it was written")
     if content.get("format") != _FORMAT:
         raise UsageError(
-            f"the checkpoint {path} has format {content.get('format')!r}, and this release reads {_FORMAT}: resume "
-            f"with the release that wrote it"
+            f"the checkpoint {path} has format {content.get('format')!r}, but this release reads format {_FORMAT}: "
+            f"resume with the release that wrote it"
         )
     if not _well_formed(content):
-        raise _damaged(path, path / NAME, "names versions or files as no release of this package does")
+        raise _damaged(path, path / NAME, "has invalid names of versions or files")
     return dict(content)
 
 
 def _well_formed(content: dict[str, Any]) -> bool:
-    """Return whether a manifest has the keys and types of its format, and only files inside its versions."""
+    """Return whether a manifest has the keys and types of its format, and no path outside of its versions."""
     earlier = content.get("earlier", {})
     if not isinstance(content.get("version"), str) or not isinstance(earlier, dict):
         return False
@@ -287,10 +287,10 @@ def _are_files(files: Any) -> bool:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Replace the manifest in one step."""
+    """Replace the manifest atomically."""
     draft = path / f"{NAME}.new"
     with draft.open("w") as file:
-        json.dump({"sha256": _sum_of(content), "checkpoint": content}, file, indent=1)
+        json.dump({"sha256": _digest_of(content), "checkpoint": content}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _put(draft, path / NAME)
@@ -302,5 +302,5 @@ def _put(draft: Path, path: Path) -> None:
     sync_folder(path.parent.parent)
 
 
-def _sum_of(content: Any) -> str:
+def _digest_of(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Copies of finished checkpoints in a folder that fsspec reaches by a URL: object stores, other machines."""
+"""Copies of finished checkpoints at a URL that fsspec supports, such as an object store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_url(path: str | Path) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Refuse a URL that fsspec cannot reach, before anything is trained.
+    """Validate before training that fsspec supports the protocol of a URL.
 
     Args:
         url: URL of a folder.
@@ -32,34 +32,34 @@ def check_url(url: str) -> None:
         fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"RunCheckpoint cannot copy to {url!r}: {error}; give the URL of a folder that fsspec can write, such as "
+            f"RunCheckpoint cannot copy to {url!r}: {error}; use the URL of a folder that fsspec supports, such as "
             f"s3://bucket/run with the package s3fs installed"
         ) from error
 
 
 @contextmanager
 def _network_errors() -> Iterator[None]:
-    """Raise the errors of a store's own client, which need not be OSErrors, as OSErrors."""
+    """Convert errors of a storage client to OSError."""
     try:
         yield
     except (OSError, ValueError):
         raise
-    except Exception as error:  # of botocore, aiohttp, google's client, ...
+    except Exception as error:  # classes of botocore, aiohttp, google's client, ...
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 @_network_errors()
 def upload(version: Path, url: str) -> None:
-    """Copy a finished version, then its manifest, then remove the versions that the manifest no longer names.
+    """Copy a finished version, then its manifest, then remove the versions that are not in the manifest.
 
-    A copy that is interrupted leaves the manifest of the copy before, and the files that it names.
+    An interrupted upload leaves the previous manifest and its files intact.
 
     Args:
-        version: folder of it, in the folder of its checkpoint.
+        version: folder of the version, in the folder of its checkpoint.
         url: URL of the copy of the checkpoint.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the copy could not be written.
     """
     fs, root = fsspec.core.url_to_fs(url)
     for file in sorted(file for file in version.rglob("*") if file.is_file()):
@@ -76,14 +76,14 @@ def upload(version: Path, url: str) -> None:
 
 @_network_errors()
 def exists(url: str) -> bool:
-    """Return whether a copy was ever finished there."""
+    """Return whether a URL has a finished copy."""
     fs, root = fsspec.core.url_to_fs(url)
     return bool(fs.exists(f"{root}/{manifest.NAME}"))
 
 
 @_network_errors()
 def newest(url: str) -> int:
-    """Return the largest number of a version that a copy has files of; 0 without any."""
+    """Return the largest version number at a URL, finished or not; 0 without versions."""
     fs, root = fsspec.core.url_to_fs(url)
     if not fs.exists(root):
         return 0
@@ -93,16 +93,16 @@ def newest(url: str) -> int:
 
 @_network_errors()
 def download(url: str, folder: Path) -> None:
-    """Fetch the version that counts of a copy into a local checkpoint folder, to be verified there.
+    """Fetch the current version of a copy into a local checkpoint folder, without verifying its digests.
 
     Args:
         url: URL of the copy of the checkpoint.
-        folder: replaced.
+        folder: local checkpoint folder, which is replaced.
 
     Raises:
-        FileNotFoundError: there is no finished copy.
-        ValueError: its manifest is damaged.
-        OSError: it could not be read.
+        FileNotFoundError: the URL has no finished copy.
+        ValueError: the manifest is damaged.
+        OSError: the copy could not be read.
     """
     fs, root = fsspec.core.url_to_fs(url)
     if not fs.exists(f"{root}/{manifest.NAME}"):

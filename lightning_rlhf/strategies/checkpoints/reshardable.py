@@ -1,4 +1,4 @@
-"""One kind of checkpoint for all role strategies: written by any, on any number of ranks, and read by any other."""
+"""The checkpoint format of all role strategies; a run may resume with another strategy or number of ranks."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ from lightning_rlhf.strategies.checkpoints.io import load_plain
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, write_role
 from lightning_rlhf.strategies.checkpoints.role_state import native_load, native_state
 
-_REST = "state.pt"
-_FETCHED = "fetched.ckpt"  # a copy from a URL while it is loaded
+_OTHER_STATE = "state.pt"
+_FETCHED = "fetched.ckpt"  # temporary copy of a checkpoint from a URL
 
 
 class ReshardableCheckpoints:
-    """Checkpoints as folders: one per trained role, and a file with the other state.
+    """Mixin that saves checkpoints as folders: one per trained role, and a file with the other state.
 
     ::
 
         last.ckpt/manifest.json                     see :mod:`lightning_rlhf.strategies.checkpoints.manifest`
-        last.ckpt/v000007/actor/*.safetensors       weights and optimizer, each rank its part
+        last.ckpt/v000007/actor/*.safetensors       weights and optimizer state, sharded by rank
         last.ckpt/v000007/actor/optimizer.json      the optimizer's class and settings
         last.ckpt/v000007/state.pt                  loops, schedulers, callbacks, other tensors of the module
 
-    Frozen roles are not written: their source is in the configuration. To be put in front of one of Lightning's
-    strategies, whose module has ``trained_roles``, ``frozen_roles`` and one attribute per role.
+    Frozen roles are not saved: their source is in the configuration. The mixin precedes a strategy of Lightning in the
+    bases of a class, and requires a module with ``trained_roles``, ``frozen_roles`` and one attribute per role.
     """
 
-    replicates_roles = False  # whether every rank has each role whole, so that the first one alone writes a copy
-    restore_checkpoint_after_setup = True  # when models are spread and optimizers made
+    replicates_roles = False  # whether every rank has a full copy of each role, so that only rank 0 saves it
+    restore_checkpoint_after_setup = True  # after models are sharded and optimizers constructed
     lightning_restore_optimizer = False
 
     @cached_property
     def save_options(self) -> dict[Path, SaveOptions]:
-        """How to save each checkpoint, by its folder; set by the callbacks that save."""
+        """Save options by checkpoint folder; set by the callbacks that save."""
         return {}
 
     @cached_property
     def _background(self) -> BackgroundSave:
         return BackgroundSave()
 
-    # -- what another way of spreading a role overrides -------------------------------------------------------
+    # -- overridden by strategies that shard differently ------------------------------------------------------
 
     @property
     def optimizer_device(self) -> torch.device:
-        """Where optimizers step."""
+        """Device on which optimizers step."""
         return self.root_device  # type: ignore[attr-defined]
 
     def role_state(self, name: str) -> RoleState:
@@ -66,7 +66,7 @@ class ReshardableCheckpoints:
         return native_state(getattr(self._owner, name), self._optimizer(name))
 
     def load_role_state(self, name: str, folder: Path) -> None:
-        """Load the state of a trained role; its optimizer only in a fit. All ranks."""
+        """Load the state of a trained role, with its optimizer only when fitting. All ranks."""
         native_load(getattr(self._owner, name), self._optimizer(name), folder)
 
     # -- called by the Trainer, on all ranks ----------------------------------------------------------------
@@ -76,17 +76,17 @@ class ReshardableCheckpoints:
     ) -> None:
         """Write a new version of the checkpoint; the previous one stays intact if this fails.
 
-        A save that is still running in the background is waited for first.
+        Waits first for a save that is still running in the background.
 
         Args:
-            checkpoint: the state beside the roles.
+            checkpoint: state other than the roles.
             filepath: folder of the checkpoint.
-            storage_options: options of the save; None takes those in :attr:`save_options` for the folder.
+            storage_options: options of the save; None uses those in :attr:`save_options` for the folder.
 
         Raises:
             FloatingPointError: a weight or an optimizer's state is not finite; nothing is written.
             OSError: a rank could not write.
-            ValueError: a file is in the way, or an optimizer's state cannot be given to other ranks.
+            ValueError: the path is a file, or an optimizer's state cannot be resharded.
         """
         self.finish_saving()
         path = Path(filepath)
@@ -98,7 +98,7 @@ class ReshardableCheckpoints:
                 write_role(version / name, self._checked_state(name))
             _finish(rest, version, options, checkpoint["global_step"])
             return
-        # Everything that training changes is copied before it continues.
+        # Copy everything that training changes before it continues.
         states = {name: self._checked_state(name) for name in self._owner.trained_roles}
         copied = not self.replicates_roles or ranks.rank() == 0
         states = {name: in_host_memory(state, copied) for name, state in states.items()}
@@ -107,34 +107,34 @@ class ReshardableCheckpoints:
         self._background.start(lambda: _save(path, states, buffer.getvalue(), options, checkpoint["global_step"]))
 
     def finish_saving(self, wait: bool = True) -> None:
-        """Wait for a save in the background. All ranks.
+        """Wait for a save in the background and raise its error, if any. All ranks.
 
         Args:
-            wait: False returns at once where the save is not done yet.
+            wait: whether to wait; False returns at once if the save is still running.
 
         Raises:
-            OSError, ValueError: as :meth:`save_checkpoint`.
+            OSError, ValueError: errors of :meth:`save_checkpoint`.
         """
         self._background.finish(wait)
 
     def _checked_state(self, name: str) -> RoleState:
-        def look() -> RoleState:
+        def checked_state() -> RoleState:
             state = self.role_state(name)
             check_finite(name, state, self._owner.trainer.global_step)
             return state
 
-        return ranks.raise_on_all_ranks(look)
+        return ranks.raise_on_all_ranks(checked_state)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the roles of a checkpoint and return the other state.
 
         Args:
-            checkpoint_path: its folder, one of its kept versions, or the URL of a copy.
-            weights_only: ignored; only tensors and plain values are ever loaded.
+            checkpoint_path: folder of the checkpoint or of one of its versions, or the URL of a copy.
+            weights_only: ignored; always only tensors and plain values are loaded.
 
         Raises:
             FileNotFoundError: the checkpoint does not exist.
-            ValueError: it is incomplete, damaged, or of another kind of run.
+            ValueError: the checkpoint is incomplete, damaged, or does not match this run.
         """
         self.finish_saving()
         if not remote.is_url(checkpoint_path):
@@ -150,25 +150,25 @@ class ReshardableCheckpoints:
         version = manifest.verified(path)
         stored = {folder.name for folder in version.iterdir() if folder.is_dir()}
         trained = self._owner.trained_roles
-        missing, odd = [name for name in trained if name not in stored], sorted(stored - set(trained))
-        if missing or (odd and self._fitting):
+        missing = set(trained) - stored
+        unexpected = stored - set(trained)
+        if missing or (unexpected and self._fitting):
             raise UsageError(
-                f"the checkpoint {path} holds {', '.join(sorted(stored))}, and this run trains "
-                f"{', '.join(trained)}: it was written by another kind of run"
+                f"the checkpoint {path} contains {', '.join(sorted(stored))}, but this run trains "
+                f"{', '.join(trained)}: use the module and configuration that wrote it"
             )
-        # Not raise_on_all_ranks: if one rank fails, the others wait in collectives, and are ended by the failure watch.
+        # Not in raise_on_all_ranks: loading uses collectives. If one rank fails, the failure watch ends the others.
         for name in trained:
             self.load_role_state(name, version / name)
-        rest = ranks.raise_on_all_ranks(lambda: load_plain(version / _REST))
-        if lost := sorted({"global_step", "loops", "state_dict", "callbacks"} - rest.keys()):
+        other_state = ranks.raise_on_all_ranks(lambda: load_plain(version / _OTHER_STATE))
+        if lost := sorted({"global_step", "loops", "state_dict", "callbacks"} - other_state.keys()):
             raise UsageError(
-                f"the checkpoint {path} is damaged: {_REST} has no {lost[0]!r}, which every run writes; resume from "
-                f"another"
+                f"the checkpoint {path} is damaged: {_OTHER_STATE} lacks the key {lost[0]!r}; resume from another one"
             )
-        return rest
+        return other_state
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; one that is half removed counts for nothing."""
+        """Remove a checkpoint, its manifest first, so that a partly removed one is not valid."""
 
         def remove() -> None:
             (Path(filepath) / manifest.NAME).unlink(missing_ok=True)
@@ -178,30 +178,32 @@ class ReshardableCheckpoints:
         ranks.on_first_rank(remove)
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors of the module outside of its roles."""
+        """Return the module's tensors that are not part of a role."""
         owner = self._owner
         prefixes = tuple(f"{name}." for name in (*owner.trained_roles, *owner.frozen_roles))
         return {name: value for name, value in owner.state_dict().items() if not name.startswith(prefixes)}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Put that back.
+        """Load the tensors of :meth:`lightning_module_state_dict`.
 
         Raises:
-            ValueError: the module has other tensors.
+            ValueError: the names of the tensors differ from those of the module.
         """
         if "averaging_state" in checkpoint:
             raise UsageError(
-                "the checkpoint was written with weight averaging, whose average of several models cannot be put back "
-                "under this strategy: start a new run from the export, which holds the average"
+                "the checkpoint was written with weight averaging, which this strategy cannot resume: start a new run "
+                "from the export, which contains the averaged weights"
             )
-        ours, theirs = self.lightning_module_state_dict(), checkpoint["state_dict"]
-        if odd := sorted(ours.keys() ^ theirs.keys()):
-            where = "the checkpoint" if odd[0] in theirs else "this run's module"
-            raise UsageError(f"only {where} has {odd[0]}: the checkpoint was written by another kind of run")
-        self._owner.load_state_dict(theirs, strict=False)
+        stored = checkpoint["state_dict"]
+        if different := sorted(self.lightning_module_state_dict().keys() ^ stored.keys()):
+            owner = "the checkpoint" if different[0] in stored else "this run's module"
+            raise UsageError(
+                f"only {owner} has {different[0]}: resume with the module and configuration that wrote the checkpoint"
+            )
+        self._owner.load_state_dict(stored, strict=False)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing: optimizers are saved with their roles."""
+        """Return an empty dict, because optimizers are saved with their roles."""
         return {}
 
     # -----------------------------------------------------------------------------------------------------------
@@ -222,15 +224,15 @@ class ReshardableCheckpoints:
 
 
 def check_finite(role: str, state: RoleState, step: int) -> None:
-    """Refuse to write weights, or an optimizer's state, that are not finite.
+    """Validate that weights and optimizer state are finite.
 
     Args:
-        role: name of it.
-        state: this rank's part.
+        role: name of the role.
+        state: this rank's part of the role's state.
         step: step of the checkpoint.
 
     Raises:
-        FloatingPointError: the first tensor with such a value.
+        FloatingPointError: a tensor has values that are not finite; the message names the first one.
     """
     for key, tensor in state.tensors.items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -238,7 +240,7 @@ def check_finite(role: str, state: RoleState, step: int) -> None:
             count = int((~torch.isfinite(own)).sum())
             raise NonFiniteError(
                 f"{count} values of {key.removeprefix('model.')} of the {role} are not finite after step {step}, so no "
-                f"checkpoint is written and the one before stays: lower the learning rate, or look at the rewards"
+                f"checkpoint was written and the previous one was kept: lower the learning rate, or check the rewards"
             )
 
 
@@ -251,10 +253,10 @@ def _save(path: Path, states: dict[str, RoleState], rest: bytes, options: SaveOp
 
 
 def _finish(rest: dict[str, Any] | bytes, version: Path, options: SaveOptions, step: int) -> None:
-    """Write the state beside the roles and make the version count. All ranks."""
+    """Write the state other than the roles, then publish the version. All ranks."""
 
     def write() -> None:
-        with (version / _REST).open("wb") as file:
+        with (version / _OTHER_STATE).open("wb") as file:
             if isinstance(rest, bytes):
                 file.write(rest)
             else:

@@ -1,7 +1,7 @@
-"""The files of one role: tensors as safetensors, each rank its own part, and the optimizer's settings as JSON.
+"""The files of one role: tensors as safetensors, sharded by rank, and the optimizer's settings as JSON.
 
-Written and read by torch.distributed.checkpoint, with its safetensors storage, because the storage it takes by default
-unpickles its list of tensors, which can run code.
+torch.distributed.checkpoint writes and reads them with its safetensors storage, because its default storage unpickles
+the list of tensors, which can run code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import ranks
 
 SETTINGS = "optimizer.json"
-_FILE_BYTES = 1 << 30  # a file is put together in memory before it is written
+_FILE_BYTES = 1 << 30  # approximate size of a file, which is assembled in memory before it is written
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class RoleState:
     """The state of a role, independent of the strategy.
 
     Attributes:
-        tensors: ``model.<name>`` and ``optim.state.<name>.<key>``, as torch flattens them. Ranks may hold parts of a
-            tensor (DTensor), the same tensors, or different ones.
-        settings: the optimizer's class and its groups: names of parameters and plain values; the same on all ranks.
-            None without an optimizer.
-        copied: whether the tensors are copies in host memory already, which training does not change.
+        tensors: tensors by torch's flat keys, ``model.<name>`` and ``optim.state.<name>.<key>``. Ranks may have shards
+            of a tensor (DTensor), the same tensors, or different tensors.
+        settings: class and groups of the optimizer, with parameter names and plain values, equal on all ranks; None
+            without an optimizer.
+        copied: whether the tensors already are copies in host memory, which training does not change.
     """
 
     tensors: dict[str, Tensor]
@@ -51,7 +51,7 @@ class RoleState:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes several files per rank, so that the buffers of a file stay small."""
+    """Writer with several files per rank, to limit the memory for assembling a file."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign file numbers to each rank's tensors."""
@@ -80,7 +80,8 @@ def write_role(folder: Path, state: RoleState) -> None:
     try:
         writer = _Writer(str(folder), save_distributed=True)
         with nullcontext() if threading.current_thread() is not threading.main_thread() else _quiet():
-            save(state.tensors, storage_writer=writer, process_group=ranks.group(), no_dist=_alone())
+            no_dist = not ranks.is_distributed()
+            save(state.tensors, storage_writer=writer, process_group=ranks.group(), no_dist=no_dist)
     except CheckpointException as gathered:
         for failure, _ in gathered.failures.values():
             if isinstance(failure, OSError):
@@ -96,25 +97,25 @@ def write_role(folder: Path, state: RoleState) -> None:
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads the list of tensors once, not at every call."""
+    """Reader that caches the list of tensors."""
 
-    _found: Metadata | None = None
+    _metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
         """Read names, shapes and files of all tensors."""
-        if self._found is None:
-            self._found = super().read_metadata()
-        return self._found
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
 
 
 class StoredRole:
-    """The files of a role that was written, by any strategy on any number of ranks.
+    """The files of a role, saved under any strategy on any number of ranks.
 
     Args:
         folder: folder of the role.
 
     Raises:
-        ValueError: a file is damaged, although its size and digest agree with the manifest.
+        ValueError: a file is damaged, although its size and digest match the manifest.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +129,7 @@ class StoredRole:
         try:
             self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
         except (ValueError, RecursionError):
-            raise UsageError(f"{settings} is not the JSON of an optimizer's settings; resume from another") from None
+            raise UsageError(f"{settings} is not valid JSON; resume from another checkpoint") from None
         self._state: dict[str, dict[str, str]] = {}
         for key in sorted(self.shapes):
             if key.startswith("optim.state."):
@@ -136,60 +137,56 @@ class StoredRole:
                 self._state.setdefault(name, {})[kind] = key
 
     def state_of(self, name: str) -> dict[str, str]:
-        """Return the optimizer state of a parameter (``exp_avg``, ``step``), and the key of each."""
+        """Return the keys of a parameter's optimizer state by kind, such as ``exp_avg`` or ``step``."""
         return self._state.get(name, {})
 
     def check_weights(self, shapes: dict[str, torch.Size]) -> None:
-        """Refuse another model's weights.
+        """Validate that the stored weights have the names and shapes of this run's model.
 
         Args:
-            shapes: name and whole shape of all weights of the role.
+            shapes: full shape of each weight by name.
 
         Raises:
-            ValueError: weights are missing, too many, or of other shapes.
+            ValueError: weights are missing or unexpected, or have other shapes.
         """
         stored = {key.removeprefix("model."): shape for key, shape in self.shapes.items() if key.startswith("model.")}
         role = self.folder.name
-        for here, there, verb in ((shapes, stored, "lacks"), (stored, shapes, "has, and this run's model has not,")):
-            if odd := [name for name in here if name not in there]:
+        for names, others, verb in ((shapes, stored, "lacks"), (stored, shapes, "has, unlike this run's model,")):
+            if different := [name for name in names if name not in others]:
                 raise UsageError(
-                    f"the {role} of the checkpoint {verb} {len(odd)} weights, the first is {odd[0]}; it was written "
-                    f"by another kind of run"
+                    f"the {role} in the checkpoint {verb} {len(different)} weights, the first is {different[0]}; "
+                    f"resume with the model that wrote it"
                 )
         for name, shape in shapes.items():
             if stored[name] != shape:
                 raise UsageError(
-                    f"the {role}'s {name} has shape {tuple(stored[name])} in the checkpoint and {tuple(shape)} in "
-                    f"this run's model; it was written by another kind of run"
+                    f"the {role}'s {name} has shape {tuple(stored[name])} in the checkpoint, but {tuple(shape)} in "
+                    f"this run's model; resume with the model that wrote it"
                 )
 
     def read(self, into: dict[str, Tensor]) -> None:
-        """Fill tensors of this rank, whole ones or DTensors, with the stored values of their keys."""
+        """Load stored values into this rank's tensors or DTensors, by key."""
         with _quiet():
             load(into, storage_reader=self._reader, no_dist=True)
 
 
 def _check_headers(folder: Path) -> None:
-    """Validate files with the reader of safetensors: torch's reader does not check the length in the header.
+    """Open each file with the safetensors library, because torch's reader does not check the length in the header.
 
     Raises:
-        ValueError: the first such file.
+        ValueError: a file is damaged; the message names the first one.
     """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise UsageError(f"{file} is not a file of safetensors ({error}); resume from another") from None
-
-
-def _alone() -> bool:
-    return not ranks.is_distributed()
+            raise UsageError(f"{file} is not a safetensors file ({error}); resume from another checkpoint") from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the advice that a single process needs no process group, which is how it is meant here."""
+    """Suppress torch's warning about a missing process group, which is intended in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

@@ -1,4 +1,4 @@
-"""The state of a role that torch itself spreads: a plain module, one under DDP, one sharded by FSDP2 or cut by TP."""
+"""Save and load the state of a role in plain torch: unsharded, or under DDP, FSDP2 or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState, StoredRole
 
-# How a step is computed and not what; they follow from this run's devices.
-_OF_THE_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
-_ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # keep the same state
+# Settings that depend on this run's devices; they are not restored.
+_NOT_RESTORED = ("params", "foreach", "fused", "capturable", "differentiable")
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # prefixes of torch.compile and activation checkpointing
+_ADAM = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")  # optimizers with the same kind of state
 
 
 def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
@@ -24,10 +24,10 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
 
     Args:
         module: module of the role.
-        optimizer: optimizer of the role; None writes only weights.
+        optimizer: optimizer of the role; None returns only weights.
 
     Raises:
-        ValueError: the optimizer's state cannot be given to another number of ranks.
+        ValueError: the optimizer's state cannot be resharded to another number of ranks.
     """
     weights = owned_tensors(module)
     tensors = {f"model.{name}": tensor.detach() for name, tensor in weights.items()}
@@ -43,15 +43,15 @@ def native_state(module: nn.Module, optimizer: Optimizer | None) -> RoleState:
 
 
 def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) -> None:
-    """Load a stored role into a module and its optimizer, from any strategy.
+    """Load a role, saved under any strategy, into a module and its optimizer.
 
     Args:
         module: module of the role.
-        optimizer: optimizer of the role; None reads only weights.
+        optimizer: optimizer of the role; None loads only weights.
         folder: folder of the role.
 
     Raises:
-        ValueError: weights or optimizer are of another kind of run.
+        ValueError: weights or optimizer do not match those of this run.
     """
     stored = StoredRole(folder)
     weights = owned_tensors(module)
@@ -78,9 +78,8 @@ def native_load(module: nn.Module, optimizer: Optimizer | None, folder: Path) ->
 def owned_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a role's state by their ``state_dict`` names: trained parameters and persistent buffers.
 
-    Tied ones come once, by the first name. What LoRA leaves as it was is in the role's source.
-
-    Asking for the state also makes FSDP put parameters back that a forward has left whole.
+    Tied tensors are returned once, under their first name. Weights that LoRA freezes are left out: the role's source
+    has them. As a side effect, ``state_dict`` makes FSDP reshard parameters that are still gathered.
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -107,7 +106,7 @@ def settings_of(optimizer: Optimizer, groups: list[list[str]]) -> dict[str, Any]
 
     Args:
         optimizer: optimizer of the groups.
-        groups: names of the parameters of each of its groups.
+        groups: parameter names of each group.
     """
     plain = [
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
@@ -122,35 +121,35 @@ def merged_settings(optimizer: Optimizer, groups: list[list[str]], stored: Store
 
     Args:
         optimizer: optimizer of this run.
-        groups: names of the parameters of each of its groups.
+        groups: parameter names of each group.
         stored: stored role with its settings.
 
     Returns:
-        For each group, the stored values of the settings that it has.
+        For each group, the stored values of its settings.
 
     Raises:
-        ValueError: missing settings, another optimizer, or other groups of parameters.
+        ValueError: settings are missing, or the class or the groups of the optimizer differ.
     """
     role = stored.folder.name
     settings = stored.settings
     ours = type(optimizer).__name__
     if settings is None:
-        raise UsageError(f"the checkpoint has weights of the {role} and no optimizer: it cannot be trained on")
-    theirs = settings["optimizer"]
-    if theirs != ours and not (theirs in _ADAM and ours in _ADAM):
+        raise UsageError(f"the checkpoint has weights of the {role} but no optimizer, so training cannot resume")
+    stored_class = settings["optimizer"]
+    if stored_class != ours and not (stored_class in _ADAM and ours in _ADAM):
         raise UsageError(
-            f"the {role} was optimized by {theirs} when the checkpoint was written, and now by {ours}: configure "
-            f"{theirs}, or start a new run from the exported model"
+            f"the {role} was optimized by {stored_class} when the checkpoint was written, and now by {ours}: configure "
+            f"{stored_class}, or start a new run from the exported model"
         )
     merged = []
     for group, names in zip(optimizer.param_groups, groups, strict=True):
-        of = [old for old in settings["param_groups"] if set(names) <= set(old["params"])]
-        if not of:
+        matching_groups = [old for old in settings["param_groups"] if set(names) <= set(old["params"])]
+        if not matching_groups:
             raise UsageError(
-                f"the {role}'s parameters lie in other groups of the optimizer than when the checkpoint was written: "
-                f"configure the groups of then, or start a new run from the exported model"
+                f"the optimizer groups of the {role} differ from those in the checkpoint: configure the same groups, "
+                f"or start a new run from the exported model"
             )
-        values = {key: value for key, value in of[0].items() if key in group and key not in _OF_THE_RUN}
+        values = {key: value for key, value in matching_groups[0].items() if key in group and key not in _NOT_RESTORED}
         merged.append({key: _as(group[key], value) for key, value in values.items()})
     return merged
 
@@ -162,16 +161,16 @@ def _as(present: Any, value: Any) -> Any:
 
 
 def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> Tensor:
-    """Return a value of an optimizer's state as it is stored: shaped as its parameter, or a number.
+    """Return a value of an optimizer's state as a tensor with the shape of its parameter, or a scalar tensor.
 
     Args:
         optimizer: optimizer, for the message.
         key: key of the value, for example ``exp_avg``.
         value: a tensor or a number.
-        shape: shape of the whole parameter.
+        shape: shape of the full parameter.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value has another shape or type.
     """
     if isinstance(value, (int, float)):
         return torch.tensor(float(value))
@@ -179,16 +178,16 @@ def storable(optimizer: Optimizer, key: str, value: Any, shape: torch.Size) -> T
         return value.detach()
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise UsageError(
-        f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which a "
-        f"checkpoint could not give to another number of processes: take an optimizer whose state has the shape of "
-        f"its parameters, as torch.optim.AdamW or torch.optim.SGD"
+        f"{type(optimizer).__name__} keeps {what} as {key!r} of a parameter of shape {tuple(shape)}, which cannot be "
+        f"resharded to another number of processes: use an optimizer whose state has the shape of its parameters, such "
+        f"as torch.optim.AdamW or torch.optim.SGD"
     )
 
 
 def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Refuse, before training, an optimizer that cannot be made or whose state could not be given to other ranks.
+    """Raise for an optimizer that cannot be constructed or whose state cannot be resharded.
 
-    It is made for a small parameter and stepped once, and its state looked at.
+    A trial instance takes one step on a small parameter.
 
     Args:
         make: factory of the optimizer.
@@ -201,7 +200,7 @@ def check_optimizer(make: Callable[[list[nn.Parameter]], Optimizer], device: tor
     try:
         optimizer = make([parameter])
     except ValueError as error:
-        raise UsageError(f"an optimizer cannot be made as it is configured: {error}") from error
+        raise UsageError(f"the optimizer's settings are invalid: {error}") from error
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     for key, value in optimizer.state[parameter].items():

@@ -1,1 +1,1 @@
-"""DeepSpeed: one engine per role."""
+"""The DeepSpeed strategy, with one engine per role."""

@@ -12,8 +12,8 @@ from lightning_rlhf.expected_errors import UsageError
 
 _BUCKET = 500_000_000  # elements, DeepSpeed's default
 
-# Settings that the module or the Trainer has already, and their source.
-_SAID_ELSEWHERE = {
+# Settings of DeepSpeed that are taken from the module or the Trainer.
+_SET_ELSEWHERE = {
     "optimizer": "the module's optimizer",
     "scheduler": "the module's scheduler",
     "gradient_clipping": "the module's max_grad_norm",
@@ -27,36 +27,36 @@ _SAID_ELSEWHERE = {
 def configuration(
     stage: int, offload_optimizer: bool, offload_params: bool, offload_frozen: bool, over: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration that the engines of all roles share.
+    """Return the configuration shared by the engines of all roles.
 
     Args:
-        stage: stage of ZeRO.
+        stage: ZeRO stage.
         offload_optimizer: whether the optimizer's state is on the CPU.
         offload_params: whether weights are on the CPU.
         offload_frozen: whether weights of frozen roles are on the CPU.
-        over: user's settings; nested dictionaries are merged.
+        over: user's settings, which take precedence; nested dictionaries are merged.
 
     Raises:
-        ValueError: an argument contradicts another, or a setting of the module or the Trainer.
+        ValueError: an argument contradicts another one or a setting of the module or the Trainer.
     """
     if stage not in (1, 2, 3):
-        raise UsageError(f"stage must be 1, 2 or 3, got {stage}; to spread nothing, take rlhf_ddp")
+        raise UsageError(f"stage must be 1, 2 or 3, got {stage}; use rlhf_ddp for training without sharding")
     if stage < 3 and (offload_params or offload_frozen):
-        raise UsageError(f"DeepSpeed offloads weights in stage 3 only, got stage {stage}: take rlhf_deepspeed_stage_3")
-    for key in over.keys() & _SAID_ELSEWHERE.keys():
-        raise UsageError(f"config may not hold {key!r}, which would contradict {_SAID_ELSEWHERE[key]}: set that")
+        raise UsageError(f"DeepSpeed offloads weights in stage 3 only, got stage {stage}: use rlhf_deepspeed_stage_3")
+    for key in over.keys() & _SET_ELSEWHERE.keys():
+        raise UsageError(f"config must not contain {key!r}: set {_SET_ELSEWHERE[key]} instead")
     if "stage" in over.get("zero_optimization", {}):
-        raise UsageError("config may not hold zero_optimization.stage: give the argument stage")
+        raise UsageError("config must not contain zero_optimization.stage: set the argument stage instead")
     zero: dict[str, Any] = {"stage": stage}
     if offload_optimizer:
         zero["offload_optimizer"] = _on_cpu()
     if offload_params:
         zero["offload_param"] = _on_cpu()
     ours = {
-        # The module splits its batches and marks the last micro-batch; only throughput logs use these.
+        # Required by DeepSpeed, but used only in its throughput logs: the module splits its batches itself.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        # Any optimizer of the user is allowed.
+        # Allow any optimizer class.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -69,9 +69,9 @@ def of_role(shared: dict[str, Any], frozen: bool, offload_frozen: bool, bfloat16
 
     Args:
         shared: configuration of all roles.
-        frozen: whether the role is; then it has no optimizer.
-        offload_frozen: whether its weights are on the CPU if it is frozen.
-        bfloat16: whether it computes in bfloat16. Gradients of micro-batches are added up in float32 all the same.
+        frozen: whether the role is frozen and so has no optimizer.
+        offload_frozen: whether the weights of a frozen role are on the CPU.
+        bfloat16: whether the role computes in bfloat16; gradients are still accumulated in float32.
     """
     config = copy.deepcopy(shared)
     if bfloat16:
@@ -91,7 +91,7 @@ def with_bucket(config: dict[str, Any], learned: list[nn.Parameter]) -> dict[str
 
     Args:
         config: configuration of a trained role; changed in place.
-        learned: its parameters, spread by ZeRO-3 or not.
+        learned: trained parameters of the role, sharded by ZeRO-3 or not.
     """
     elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in learned)
     config["zero_optimization"].setdefault("reduce_bucket_size", min(elements, _BUCKET))
@@ -103,7 +103,7 @@ def _on_cpu() -> dict[str, Any]:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge dictionaries recursively; values of ``above`` win."""
+    """Merge dictionaries recursively; values of ``above`` take precedence."""
     merged = {**below, **copy.deepcopy(above)}
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):

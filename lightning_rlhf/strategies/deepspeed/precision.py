@@ -1,4 +1,4 @@
-"""Backward and step through the engine of the role that is meant."""
+"""Precision plugin that runs backward passes and steps through a role's engine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch.optim import Optimizer
 
 
 class RolePrecision(DeepSpeedPrecision):
-    """DeepSpeed's precision, with the engine of the role that is meant; neither inputs nor modules are cast by it.
+    """DeepSpeed's precision plugin with the engine as an argument, and without casts of inputs and modules.
 
-    Roles are cast as they are built, and computations of the module, such as losses, stay in float32.
+    Roles are cast when they are built; computations of the module, such as losses, stay in float32.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return it unchanged."""
+        """Return the module unchanged."""
         return module
 
     def convert_input(self, data: Any) -> Any:
-        """Return it unchanged."""
+        """Return the input unchanged."""
         return data
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *, engine: Any
     ) -> None:
-        """Run the backward pass of the engine, which reduces gradients."""
+        """Run the engine's backward pass, which also reduces gradients."""
         engine.backward(tensor, scale_wrt_gas=False)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], *, engine: Any
     ) -> None:
-        """Run the hooks and the engine's step, which clears gradients too."""
+        """Run Lightning's hooks and the engine's step, which also clears gradients."""
         closure()
         self._after_closure(model, optimizer)
         engine.step()

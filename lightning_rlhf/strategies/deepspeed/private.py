@@ -18,33 +18,32 @@ _SHARED_MEMORY = Path("/dev/shm")
 def gradient_norm(engine: Any) -> Tensor:
     """Return the norm of an engine's gradients over all ranks, before clipping and the step. All ranks.
 
-    DeepSpeed itself works it out inside ``step()``, too late to refuse it.
+    DeepSpeed computes the norm inside ``step()``, too late to skip the step.
 
     Args:
         engine: engine after the backward pass of its last micro-batch.
 
     Returns:
-        Not negative; infinite where any gradient is infinite or no number.
+        Norm, not negative; infinite if any gradient is infinite or NaN.
     """
     norms = torch.stack([norm.detach().float() for norm in _norms(engine.optimizer)])
-    # DeepSpeed writes -1 where a norm is not finite.
+    # DeepSpeed returns -1 for a norm that is not finite.
     invalid = (norms < 0).any() | ~norms.isfinite().all()
     return torch.where(invalid, torch.inf, norms.norm())
 
 
 def set_clipping(engine: Any, max_norm: float | None) -> None:
-    """Let the next ``step()`` clip to a norm; None leaves gradients as they are."""
+    """Set the norm to which the next ``step()`` clips gradients; None disables clipping."""
     engine.optimizer.clip_grad = 0.0 if max_norm is None else max_norm
 
 
 def unlink_shared_memory(rank: int) -> None:
-    """Take away the name of the memory through which a CPU's processes sum small tensors.
+    """Remove the name of the shared memory of DeepSpeed's all-reduce on CPUs, so that it is freed with its processes.
 
-    DeepSpeed 0.19 never does: each process of each run would leave 66 MiB in /dev/shm until the machine has no memory
-    left. Without a name it ends with the processes that have it open, however they end.
+    DeepSpeed 0.19 never unlinks it: each process of each run would leave 66 MiB in /dev/shm.
 
     Args:
-        rank: rank of this process; all processes have opened the memory before.
+        rank: rank of this process. All processes must have opened the memory before.
     """
     suffix = "_".join((str(os.getuid()), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], str(rank)))
     (_SHARED_MEMORY / f"deepspeed_allreduce_buffer_{suffix}").unlink(missing_ok=True)
@@ -53,31 +52,31 @@ def unlink_shared_memory(rank: int) -> None:
 def spread(role: nn.Module, config: dict[str, Any], device: torch.device) -> None:
     """Scatter rank 0's parameters over the processes, under ZeRO-3. All ranks.
 
-    DeepSpeed's own way to do that to a whole module knows no ranks that have shapes alone.
+    DeepSpeed's function for a whole module does not support modules on the meta device.
 
     Args:
-        role: role with weights on rank 0, on the meta device elsewhere.
+        role: role with weights on rank 0, and on the meta device on other ranks.
         config: configuration of the role's engine.
-        device: device of this rank, where one parameter at a time is whole.
+        device: device of this rank, with memory for the largest parameter.
     """
     import deepspeed
 
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config)
-    shares: dict[Tensor, nn.Parameter] = {}  # by the original parameter; tied parameters stay tied
+    shards: dict[Tensor, nn.Parameter] = {}  # by the original parameter; tied parameters stay tied
     for module in role.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in shares:
-                share = parameter
+            if parameter not in shards:
+                shard = parameter
                 if parameter.is_meta:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    share = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                init._convert_to_zero_parameters([share])  # takes rank 0's values
-                shares[parameter] = share
-            setattr(module, key, shares[parameter])
+                    shard = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                init._convert_to_zero_parameters([shard])  # broadcasts rank 0's values
+                shards[parameter] = shard
+            setattr(module, key, shards[parameter])
 
 
 def _norms(optimizer: Any) -> list[Tensor]:
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # what stage 1 becomes with bfloat16 weights
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # class of stage 1 with bfloat16 weights
     from deepspeed.runtime.utils import get_global_norm_of_tensors
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 

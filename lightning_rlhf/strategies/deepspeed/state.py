@@ -1,9 +1,9 @@
-"""The state of a role that DeepSpeed shards, in the form of all strategies; uses private attributes of DeepSpeed.
+"""Save and load the state of a role sharded by DeepSpeed, in the format of all strategies.
 
-Checked against deepspeed 0.19.8; tests/strategies/test_zero_state.py fails when a name is missing. ZeRO lays
-the parameters of a group end to end, in float32, and cuts them into flat pieces, one or several per rank; the optimizer
-knows nothing but these. Here each parameter is gathered, one at a time, and rank ``i % world`` keeps the ones that it
-writes, so that no rank ever holds a whole role.
+Uses private attributes of DeepSpeed, checked against 0.19.8; tests/strategies/test_zero_state.py fails when a name is
+missing. ZeRO concatenates the parameters of a group in float32 and splits them into flat pieces, one or several per
+rank, which are the parameters of the optimizer. A checkpoint has one tensor per model parameter: parameters are
+gathered one at a time, and rank ``i % world_size`` keeps parameter ``i``, so that no rank needs memory for all.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lightning_rlhf.strategies.checkpoints.role_state import merged_settings, ow
 
 
 class _Pieces:
-    """Where ZeRO keeps the float32 parameters and the optimizer's state of a role.
+    """The flat pieces of a role's float32 parameters, and their optimizer state.
 
     Args:
-        zero: the optimizer of a DeepSpeedEngine.
+        zero: ZeRO optimizer of a DeepSpeedEngine.
 
     Raises:
-        ValueError: its state cannot be accessed.
+        ValueError: the class or an offload setting of the optimizer is not supported.
     """
 
     def __init__(self, zero: Any) -> None:
         self.zero, self.inner = zero, zero.optimizer
         self._of: dict[int, tuple[Tensor, int]] = {}
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
-            refuse_swapped(zero)
+            check_offload(zero)
             numbers = zero.sub_group_to_group_id
             pieces = [
                 (zero.fp16_groups[i], flat, numbers[i]) for i, flat in enumerate(zero.fp32_partitioned_groups_flat)
@@ -58,10 +58,7 @@ class _Pieces:
             flats = zero.fp32_groups_flat_partition
             pieces = [(zero.bf16_groups[i], flat, i) for i, flat in enumerate(flats)]
         else:
-            raise UsageError(
-                f"{type(zero).__name__} of DeepSpeed keeps its state in a way that no checkpoint can be made of: take "
-                f"ZeRO stage 1, 2 or 3"
-            )
+            raise UsageError(f"checkpoints do not support DeepSpeed's {type(zero).__name__}: use ZeRO stage 1, 2 or 3")
         for parameters, flat, group in pieces:
             self._of |= {id(parameter): (flat, group) for parameter in parameters}
 
@@ -69,16 +66,16 @@ class _Pieces:
         return id(parameter) in self._of
 
     def state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of the piece with this rank's part of the parameter."""
+        """Return the optimizer state of the piece that contains this rank's part of a parameter."""
         state: dict[str, Any] = self.inner.state[self._of[id(parameter)][0]]
         return state
 
     def flat_of(self, parameter: Tensor) -> Tensor:
-        """Return the piece."""
+        """Return the piece that contains this rank's part of a parameter."""
         return self._of[id(parameter)][0]
 
     def groups(self, named: dict[str, Tensor]) -> list[list[str]]:
-        """Return the names of the parameters of each group of the optimizer."""
+        """Return the parameter names of each optimizer group."""
         groups: list[list[str]] = [[] for _ in self.inner.param_groups]
         for name, tensor in named.items():
             if tensor in self:
@@ -86,14 +83,14 @@ class _Pieces:
         return groups
 
     def write(self, parameter: Tensor, value: Tensor, key: str | None = None) -> None:
-        """Put this rank's part of a whole float32 parameter, or of one of its states, into its place."""
+        """Write this rank's part of a full float32 parameter, or of its optimizer state ``key``."""
         if not isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             if key is None:
                 safe_set_full_fp32_param(parameter, value)
             else:
                 safe_set_full_optimizer_state(parameter, value, key)
             return
-        # DeepSpeed's own setter fails on the last rank where the number of elements does not divide.
+        # DeepSpeed's setter fails on the last rank if the world size does not divide the number of elements.
         part, _ = self.zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
         start = part.numel() * ranks.rank()
         own = value.flatten()[start : start + part.numel()]
@@ -104,8 +101,8 @@ class _Pieces:
         if not isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero._lazy_init_hp_params_optimizer_state()
 
-    def hand_on(self) -> None:
-        """Copy the float32 parameters to those that forward sees, as the end of a step does."""
+    def update_model(self) -> None:
+        """Copy the float32 parameters to the model's parameters, as at the end of a step."""
         if not isinstance(self.zero, DeepSpeedZeroOptimizer_Stage3):
             self.zero.update_lp_params()
             return
@@ -116,33 +113,32 @@ class _Pieces:
             self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
 
-def refuse_swapped(zero: Any) -> None:
-    """Refuse a ZeRO-3 optimizer with state on an NVMe disk, or of which a part stays on the GPU.
+def check_offload(zero: Any) -> None:
+    """Raise for a ZeRO-3 optimizer whose state is on NVMe or only partly offloaded.
 
     Args:
-        zero: the optimizer of a stage-3 engine.
+        zero: ZeRO optimizer of a stage-3 engine.
 
     Raises:
-        ValueError: where its state is.
+        ValueError: the optimizer's state is on NVMe, or partly on the GPU and partly on the CPU.
     """
     if zero.swap_optimizer:
         raise UsageError(
-            "DeepSpeed keeps the optimizer's state on NVMe, where no checkpoint can be made of it: set "
-            "zero_optimization.offload_optimizer.device to cpu"
+            "checkpoints do not support optimizer state on NVMe: set zero_optimization.offload_optimizer.device to cpu"
         )
     if zero.offload_optimizer and {*zero.subgroup_to_device.values()} != {"cpu"}:
         raise UsageError(
-            "DeepSpeed keeps part of the optimizer's state on the GPU and part on the CPU, of which no checkpoint can "
-            "be made: set zero_optimization.offload_optimizer.ratio to 1.0"
+            "checkpoints do not support optimizer state that is partly on the GPU and partly on the CPU: set "
+            "zero_optimization.offload_optimizer.ratio to 1.0"
         )
 
 
 def zero_state(module: nn.Module, zero: Any) -> RoleState:
-    """Return the state of a role: each rank has different parameters, whole and in float32. All ranks.
+    """Return the state of a role, with full float32 tensors of different parameters on each rank. All ranks.
 
     Args:
         module: module of the role.
-        zero: the optimizer of its DeepSpeedEngine; None writes only weights.
+        zero: ZeRO optimizer of the role's DeepSpeedEngine; None returns only weights.
     """
     named = owned_tensors(module)
     tensors: dict[str, Tensor] = {}
@@ -157,7 +153,7 @@ def zero_state(module: nn.Module, zero: Any) -> RoleState:
 
 
 def _values(name: str, tensor: Tensor, pieces: _Pieces | None) -> dict[str, Tensor]:
-    """Return the whole weight and state of one parameter. All ranks."""
+    """Return the full weight and optimizer state of one parameter. All ranks."""
     if pieces is None or tensor not in pieces:
         with deepspeed.zero.GatheredParameters([tensor], enabled=is_zero_param(tensor)):
             return {f"model.{name}": tensor.detach().clone()}
@@ -171,15 +167,15 @@ def _values(name: str, tensor: Tensor, pieces: _Pieces | None) -> dict[str, Tens
 
 
 def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
-    """Load a stored role into a module that DeepSpeed shards, from any strategy. All ranks.
+    """Load a role, saved under any strategy, into a module sharded by DeepSpeed. All ranks.
 
     Args:
         module: module of the role.
-        zero: the optimizer of its DeepSpeedEngine; None reads only weights.
+        zero: ZeRO optimizer of the role's DeepSpeedEngine; None loads only weights.
         folder: folder of the role.
 
     Raises:
-        ValueError: weights or optimizer are of another kind of run.
+        ValueError: weights or optimizer do not match those of this run.
     """
     stored, named = StoredRole(folder), owned_tensors(module)
     stored.check_weights({name: _shape(tensor) for name, tensor in named.items()})
@@ -201,7 +197,7 @@ def zero_load(module: nn.Module, zero: Any, folder: Path) -> None:
             if value.ndim:
                 pieces.write(tensor, value, kind)
     if pieces is not None:
-        pieces.hand_on()
+        pieces.update_model()
         for group, values in zip(pieces.inner.param_groups, settings, strict=True):
             group.update(values)
 
@@ -211,7 +207,11 @@ def _shape(tensor: Tensor) -> torch.Size:
 
 
 def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -> None:
-    """Create the state of a first step: zeros for each moment, and the numbers that the parameters of a piece share."""
+    """Create optimizer state as after a first step: zero moments, and the stored scalars, one per piece.
+
+    Raises:
+        ValueError: parameters of one piece have different scalars in the checkpoint.
+    """
     numbers: dict[tuple[int, str], tuple[str, float]] = {}
     for name, tensor in named.items():
         for kind, key in stored.state_of(name).items() if tensor in pieces else ():
@@ -226,12 +226,11 @@ def _make_state(pieces: _Pieces, named: dict[str, Tensor], stored: StoredRole) -
             other, known = numbers.setdefault((id(flat), kind), (name, number))
             if known != number:
                 raise UsageError(
-                    f"the {stored.folder.name}'s {name} has {kind} {number} in the checkpoint and {other} has {known}: "
-                    f"DeepSpeed keeps one for both, so this checkpoint can be resumed under rlhf_single, rlhf_ddp or "
-                    f"rlhf_fsdp"
+                    f"in the checkpoint, {kind} of the {stored.folder.name}'s {name} is {number}, and that of {other} "
+                    f"is {known}, but DeepSpeed has one {kind} for both: use rlhf_single, rlhf_ddp or rlhf_fsdp"
                 )
             of_torch = type(pieces.inner).__module__.startswith("torch.")
-            state[kind] = scalar[key] if of_torch else int(number)  # DeepSpeed's own count in Python
+            state[kind] = scalar[key] if of_torch else int(number)  # DeepSpeed's optimizers count steps in Python
     pieces.link()
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: one engine per role, its optimizer state, gradients and weights spread over the processes by ZeRO."""
+"""DeepSpeed: one engine per role; ZeRO shards optimizer state, gradients and weights."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_firs
 class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedStrategy):
     """DeepSpeed with one engine per role; the stage selects the tensors of a trained role that are sharded.
 
-    Under stage 3 frozen roles are spread too; below it every process holds them whole.
+    Frozen roles are sharded under stage 3 only; under stages 1 and 2 every process has a full copy.
 
-    ``precision: bf16-mixed`` has the meaning of DeepSpeed: weights in bfloat16 to compute with, and a float32 copy
-    of them in the optimizer. So does a source with ``dtype: bfloat16``. Rollout engines are sent the bfloat16 values,
-    which are the ones the policy computes with. Exports have these values in the dtype of the source.
+    With ``precision: bf16-mixed``, or a source with ``dtype: bfloat16``, weights are bfloat16 and the optimizer has a
+    float32 copy of them. Rollout engines and exports get the bfloat16 values, with which the policy computes; exports
+    convert them to the dtype of the source.
 
-    Under stage 3 rank 0 loads each role and needs host memory for all of it; the others never hold more than their
-    shares and one parameter.
+    Under stage 3 rank 0 loads each role and needs host memory for all of it; the other ranks need memory only for their
+    shards and one full parameter.
 
     Args:
-        stage: 1 spreads the optimizer's state, 2 gradients too, 3 weights too.
-        offload_optimizer: keep the optimizer's state in the CPU's memory and step there. ``torch.optim`` is slow at
-            it; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` as the module's optimizer is not. DeepSpeed compiles it at its
-            first use: minutes (measured: six on two busy cores), a compiler, and on a machine with a GPU a CUDA
-            toolkit of torch's version (not tried).
-        offload_params: keep all roles' weights in the CPU's memory until they are needed; stage 3 only.
-        offload_frozen: the same for frozen roles; None does as ``offload_params``.
+        stage: ZeRO stage: 1 shards the optimizer's state, 2 also gradients, 3 also weights.
+        offload_optimizer: whether the optimizer's state is in host memory, where the optimizer also steps.
+            ``torch.optim`` is slow on CPUs; ``deepspeed.ops.adam.DeepSpeedCPUAdam`` is faster. DeepSpeed compiles it at
+            its first use: this takes minutes (measured: six on two busy cores) and needs a compiler, and on a machine
+            with a GPU a CUDA toolkit of torch's version (not tested).
+        offload_params: whether all roles' weights are in host memory until they are needed; stage 3 only.
+        offload_frozen: whether frozen roles' weights are in host memory; None uses ``offload_params``.
         activation_checkpointing: attribute of :class:`RoleStrategy`.
-        config: a DeepSpeed configuration laid over this class's, for example
+        config: DeepSpeed configuration that overrides the defaults, for example
             ``{zero_optimization: {stage3_param_persistence_threshold: 0}}``.
         timeout: longest time of a collective.
         cluster_environment: environment of the launcher; None lets the Trainer detect it.
-        process_group_backend: ``nccl``, ``gloo``; None takes the device's.
+        process_group_backend: ``nccl`` or ``gloo``; None uses the default of the device.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
-        ValueError: an argument contradicts another.
+        ValueError: an argument contradicts another one.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
             )
         self.activation_checkpointing = activation_checkpointing
         self._offload_frozen = offload_params if offload_frozen is None else offload_frozen
-        whole = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
-        launch_environment.apply()  # before deepspeed is imported, which reads it
+        shared = configuration(stage, offload_optimizer, offload_params, self._offload_frozen, config or {})
+        launch_environment.apply()  # deepspeed reads the environment when it is imported
         super().__init__(
-            config=whole,
+            config=shared,
             timeout=timeout,
             cluster_environment=cluster_environment,
             process_group_backend=process_group_backend,
@@ -97,7 +97,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     # -- processes --------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Join the other processes.
+        """Initialize the process group and start the failure watch.
 
         Raises:
             RuntimeError: DeepSpeed was imported for another kind of device.
@@ -120,10 +120,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self.watch_ranks()
 
     def setup_distributed(self) -> None:
-        """Open the process group; it is closed when Python ends, because a Trainer may fit and then validate."""
+        """Open the process group; it is closed when Python exits, because a Trainer may fit and then validate."""
         if self.root_device.type == "cuda":
             super().setup_distributed()
-        else:  # the same without a look at the number of the device, which a CPU has not
+        else:  # as in Lightning's method, but without a device index, which a CPU does not have
             reset_seed()
             self.set_world_ranks()
             self._init_deepspeed_distributed()
@@ -136,7 +136,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's, for engines of roles."""
+        """The Trainer's precision plugin as a :class:`RolePrecision`."""
         return RolePrecision("32-true") if self._precision_plugin is None else self._precision_plugin
 
     @precision_plugin.setter
@@ -150,13 +150,13 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return nullcontext()
 
     def build_role(self, name: str, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build a role; under stage 3, rank 0 loads it and parameters are scattered one at a time. All ranks.
+        """Build a role; under stage 3, rank 0 loads it and scatters its parameters one at a time. All ranks.
 
-        transformers can spread a model while every rank loads it, but rounds rotary frequencies to bfloat16 then.
+        Loading with transformers' own ZeRO-3 support would round rotary frequencies to bfloat16.
         """
         if not self.zero_stage_3:
-            return self._in_its_dtype(name, build())
-        role = self._in_its_dtype(name, loaded_by_first_rank(name, shapes_of(build), build))
+            return self._cast_weights(name, build())
+        role = self._cast_weights(name, loaded_by_first_rank(name, shapes_of(build), build))
         for module in role.modules():
             for key, buffer in module.named_buffers(recurse=False):
                 setattr(module, key, from_first_rank(buffer, self.root_device))
@@ -172,8 +172,8 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     def _in_bfloat16(self, name: str) -> bool:
         return self.precision_plugin.precision == "bf16-mixed" or self.module.sources[name].dtype == "bfloat16"
 
-    def _in_its_dtype(self, name: str, model: nn.Module) -> nn.Module:
-        """Cast weights, not buffers: rotary frequencies stay exact."""
+    def _cast_weights(self, name: str, model: nn.Module) -> nn.Module:
+        """Cast weights to the role's dtype, but not buffers, so that rotary frequencies stay exact."""
         if self._in_bfloat16(name):
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(torch.bfloat16)
@@ -182,7 +182,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
     # -- engines ----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the engines: with optimizers in a fit, else for forward passes only."""
+        """Construct the engines; they have an optimizer only when fitting."""
         import deepspeed
 
         assert self.accelerator is not None
@@ -190,7 +190,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self.setup_precision_plugin()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            # Set twice, the wrappers of the first time would take DeepSpeedCPUAdam's memory with them.
+            # Call only once: replaced wrappers of DeepSpeedCPUAdam would free its native state, which is shared.
             super(DeepSpeedStrategy, self).setup_optimizers(trainer)
         optimizers = dict(zip(self.module.trained_roles, self.optimizers, strict=True)) if fitting else {}
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
@@ -214,7 +214,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return self._engines.get(name) or super().role(name)
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
-        """Reduce gradients with the last micro-batch only; stages 2 and 3 hold a share of them and reduce each time."""
+        """Reduce gradients with the last micro-batch only; stages 2 and 3 shard them and reduce every time."""
         self._engines[name].set_gradient_accumulation_boundary(sync)
         return nullcontext()
 
@@ -223,7 +223,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         self.module.manual_backward(loss, engine=self._engines[name])
 
     def clip_role(self, name: str, max_norm: float | None) -> Tensor:
-        """See :meth:`RoleStrategy.clip_role`; DeepSpeed clips when it steps."""
+        """See :meth:`RoleStrategy.clip_role`; DeepSpeed clips in its step."""
         set_clipping(self._engines[name], max_norm)
         return gradient_norm(self._engines[name])
 
@@ -236,11 +236,11 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """See :meth:`RoleStrategy.iter_own_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
         for layer in layers(getattr(self.module, name).lm, wanted):
-            with self._whole([parameter for _, parameter in layer]):
+            with self._gathered([parameter for _, parameter in layer]):
                 for parameter_name, parameter in layer:
                     yield parameter_name, parameter.detach().to(dtype)
 
-    def _whole(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
+    def _gathered(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
         if not self.zero_stage_3:
             return nullcontext()
         import deepspeed
@@ -270,7 +270,7 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         return self._engines[name].optimizer if self._fitting else None
 
     def teardown(self) -> None:
-        """Take the engines' hooks and buffers off the roles."""
+        """Remove the engines' hooks and buffers from the roles."""
         for engine in self._engines.values():
             engine.destroy()
         self._engines.clear()

@@ -1,1 +1,1 @@
-"""One vLLM server for all ranks: engine, HTTP client, weight transfer and the server's plugin."""
+"""Rollout engine for a vLLM server: engine, HTTP client, weight transfer and the server's plugin."""

@@ -19,18 +19,18 @@ from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 log = logging.getLogger(__name__)
-_CONNECTIONS = 256  # open requests of one rank
+_CONNECTIONS = 256  # largest number of concurrent requests of one rank
 _GET_SECONDS = 30
 _HEARTBEAT_SECONDS = 60
 _HOW_TO_START = "docs/rollouts.md has the command that starts one"
 
 
 class VLLMServer:
-    """A vLLM server as this process reaches it.
+    """Client of a vLLM server.
 
     Args:
-        url: ``http://host:port``.
-        key: API key of the server; None if it has none.
+        url: address, ``http://host:port``.
+        key: API key of the server; None for a server without a key.
         timeout: longest wait for the server to start, and for one response, in seconds.
 
     Raises:
@@ -46,22 +46,22 @@ class VLLMServer:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self._timeout = timeout
         self._key = key
-        # A proxy in the environment is meant for other hosts.
+        # Ignore proxies in the environment.
         self._opener: OpenerDirector = build_opener(ProxyHandler({}))
 
     @property
     def is_local(self) -> bool:
-        """Whether it can be reached from this machine only."""
+        """Whether the server's address is a loopback address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def wait_until_up(self) -> None:
-        """Wait until the server responds, and log it every minute.
+        """Wait until the server responds; log a line every minute.
 
         Raises:
-            EngineDied: it did not start in time.
+            EngineDied: the server did not respond in time.
         """
         began = time.monotonic()
         last_logged = began
@@ -86,13 +86,13 @@ class VLLMServer:
 
         Raises:
             ValueError: the server does not have the route, or rejects the key.
-            RuntimeError: it rejects the request.
-            EngineDied: it cannot be reached, or failed.
+            RuntimeError: the server rejects the request.
+            EngineDied: the server cannot be reached, or failed.
         """
         return self._send(self._request(path, query, json.dumps(body or {}).encode(), True), self._timeout)
 
     def post_all(self, path: str, bodies: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Any]]:
-        """Send many requests; yield (index, response) as they finish, and log every minute how many are missing."""
+        """Send requests concurrently and yield (index, response) as they finish; log progress every minute."""
         began = time.monotonic()
         pool = ThreadPoolExecutor(_CONNECTIONS)
         try:
@@ -102,7 +102,7 @@ class VLLMServer:
                     yield indices.pop(future), future.result()
                     continue
                 missing = f"{len(indices)} of {len(bodies)}"
-                log.info("Waiting for %s responses of %s for %.0f s.", missing, self.url, time.monotonic() - began)
+                log.info("Waiting for %s responses from %s for %.0f s.", missing, self.url, time.monotonic() - began)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -139,7 +139,7 @@ class VLLMServer:
             )
         if status < 500:
             return RunError(f"the vLLM server at {self.url} rejected the request: {message}")
-        return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's own output")
+        return EngineDied(f"the vLLM server at {self.url} failed at {path}: {message}; see the server's log")
 
 
 def _message(body: str) -> str:

@@ -1,4 +1,4 @@
-"""One vLLM server, started by the user, for all ranks."""
+"""Rollout engine for a vLLM server that the user starts and all ranks share."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _COMPARED_KEYS = (
 
 
 class VLLMServerEngine(RolloutEngine):
-    """A vLLM server that the user started; docs/rollouts.md has the command.
+    """Engine for a vLLM server that the user starts; docs/rollouts.md has the command.
 
     The first rank pushes the weights, every rank sends its own prompts. The server labels each token with the version
-    of the weights that generated it, and a response from any but the last push is an error.
+    of the weights that generated it; a label other than that of the last push raises an error.
 
     Args:
         url: address, for example ``http://127.0.0.1:8000``.
         key_variable: environment variable with the server's API key; required for a server on another machine.
-        ranks: number of consecutive ranks that have the same prompts, because they split the trained model.
+        ranks: number of consecutive ranks that split the trained model and so have the same prompts.
         timeout: longest wait for the server to start, and for one response, in seconds.
     """
 
@@ -65,7 +65,7 @@ class VLLMServerEngine(RolloutEngine):
         """Connect the ranks; the server may start later. Called by all ranks of the run.
 
         Raises:
-            ValueError: the server is on another machine and no key is set.
+            ValueError: the server is on another machine, but no key is set.
         """
         key = os.environ.get(self._key_variable)
         server = VLLMServer(self._url, key, self._timeout)
@@ -78,15 +78,15 @@ class VLLMServerEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._all_ranks = RankGroup(world_size())
         self._sharing_ranks = RankGroup(self._ranks)
-        # The labels of two runs that push to one server differ.
+        # Distinguishes the labels of several runs that push to one server.
         self._run = self._all_ranks.run_on_first(lambda: secrets.token_hex(4))
 
     def wait(self) -> str:
         """Wait for the server and validate its settings.
 
         Raises:
-            EngineDied: it does not start.
-            ValueError: it was started with settings that this run cannot use.
+            EngineDied: the server does not start in time.
+            ValueError: the server's settings do not fit this run.
         """
         return self._all_ranks.run_on_first(self._inspect)
 
@@ -132,22 +132,22 @@ class VLLMServerEngine(RolloutEngine):
         )
 
     def _compare_models(self, name: str) -> None:
-        """Raise if the server has another architecture, as far as its config is on this machine."""
+        """Raise if the server's model has another architecture; skipped if its config is not on this machine."""
         ours = AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False).to_dict()
         try:
             theirs = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=True).to_dict()
         except OSError:
-            return  # the first push and the loop's comparison of log-probabilities detect it too
+            return  # a difference is detected later, by the first push or the check of log-probabilities
         for key in _COMPARED_KEYS:
             if ours.get(key) != theirs.get(key):
                 raise UsageError(
-                    f"the vLLM server at {self._url} serves another model, {name}: its {key} is {theirs.get(key)}, "
-                    f"the actor's {ours.get(key)}"
+                    f"the vLLM server at {self._url} serves another model, {name}: its {key} is {theirs.get(key)}, but "
+                    f"the actor's is {ours.get(key)}; start it with the actor's model"
                 )
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`; every rank exhausts the parameters, the first one sends them."""
-        self._all_ranks.gather(None)  # a rank that still waits for responses would get some from the new weights
+        """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them."""
+        self._all_ranks.gather(None)  # barrier: push only after all ranks have received their responses
         self._version = version
 
         def push(remaining: Iterable[tuple[str, Tensor]]) -> None:
@@ -170,7 +170,7 @@ class VLLMServerEngine(RolloutEngine):
         """See :meth:`RolloutEngine.generate`.
 
         Raises:
-            EngineDied: the server has ended, or generated with other weights than the last ones pushed.
+            EngineDied: the server has ended, or generated with weights other than those of the last push.
         """
         return generate_together(
             self._sharing_ranks, self._request_all, prompts=prompts, sampling=sampling, seeds=seeds,
@@ -221,7 +221,7 @@ class VLLMServerEngine(RolloutEngine):
         return self._all_ranks.run_on_first_with(parameters, compare)
 
     def close(self) -> None:
-        """End the connection; the server keeps running."""
+        """Close the connection; the server keeps running."""
         if self._push is not None:
             self._push.close()
         self._server = None

@@ -1,7 +1,7 @@
-"""Classes that a vLLM server loads for us: a weight transfer through shared memory, and a key check on all routes.
+"""Plugin of a vLLM server: weight transfer through shared memory, and an API key check on all routes.
 
-``vllm serve`` imports this module by the names on its command line (docs/rollouts.md). The transfer implements vLLM's
-API: where trainer and server share a machine, the weights are read from the trainer's shared memory.
+``vllm serve`` imports this module by the class names on its command line (docs/rollouts.md). The transfer implements
+vLLM's weight-transfer API for a trainer on the same machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MEMORY_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Empty: every update contains the path of its memory."""
+    """Message without fields, because every update contains the path of its memory."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
     Args:
         path: path of the memory, ``/proc/<trainer>/fd/<n>``.
         nbytes: size of the memory.
-        layout: slots of the parameters in it.
+        layout: fields of each parameter's :class:`~lightning_rlhf.rollout.vllm.sync.Slot`.
     """
 
     path: str
@@ -62,7 +62,7 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     update_info_cls = SharedMemoryUpdate
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
-        """Set nothing up: the transfer needs no connection."""
+        """Set up nothing, because the transfer needs no connection."""
 
     def start_weight_update(self) -> None:
         """Prepare the model for loading layer by layer."""
@@ -74,20 +74,20 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         self.model.load_weights(read_slots(memory, update_info.layout))
 
     def finish_weight_update(self) -> None:
-        """Process the loaded weights, and update packed copies of them."""
+        """Process the loaded weights and update packed copies of them."""
         finalize_layerwise_reload(self.model, self.model_config)
         repack(self.model)
 
     def shutdown(self) -> None:
-        """Release nothing: memory is unmapped with the last view of it."""
+        """Release nothing, because memory is unmapped with its last view."""
 
 
 class SharedMemoryWorker:
-    """Empty extension of vLLM's worker, which imports this module because the command line names it."""
+    """Worker extension without methods; naming it on the command line makes vLLM's worker import this module."""
 
 
 class GuardedRoutes(AuthenticationMiddleware):
-    """Middleware that requires the API key on every route. vLLM 0.32 itself leaves those that change weights open.
+    """Middleware that requires the API key on every route; vLLM 0.32 does not on routes that change weights.
 
     Args:
         app: application whose routes are guarded.
@@ -103,12 +103,12 @@ class GuardedRoutes(AuthenticationMiddleware):
         super().__init__(app, [key])
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Pass on a request with the key; respond 401 to others."""
+        """Pass a request with the key to the application; respond to others with status 401."""
         if scope["type"] in ("http", "websocket") and not self.verify_token(Headers(scope=scope)):
             return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
         return self.app(scope, receive, send)
 
 
-# vLLM loads plugins more than once in a process; the factory refuses a second registration.
+# vLLM may import a plugin more than once per process; a second registration would raise.
 if SHARED_MEMORY not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryTransfer)

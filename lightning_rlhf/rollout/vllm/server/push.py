@@ -1,4 +1,4 @@
-"""Transfer of the weights from the trainer's first rank to a vLLM server, with vLLM's weight-transfer API."""
+"""Transfer of weights from the trainer's first rank to a vLLM server, with vLLM's weight-transfer API."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class WeightPush(ABC):
         self._open = False
 
     def __call__(self, parameters: Iterable[tuple[str, Tensor]], label: str) -> None:
-        """Replace all weights between requests, and drop every cached prefix of the old ones.
+        """Replace all weights between requests and reset the prefix cache.
 
         Args:
-            parameters: (transformers name, tensor), each valid only until the next.
-            label: version label that the server adds to the tokens that the new weights generate.
+            parameters: (transformers name, tensor); each tensor is valid only until the next one.
+            label: version label of tokens that are generated with the new weights.
 
         Raises:
-            RuntimeError: the prefix cache could not be emptied.
-            EngineDied: the server failed; tokens that it then generates have neither the old nor the new label.
+            RuntimeError: the prefix cache could not be reset.
+            EngineDied: the server failed; tokens that it generates later are labelled ``unfinished``.
         """
         weights = self._prepare(parameters)
         self._server.post("/pause", mode="wait")
         try:
             self._replace(weights, label)
         except (RuntimeError, ValueError):
-            with suppress(RuntimeError):  # the first error is the one to report
+            with suppress(RuntimeError):  # report the first error
                 self._server.post("/resume")
             raise
         self._server.post("/resume")
@@ -59,7 +59,7 @@ class WeightPush(ABC):
         self._begin()
         self._send(weights)
         if not self._server.post("/reset_prefix_cache")["success"]:
-            raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of its old weights")
+            raise RunError(f"the vLLM server at {self._server.url} kept the prefix cache of the old weights")
         self._server.post("/finish_weight_update", {"weight_version": label})
 
     def _begin(self) -> None:
@@ -68,7 +68,7 @@ class WeightPush(ABC):
         except EngineDied as error:
             if "already active" not in str(error):
                 raise
-            self._server.post("/finish_weight_update")  # an update that a trainer began before it died
+            self._server.post("/finish_weight_update")  # update of a trainer that died during a push
             self._server.post("/start_weight_update")
 
     @abstractmethod
@@ -76,18 +76,18 @@ class WeightPush(ABC):
         """Set up the transport on the server."""
 
     def _prepare(self, parameters: Iterable[tuple[str, Tensor]]) -> Any:
-        """Prepare the weights while the server still generates; return the argument of :meth:`_send`."""
+        """Prepare the weights before the server is paused; return the argument of :meth:`_send`."""
         return parameters
 
     @abstractmethod
     def _send(self, weights: Any) -> None:
-        """Send the weights between start and end of an update."""
+        """Send the weights; called between start and end of an update."""
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last push; None if no difference is known."""
         return None
 
-    def close(self) -> None:  # noqa: B027 (a transport may have none)
+    def close(self) -> None:  # noqa: B027 (not every transport has local resources)
         """Free local resources; the server keeps running."""
 
 
@@ -117,7 +117,7 @@ class SharedMemoryPush(WeightPush):
 
 
 class NCCLPush(WeightPush):
-    """Transport from the trainer's first GPU to the server's, with vLLM's classes, which this process imports."""
+    """Transport from the first rank's GPU to the server's GPUs over NCCL; imports vLLM in the trainer's process."""
 
     def _connect(self) -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -125,7 +125,7 @@ class NCCLPush(WeightPush):
 
         workers = self._server.get("/get_world_size")["world_size"]
         address, port = _rendezvous(self._server)
-        # Unpacked: packing needs two buffers of a gigabyte each.
+        # Not packed, because packing needs two buffers of 1 GB.
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed=False, rank=0)
         self._source = _chunk_source()
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
@@ -144,7 +144,7 @@ class NCCLPush(WeightPush):
 
 
 class _ChunkClient:
-    """Client of the server for vLLM's trainer class, for one chunk: it does not start or finish the whole update."""
+    """Client for vLLM's trainer class, which sends one chunk; start and end of the update are left to the caller."""
 
     def __init__(self, server: VLLMServer) -> None:
         self._server = server
@@ -163,7 +163,7 @@ class _ChunkClient:
 
 
 def _chunk_source() -> Any:
-    """Return a ``WeightSource`` of vLLM whose ``pairs`` change from chunk to chunk."""
+    """Return a ``WeightSource`` of vLLM whose ``pairs`` are set for each chunk."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class Chunk(WeightSource):
@@ -179,11 +179,11 @@ def _chunk_source() -> Any:
 
 
 def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the parameters on the GPU in chunks that are sent together.
+    """Yield chunks of parameters on the GPU, which are sent together.
 
     Args:
-        parameters: (name, tensor), each valid only until the next.
-        nbytes: size at which a chunk is full; larger parameters are a chunk each, without a copy.
+        parameters: (name, tensor); each tensor is valid only until the next one.
+        nbytes: largest size of a chunk; a larger parameter is a separate chunk and is not copied.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chunk: list[tuple[str, Tensor]] = []
@@ -199,7 +199,7 @@ def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[li
         else:
             chunk.append((name, tensor.detach().to(device, copy=True)))
             size += tensor.nbytes
-        del tensor  # or two would be held while the next is gathered
+        del tensor  # free it before the next one is gathered
     if chunk:
         yield chunk
 

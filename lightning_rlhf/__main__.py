@@ -10,7 +10,7 @@ from lightning_rlhf.__about__ import __version__
 _COMMANDS = "lightning_rlhf.cli.commands"
 _LIGHTNING = "lightning_rlhf.cli.main"
 # Commands in the order of use: (module, description) by name. A module is imported when its command runs, and has a
-# function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns if it gets arguments.
+# function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns of arguments.
 COMMANDS = {
     "doctor": (f"{_COMMANDS}.doctor", "check this machine and its installation"),
     "data": (f"{_COMMANDS}.data_check", "data check: check and describe the data of a run"),

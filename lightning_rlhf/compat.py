@@ -148,7 +148,7 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
 
 def checkpoint_state(trainer: Trainer) -> dict[str, Any]:
     """Return a copy of the state that ``Trainer.save_checkpoint`` would write; role strategies exclude the models."""
-    state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    state = trainer._checkpoint_connector.dump_checkpoint(False)
     for name in ("callbacks", "loops", "lr_schedulers"):  # they may contain dictionaries that callbacks change later
         state[name] = copy.deepcopy(state[name])
     return state

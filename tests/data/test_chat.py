@@ -98,7 +98,7 @@ def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_write
     headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
     thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm' }}")
-    with pytest.raises(BadRow, match="the tokens of the assistant cannot be located"):
+    with pytest.raises(BadRow, match="the assistant's tokens cannot be located"):
         marked_parts(characters(thoughtful), messages)
 
 

@@ -127,7 +127,7 @@ def test_messages_go_through_the_chat_template():
 )
 def test_rows_that_cannot_be_used(row, reason):
     assert f"\n  given:1: {reason}" in said_of(ConversationDataModule, row, max_tokens=10).replace(
-        "the prompt is a list of messages, and ", ""
+        "the prompt is a list of messages, but ", ""
     )
 
 

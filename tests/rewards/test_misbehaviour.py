@@ -276,11 +276,11 @@ ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; under rewards, "),
+        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; to continue after a failure, "),
         ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"failure: it raised Zero.* {ROW}$"),
-        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; under rewards, "),
+        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; to continue after a failure, "),
         ({"function": all_at_once}, r"raised Zero.* \(one call scored all 2 completions, so the failing one"),
-        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; under rewards, "),
+        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; to continue after a failure, "),
     ],
 )  # fmt: skip
 def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, pattern):
@@ -390,6 +390,8 @@ def test_a_custom_base_exception_is_a_failure():
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}])
 def test_a_changed_working_directory_is_an_error_and_restored(options):
     here = Path.cwd()
-    with pytest.raises(RuntimeError, match="'moves' changed the working directory to /, where the run's relative"):
+    with pytest.raises(
+        RuntimeError, match="'moves' changed the working directory to /, which breaks the run's relative"
+    ):
         compute_reward(RewardFunction(moves, **options), completions=["a"])
     assert Path.cwd() == here

@@ -41,8 +41,8 @@ class RunCheckpoint(ModelCheckpoint):
             ``checkpoints/last.ckpt/v000006``.
         copy_to: URL of a folder that fsspec can write, such as ``s3://bucket/run``, to which each finished checkpoint
             is copied; ``--ckpt_path last`` uses the copy if the run directory has no checkpoint. None makes no copy.
-        background: whether training continues while a copy in host memory of trained roles and optimizers is written;
-            False makes no copy and training waits, as it does after a signal that ends the run.
+        background: whether to copy trained roles and optimizers to host memory and write them while training continues;
+            False writes without a copy while training waits, as after a signal that ends the run.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class RunCheckpoint(ModelCheckpoint):
             )
         if stage == "fit" and trainer.is_global_zero and not trainer.fast_dev_run:
             manifest.remove_leftovers(self.path)
-            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):  # of single files
+            for draft in _directory(trainer).glob(f"{self.filename}.ckpt*.new"):  # drafts of single-file checkpoints
                 draft.unlink()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*exists and is not empty")  # as in every resumed run
+            warnings.filterwarnings("ignore", message=".*exists and is not empty")  # in every resumed run
             super().setup(trainer, pl_module, stage)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,11 +201,11 @@ class RunCheckpoint(ModelCheckpoint):
 
     @property
     def between_steps(self) -> bool:
-        """Whether the state is still that after the last finished step."""
+        """Whether the state has not changed since the last finished step."""
         return self._state is not None
 
     def save_between_steps(self, trainer: Trainer) -> None:
-        """Wait for a background save; save the state after the last finished step if it is unchanged. All ranks.
+        """Wait for a background save; save the last finished step if the state has not changed since. All ranks.
 
         Raises:
             OSError, ValueError, FloatingPointError: the state could not be saved.

@@ -19,10 +19,10 @@ from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.types import Rollout
 
 log = logging.getLogger(__name__)
-# Largest difference of log-probs for 99 of 100 tokens, nats. That of float32 on a GPU is a guess, not a measurement.
+# Largest difference of log-probs for 99 of 100 tokens, nats. The bound of float32 on a GPU was not measured.
 _BOUNDS = {("float32", "cpu"): 1e-3, ("float32", "cuda"): 1e-2}
 _BFLOAT16_BOUND = 1.0
-_MEAN_SHARE = 1 / 20
+_MEAN_SHARE = 1 / 20  # bound of the mean difference, as a fraction of that bound
 
 
 def check_at_least(least: float, **values: float) -> None:
@@ -49,8 +49,8 @@ def check_module(callback: Callback, module: LightningModule, kind: type[Lightni
     """
     if not isinstance(module, kind):
         raise UsageError(
-            f"{type(callback).__name__} works with a lightning_rlhf {kind.__name__} (PPOModule, GRPOModule, ...), got "
-            f"{type(module).__name__}: leave the callback out"
+            f"{type(callback).__name__} needs a lightning_rlhf {kind.__name__} (PPOModule, GRPOModule, ...), got "
+            f"{type(module).__name__}: remove the callback"
         )
 
 
@@ -124,15 +124,15 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
 def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_logprob_diff: float | None) -> None:
     """Raise an error if the engine does not compute the same log-probabilities as the actor. All ranks.
 
-    A single token may differ by any amount: among millions of tokens in bfloat16 some differ by more than a nat. A
-    weight that is lost moves most tokens, and with them the mean and the 99th percentile.
+    Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
+    nat, while a lost weight changes most tokens.
 
     Args:
         engine: engine with the actor's weights.
         module: module with the actor.
         rollout: responses of the engine.
-        max_logprob_diff: bound of the 99th percentile, nats; the mean's is a twentieth. None chooses by dtype and
-            device.
+        max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
+            it by dtype and device.
 
     Raises:
         RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
@@ -141,7 +141,7 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
     with module.trainer.precision_plugin.forward_context():
         logprobs = module.actor_scores("actor", rows).logprobs
     gaps = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask]
-    # One reduction, on every rank: a rank that fails alone would wait for the others below.
+    # Reduced over ranks, so that all ranks raise or none does.
     mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps)).tolist()
     dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
     bound = max_logprob_diff or _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUND)
@@ -150,11 +150,11 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
     roles = module.role_strategy
     parameters = roles.iter_adapters("actor") if engine.swaps_adapters else roles.iter_full_params("actor")
     name = engine.first_difference(parameters)
-    deque(parameters, maxlen=0)  # every rank goes through all of them
+    deque(parameters, maxlen=0)  # gathering needs every rank for every parameter
     if name:
         cause = f"the first parameter that differs is {name}"
     else:
-        cause = "all weights were transferred correctly, so the engine damaged them or computes something else"
+        cause = "all weights were transferred correctly, so the engine damaged them or computes differently"
     raise RunError(
         f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "
         f"nats on average (allowed: {bound * _MEAN_SHARE:g}) and {percentile:.3g} at the 99th percentile (allowed: "
@@ -165,12 +165,12 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
 def gap_statistics(gaps: Tensor) -> Tensor:
     """Return mean, 99th percentile and maximum of the differences; infinity if one of them is NaN.
 
-    The percentile leaves out one token in a hundred; of fewer than a hundred it is the maximum.
+    With fewer than a hundred tokens, the percentile is the maximum.
 
     Args:
         gaps: (N,) absolute differences of the tokens, nats; may be empty.
     """
     gaps = torch.cat([gaps.double().nan_to_num(nan=torch.inf), gaps.new_zeros(1, dtype=torch.float64)])
-    count = len(gaps) - 1  # without the 0, which replaces an empty rollout
+    count = len(gaps) - 1  # without the 0, which was added for an empty rollout
     ordered = gaps.sort(descending=True).values
     return torch.stack([gaps.sum() / max(count, 1), ordered[count // 100], ordered[0]])

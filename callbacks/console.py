@@ -115,7 +115,7 @@ class Console(Callback):
             beat.start()
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
-        """Stop the lines of a step."""
+        """Stop the heartbeat."""
         self._stop_heartbeat()
 
     def _stop_heartbeat(self) -> None:
@@ -147,7 +147,7 @@ class Console(Callback):
             if self._constant_rewards[reward.label, value] == _FIRST_STEPS:
                 log.warning(
                     "reward %s was %s for all responses of %d steps: the policy learns nothing from it. If it should "
-                    "differ, look at the values that it compares (the number 7 is not the text '7'), and at the "
+                    "differ, check the values that it compares (the number 7 is not the text '7'), and the "
                     "responses, which RolloutLog writes to rollouts/",
                     *(reward.label, value, _FIRST_STEPS),
                 )

@@ -19,9 +19,10 @@ from lightning_rlhf.types import PromptBatch, Rollout
 class DynamicSampling:
     """Generates until enough prompts have responses of differing reward ("DAPO", Yu et al. 2025, section 3.2).
 
-    Responses are generated in rounds of ``prompts_per_step`` prompts, until that many have contrast or the batch of the
-    data has no more prompts. Unused prompts of the batch occur again in a later epoch. If too few have contrast,
-    others fill the step; they count in metrics, but are not trained on.
+    Responses are generated in rounds of ``prompts_per_step`` prompts, until that many prompts have contrast (responses
+    with different rewards) or the data's batch is exhausted. Unused prompts of the batch occur again in a later epoch.
+    If too few prompts have contrast, prompts without contrast fill the step; they count in metrics, but are not trained
+    on.
 
     Args:
         prompts_per_step: prompts that a step trains on, at least 1; the data's ``batch_size`` is a multiple of it.
@@ -45,7 +46,7 @@ class DynamicSampling:
             module: module of the run.
 
         Raises:
-            ValueError: sizes do not divide each other, no reward can be compared, or greedy responses are needed.
+            ValueError: sizes are not divisible, no reward can be compared, or greedy responses are needed.
         """
         if batch_size % self.prompts_per_step:
             raise UsageError(
@@ -65,7 +66,7 @@ class DynamicSampling:
         if module.advantages.needs_greedy:
             raise UsageError(
                 f"dynamic sampling does not support the greedy responses of {type(module.advantages).__name__}: "
-                f"leave dynamic_sampling out"
+                f"remove dynamic_sampling"
             )
         ranks = module.data_ranks.size
         if batch_size % ranks or self.prompts_per_step % ranks:
@@ -84,7 +85,7 @@ class DynamicSampling:
         """Return the rollout of this rank's part of ``prompts_per_step`` prompts.
 
         Args:
-            batch: prompts, a multiple of that part.
+            batch: prompts; their number is a multiple of this rank's part.
             generate: function that generates and scores the responses to some prompts.
             ranks: number of ranks that share the step.
             any_rank: function that returns whether any rank needs another round; ranks that share an engine must call

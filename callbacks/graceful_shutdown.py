@@ -26,16 +26,16 @@ from .checkpoint import last_checkpoint
 log = logging.getLogger(__name__)
 _SLURM_END = "SLURM_JOB_END_TIME"  # seconds since 1970, set by SLURM since 22.05
 _MARGIN_SECONDS = 30.0  # time to write the checkpoint and to exit
-_SAME_SECONDS = 1.0  # a scheduler signals all processes of a run, and the launching process forwards it to the others
+_SAME_SECONDS = 1.0  # signals within this time count as one: schedulers and the launcher both signal all processes
 
 
 class GracefulShutdown(Callback):
     """Saves a checkpoint and ends the run on SIGTERM, on Ctrl-C, and before the time limit of a SLURM job.
 
     In a single process, a signal during generation, scoring or validation ends the run immediately, with a checkpoint
-    of the last finished step. During an update, and with several ranks, the run ends after the step; all ranks end
-    after the same one. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second signal, at least one second
-    later, ends the process immediately.
+    of the last finished step. During an update, and with several ranks, the run ends after the step, which is the same
+    on all ranks. The exit code is 143 after SIGTERM and 130 after Ctrl-C. A second signal, at least one second later,
+    ends the process immediately.
 
     Kubernetes sends SIGTERM 30 seconds before SIGKILL, SLURM does so 30 seconds before the end of a preempted job
     (``KillWait``). A process that still runs at the end of the grace period, because a step or an engine takes longer,
@@ -154,7 +154,7 @@ class GracefulShutdown(Callback):
         self._raise_interrupt()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End before a validation, which the resumed run does."""
+        """End before a validation; the resumed run performs it."""
         self._raise_interrupt()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -132,7 +132,7 @@ def check_adapter(module: RoleModule, role: str, option: str) -> None:
     if role != "actor" or module.sources[role].lora is None:
         reason = "whose head is trained too" if role != "actor" else "which has no adapters"
         raise UsageError(
-            f"{option} exports only LoRA adapters, and this run exports its {role}, {reason}: leave adapter out"
+            f"{option} exports only LoRA adapters, but this run exports its {role}, {reason}: remove the option"
         )
 
 

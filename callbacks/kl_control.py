@@ -37,7 +37,7 @@ class KLControl(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Set the coefficient of the checkpoint."""
+        """Restore the coefficient of the checkpoint."""
         if self._restored is not None:
             pl_module.kl_coef = self._restored
         self._coef = pl_module.kl_coef
@@ -52,7 +52,7 @@ class KLControl(Callback):
         count = torch.tensor(float(len(pl_module.last_rollout)), device=pl_module.device)
         responses = int(pl_module.data_ranks.sum(count))
         if pl_module.kl_to_ref is None:
-            raise RunError(f"KLControl needs the KL to the reference: {type(pl_module).__name__} sets no kl_to_ref")
+            raise RunError(f"KLControl needs the KL to the reference, but {type(pl_module).__name__} sets no kl_to_ref")
         kl = float(torch.tensor(pl_module.kl_to_ref))  # float32, like the logged value
         self._coef = pl_module.kl_coef = self.controller(pl_module.kl_coef, kl, responses)
 

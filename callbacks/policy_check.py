@@ -87,7 +87,7 @@ class PolicyCheck(Callback):
         if trainer.fast_dev_run:
             return
         samples: Any = self._samples(trainer) if trainer.is_global_zero else None
-        rollout: Rollout = trainer.strategy.broadcast(samples)  # one copy of the policy, one call of the rule
+        rollout: Rollout = trainer.strategy.broadcast(samples)  # only rank 0 samples and calls the rule
         scores = self._scores(pl_module, rollout.to(pl_module.device)).cpu()
         reward_model: Any = pl_module.reward_model
         reward_model.normalize(scores.to(pl_module.device))

@@ -51,7 +51,7 @@ class Report(Callback):
         self._started = time.perf_counter()
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Validate that the callbacks exist whose results the report contains."""
+        """Validate that the trainer has RolloutLoop and MetricsCSV."""
         for kind in (RolloutLoop, MetricsCSV):
             if not any(isinstance(callback, kind) for callback in trainer.callbacks):
                 raise UsageError(f"Report needs {kind.__name__} among the trainer's callbacks")

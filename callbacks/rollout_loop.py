@@ -57,13 +57,14 @@ class RolloutLoop(Callback):
         temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
             probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
         val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
-        val_metric: name of the reward that is at least 1 for correct responses; gives ``val/greedy``, ``val/sampled``,
-            ``val/pass@k``, and the accuracy of the reward model's order. None logs only the metrics of each reward.
-        val_answer: function from validation completions to their answers, None for a completion without one; a dotted
-            path in YAML. It gives ``val/..._maj@k``, the reward of the most frequent answer of k samples.
+        val_metric: name of the reward that is at least 1 for correct responses; adds ``val/greedy``, ``val/sampled``,
+            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None logs only
+            the metrics of each reward.
+        val_answer: function that returns the answer of each completion, or None for a completion without an answer; a
+            dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
         validate_at_ends: whether to validate before the first and after the last step.
         check_rows: number of responses of each rollout whose log-probs under engine and actor are compared after each
-            sync; 0 switches the check off.
+            sync; 0 disables the check.
         max_logprob_diff: bound of that difference for 99 of 100 tokens, nats; the mean over all tokens must be at most
             a twentieth of it. None is 1e-3 in float32 on a CPU, 1e-2 in float32 on a GPU, 1 in bfloat16. Raise it for
             a mixture of experts, whose routers amplify rounding.
@@ -121,7 +122,7 @@ class RolloutLoop(Callback):
     # -- start and end ----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: RLHFModule, stage: str) -> None:
-        """Validate the run and start the engine: on a CPU while the models load, on GPUs before them.
+        """Validate the run and start the engine; on GPUs, wait for it before the models load.
 
         vLLM measures the free memory of its GPU at two moments, so nothing else may use the GPU in between.
         """
@@ -148,7 +149,7 @@ class RolloutLoop(Callback):
         save_architecture(source, directory)
         self._vocabulary = vocab_size(source)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
-        longest = min(longest, max_positions(source.hf_config()) or longest)  # no prompt is too long for the model
+        longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
         setup = EngineSetup(
             model=directory,
             dtype=dtype,
@@ -168,7 +169,7 @@ class RolloutLoop(Callback):
         """Validate loop, module, data and strategy; warn about doubtful settings.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: the settings are incompatible.
         """
         data = trainer.datamodule
         if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
@@ -308,7 +309,8 @@ class RolloutLoop(Callback):
         """Compare log-probs of engine and actor on a few responses, to find damaged weights before the update.
 
         Raises:
-            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first such parameter.
+            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first parameter that
+                differs.
         """
         if self.check_rows:
             assert self.engine is not None
@@ -343,13 +345,13 @@ class RolloutLoop(Callback):
         roles = pl_module.role_strategy
         collector = self._collector(trainer, batch, 1 + size)
 
-        def take(first: int, number: int, completion: Completion) -> None:
+        def score(first: int, number: int, completion: Completion) -> None:
             samples = size if first else 1
             if roles.is_group_leader:
                 collector.add(number // samples * (1 + size) + first + number % samples, completion)
 
-        greedy = self._generate(batch, "validation", samples=1, temperature=0.0, on_finished=partial(take, 0))
-        sampled = self._generate(batch, "validation", samples=size, temperature=1.0, on_finished=partial(take, 1))
+        greedy = self._generate(batch, "validation", samples=1, temperature=0.0, on_finished=partial(score, 0))
+        sampled = self._generate(batch, "validation", samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
@@ -418,7 +420,7 @@ class _Sampling:
         return rollout
 
     def any_rank(self, needs_more: bool) -> bool:
-        """Return whether any rank that shares the engine needs another round; all of them then take one."""
+        """Return whether any rank that shares the engine needs another round; then all of them generate."""
         assert self.loop.engine is not None
         ranks = self.module.data_ranks
         if self.loop.engine.ranks <= tensor_ranks(self.trainer, self.module):

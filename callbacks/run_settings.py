@@ -1,4 +1,4 @@
-"""Settings of a run as short texts, which a resumed run compares with those of its checkpoint."""
+"""Settings of a run as short texts, which a resumed run compares with the settings in its checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_rlhf.seeding import run_seed
 
 from .rollout_loop import RolloutLoop
 
-# Settings that decide which rows a checkpoint's number of batches means.
+# Settings that determine which rows precede a checkpoint's position in the data.
 WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
 _ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling")
 _IGNORED = ("micro_batch_tokens", "kl_coef")  # the first does not change the result, KLControl restores the second

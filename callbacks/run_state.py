@@ -51,7 +51,8 @@ class RunState(Callback):
 
     A checkpoint also contains a description of data, seed, batch sizes, sampling, rewards, models and algorithm. A
     resumed run logs a warning for each change. Another seed, other training rows, another order or another batch size
-    raise an error, because the position in the data would then mean other rows: some would be used twice, others never.
+    raise an error, because the position in the data would then refer to other rows: some would be used twice, others
+    never.
 
     A checkpoint contains the random state of each rank. If the number of ranks is the same, each restores its state,
     and on a CPU the run continues bit for bit. With another number of ranks, each rank's generators are seeded from the
@@ -59,7 +60,7 @@ class RunState(Callback):
     have derived seeds and do not change.
 
     Args:
-        allow_other_data: whether to resume although the position in the data means other rows.
+        allow_other_data: whether to resume although the position in the data refers to other rows.
     """
 
     def __init__(self, allow_other_data: bool = False) -> None:
@@ -116,10 +117,10 @@ class RunState(Callback):
                 )
 
     def _check_schedules(self) -> None:
-        """Validate that schedules can load the checkpoint's; strategies of Lightning create them after it is read.
+        """Validate that the schedules can load their states in the checkpoint, once both are known.
 
         Raises:
-            ValueError: their number or their kinds differ.
+            ValueError: the number or the kinds of schedules differ.
         """
         new, stored = self._schedules, self._stored_schedules
         if new is None or stored is None:
@@ -135,13 +136,13 @@ class RunState(Callback):
         """Warn about each setting that has changed since the checkpoint.
 
         Raises:
-            ValueError: the position in the data means other rows.
+            ValueError: the position in the data refers to other rows.
         """
         changed = changes(stored, self._settings) if stored else {}
         other_rows = [line for name, line in changed.items() if name in WHICH_ROWS]
         if other_rows and not self.allow_other_data:
             raise UsageError(
-                f"{'; '.join(other_rows)}: the checkpoint's position in the data would mean other rows, so that some "
+                f"{'; '.join(other_rows)}: the checkpoint's position in the data would refer to other rows: some "
                 f"would be used twice and others never. Resume with the same data, seed and batch size, or start a new "
                 f"run from an export, or set allow_other_data: true of lightning_rlhf.callbacks.RunState"
             )
@@ -149,7 +150,7 @@ class RunState(Callback):
             log.warning("Since the checkpoint: %s.", line)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Store the configured settings, which those of a checkpoint will replace."""
+        """Store the configured settings, which a checkpoint will replace."""
         self._settings = run_settings(trainer, pl_module)
         self._configured = optimizer_settings(trainer, pl_module)
         self._schedules = [config.scheduler.state_dict() for config in trainer.strategy.lr_scheduler_configs]
@@ -186,11 +187,11 @@ class RunState(Callback):
 
 
 def optimizer_settings(trainer: Trainer, module: RoleModule) -> dict[tuple[str, str], Any]:
-    """Return the settings of optimizers and schedules by the display name of their owner and their own name.
+    """Return the settings of optimizers and schedules by (display name of the owner, name of the setting).
 
     Args:
         trainer: trainer with its optimizers.
-        module: module whose trained roles they belong to, in this order.
+        module: module whose trained roles own the optimizers, in the same order.
     """
     settings: dict[tuple[str, str], Any] = {}
     for role, optimizer in zip(module.trained_roles, trainer.strategy.optimizers, strict=False):

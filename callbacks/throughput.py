@@ -37,7 +37,7 @@ class Throughput(Callback):
 
     Args:
         peak_tflops: peak of one device in the precision of training, without sparsity, 10^12 operations per second.
-            None is the bfloat16 peak of common devices; for other devices and precisions it is unknown.
+            None uses the bfloat16 peak of common devices; other devices and precisions have no default.
     """
 
     def __init__(self, peak_tflops: float | None = None) -> None:

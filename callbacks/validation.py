@@ -75,7 +75,7 @@ class _Quantity:
 
 
 class Validation:
-    """Responses of one validation: for each prompt one greedy one, then N = ``val_samples`` sampled ones.
+    """Metrics of one validation, with one greedy and N = ``val_samples`` sampled responses per prompt.
 
     For every reward, and the reward model's score: the mean of greedy and sampled responses, the standard deviation of
     a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2, 4,
@@ -89,7 +89,7 @@ class Validation:
         val_samples: N, at least 1.
         rewards: names of all reward functions.
         metric: name of the reward that is at least 1 for correct responses; None without one.
-        answer: function from completions to their answers, None without one; equal answers are counted.
+        answer: function that returns the answers of completions, to find the most frequent one; None without it.
         sources: values of ``source`` or ``data_source`` in the data; each has separate metrics.
         scored: whether there are scores of a reward model.
     """
@@ -167,7 +167,7 @@ class Validation:
         means = MeanAccumulator()
         for prefix, rows in self._groups(sources).items():
             for name, values in statistics.items():
-                means.add(f"{prefix}{name}", values[rows], ~values[rows].isnan())  # NaN rewards did not apply
+                means.add(f"{prefix}{name}", values[rows], ~values[rows].isnan())  # NaN: the reward does not apply
             for name, values in scores.items():
                 means.add(f"{prefix}{name}", values[rows])  # a NaN score is an error and must be visible
         metrics = means.means(ranks)

@@ -1,1 +1,1 @@
-"""The command line: names everything, computes nothing."""
+"""Command line: parsing of configurations, and one module per command."""

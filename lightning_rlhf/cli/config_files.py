@@ -39,15 +39,14 @@ def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file.
 
     Raises:
-        UsageError: the file is not a YAML mapping, or its aliases multiply: nine levels of nine aliases would be 387
-            million values.
+        UsageError: the file is not a YAML mapping, or its aliases expand to too many values.
     """
     try:
         text = file.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.CSafeLoader)
         if root is not None and (size := _size(root, {})) > _MOST_VALUES:
-            raise UsageError(f"{file} has {size} values when its aliases are written out, allowed are {_MOST_VALUES}")
-        content = yaml.load(text, Loader=yaml.CSafeLoader)
+            raise UsageError(f"{file} has {size} values after its aliases are expanded, allowed: {_MOST_VALUES}")
+        content = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not a text file in UTF-8: {error}") from error
     except RecursionError as error:
@@ -68,9 +67,9 @@ def read_yaml(file: Path) -> Any:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return the number of values below a node, where a node that several aliases name counts each time."""
+    """Count the values of a node; an aliased node counts at each use."""
     if id(node) not in sizes:
-        sizes[id(node)] = 1  # of a node within itself
+        sizes[id(node)] = 1  # for a node that contains itself
         if isinstance(node, yaml.MappingNode):
             sizes[id(node)] = 1 + sum(_size(part, sizes) for pair in node.value for part in pair)
         elif isinstance(node, yaml.SequenceNode):
@@ -81,10 +80,10 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
 def check_classes(config: Any) -> None:
     """Validate that each ``class_path`` names a class, or a class method that returns an instance of its class.
 
-    The ``class_path`` of an optimizer could otherwise be any function, and would be called.
+    Otherwise any function could be the ``class_path`` of an optimizer, and would be called.
 
     Raises:
-        UsageError: a ``class_path`` names a function, for example.
+        UsageError: a ``class_path`` names another object, such as a function.
     """
     for key, class_path in _class_paths("", config):
         named = pkgutil.resolve_name(class_path)

@@ -1,4 +1,4 @@
-"""An earlier run in the directory of a new one: it is renamed, never mixed or overwritten."""
+"""Renaming of an earlier run in the directory of a new run, so that its files are kept."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def rename_earlier_run(directory: Path) -> Path | None:
     earlier = directory.rename(directory.with_name(f"{directory.name}-{number}"))
     log.info("An earlier run of %s is now %s.", directory, earlier)
     if (earlier / "export").is_dir():
-        log.info("Until this run has ended there is no %s; the earlier one is in %s.", directory / "export", earlier)
+        log.info("Until this run has ended, the earlier export is in %s.", earlier)
     return earlier
 
 
 def restore_earlier_run(earlier: Path, directory: Path) -> None:
-    """Rename an earlier run back, because the new one did not start."""
+    """Rename an earlier run back after a new run that did not start."""
     shutil.rmtree(directory, ignore_errors=True)
     earlier.rename(directory)
-    log.info("This run did not start: the earlier one is %s again.", directory)
+    log.info("This run did not start: the earlier run was renamed back to %s.", directory)
 
 
 def check_writable(directory: Path, renames: bool) -> None:
@@ -44,7 +44,7 @@ def check_writable(directory: Path, renames: bool) -> None:
         renames: whether an earlier run in it will be renamed.
 
     Raises:
-        UsageError: the directory is a file, cannot be made, or permission is missing.
+        UsageError: the directory is a file, cannot be created, or permission is missing.
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"trainer.default_root_dir {str(directory)!r} is a file: set it to a directory")
@@ -61,12 +61,12 @@ def check_writable(directory: Path, renames: bool) -> None:
     reason = None if directory.exists() else _creation_error(directory)
     if reason is not None:
         raise UsageError(
-            f"trainer.default_root_dir {str(directory)!r} cannot be made ({reason}): set it to another directory"
+            f"trainer.default_root_dir {str(directory)!r} cannot be created ({reason}): set it to another directory"
         )
 
 
 def _creation_error(directory: Path) -> str | None:
-    """Return why a directory cannot be made, else None."""
+    """Return why a directory cannot be created, else None."""
     try:
         directory.mkdir(parents=True)
         directory.rmdir()

@@ -29,8 +29,7 @@ class CLIError(ExpectedError):
 
     Args:
         message: message; empty if another rank prints it.
-        code: 2 for a mistake found before the work starts, 1 for a failure in it; 128 plus the number of the signal
-            that ended it.
+        code: 2 for a mistake found before the work starts, 1 for a later failure, 128 + n after signal n.
     """
 
     def __init__(self, message: str, code: int = 2) -> None:
@@ -39,7 +38,7 @@ class CLIError(ExpectedError):
 
 
 def one_line_errors(command: Callable[..., int]) -> Callable[..., int]:
-    """Wrap a command: an expected error is printed in one line and becomes an exit code, 2 unless it has another."""
+    """Wrap a command to print an expected error in one line and return its exit code, by default 2."""
 
     @functools.wraps(command)
     def run(*args: Any) -> int:
@@ -69,7 +68,7 @@ def failure_code_1(shows_cause: bool = False) -> Iterator[None]:
 
 
 def print_cause(error: BaseException) -> None:
-    """Print the traceback of the exception that an error was raised from, such as one of a user's function."""
+    """Print the traceback of an error's cause, such as an exception in a user's function."""
     if error.__cause__ is not None:
         traceback.print_exception(error.__cause__)
 
@@ -89,7 +88,7 @@ def constructor_errors(parser: LightningArgumentParser) -> Iterator[None]:
         except Exception as error:
             raised.append(error)
             if isinstance(constructor, type) and issubclass(constructor, Logger) and _is_lightnings(constructor):
-                message = f"trainer.logger: {constructor.__name__} cannot be made: {one_line(error)}"
+                message = f"trainer.logger: {constructor.__name__} cannot be created: {one_line(error)}"
                 raised.append(CLIError(message))
                 raise raised[-1] from error
             raise
@@ -107,7 +106,7 @@ def constructor_errors(parser: LightningArgumentParser) -> Iterator[None]:
 
 
 def _origin(error: BaseException, raised: list[Exception]) -> BaseException:
-    """Return the error of a constructor that jsonargparse replaced by one with the messages of all alternatives."""
+    """Return a constructor's error, which jsonargparse replaces by an error with the messages of all alternatives."""
     origin = error
     while is_raised_in(origin, "jsonargparse.") and origin.__cause__ is not None:
         origin = origin.__cause__
@@ -137,7 +136,7 @@ def disk_error(error: BaseException, directory: Path) -> str | None:
     """
     cause: BaseException | None = error
     visited: list[BaseException] = []
-    while cause is not None and cause not in visited:  # the chain of an error that is raised again may be a circle
+    while cause is not None and cause not in visited:  # the chain of a re-raised error may be circular
         visited.append(cause)
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
             return f"the disk of {directory} is full ({cause.strerror or cause}): free space on it"

@@ -58,14 +58,14 @@ yaml.SafeDumper.add_multi_representer(Enum, lambda dumper, member: dumper.repres
 class SaveRunConfig(SaveConfigCallback):
     """Writes ``config.yaml`` into the run's directory, and its values into the loggers as hyperparameters.
 
-    If a resumed run has a different configuration, the earlier one is renamed to ``config-<step>.yaml``, by the last
-    step that it was used for.
+    If a resumed run has a different configuration, the earlier file is renamed to ``config-<step>.yaml``, where step is
+    the last step that used it.
     """
 
     _earlier: str | None = None
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Write the parsed configuration; if the process is killed meanwhile, the earlier file remains."""
+        """Write the parsed configuration atomically."""
         if stage != "fit" or trainer.fast_dev_run or not trainer.is_global_zero:
             return
         path = Path(trainer.default_root_dir) / "config.yaml"
@@ -85,11 +85,11 @@ class SaveRunConfig(SaveConfigCallback):
         if self._earlier is not None and trainer.global_step > 0:
             path = Path(trainer.default_root_dir) / f"config-{trainer.global_step}.yaml"
             path.write_text(self._earlier)
-            log.info("The configuration has changed: that of the steps up to now is %s.", path)
+            log.info("The configuration has changed; the previous one is in %s.", path)
 
 
 class RLHFCLI(LightningCLI):
-    """LightningCLI with the default callbacks of a run; one in the configuration replaces the default.
+    """LightningCLI with the default callbacks of a run; a configured callback replaces the default of its class.
 
     Args:
         arguments: command line without the program's name; None uses that of the process.
@@ -119,7 +119,7 @@ class RLHFCLI(LightningCLI):
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Add the default callbacks, the run's loggers, and checkpoint files that survive a crash."""
+        """Add the default callbacks, the run's loggers, and atomic writes of checkpoints."""
         settings = self._get(self.config_init, "trainer")
         check_trainer(settings)
         directory = settings.get("default_root_dir") or "runs/default"
@@ -173,12 +173,12 @@ class RLHFCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt, too, restores the earlier run
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-            if earlier is not None and not started and not isinstance(error, EngineDied):  # its log is needed
+            if earlier is not None and not started and not isinstance(error, EngineDied):  # keep its log
                 restore_earlier_run(earlier, directory)
             _raise_for_user(error, trainer, started)
 
     def _find_checkpoint(self, subcommand: str) -> bool:
-        """Return whether a checkpoint is read; replace ``last`` by the path of the last one, if there is one.
+        """Return whether a checkpoint is read; replace ``last`` by the path of the last checkpoint if it exists.
 
         Raises:
             UsageError: there is no checkpoint, and the command needs one.

@@ -1,4 +1,4 @@
-"""The parser of configurations: reports a mistake in one line, with the nearest known name."""
+"""Parser of configurations that reports an error in one line, with the nearest known name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_rlhf.strategies import ranks
 
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-# Lines of jsonargparse's trees of alternatives that carry no reason.
+# Lines of jsonargparse's trees of alternatives that contain no reason.
 _STRUCTURE = (
     "Does not validate",
     "Subtypes:",
@@ -31,7 +31,7 @@ _STRUCTURE = (
     "Not of type Path",
     "Expected a <class 'NoneType'>",
 )
-_MOST_CHARACTERS = 100  # of a value in a message
+_MOST_CHARACTERS = 100  # longest value in a message
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -48,7 +48,7 @@ class ConfigParser(LightningArgumentParser):
         return super().parse_args(args, *rest, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print one line and exit with 2; a parser within the parser raises, so that alternatives are tried."""
+        """Print one line and exit with 2; a nested parser raises, so that jsonargparse tries the alternatives."""
         if not self.exit_on_error:
             super().error(message, ex)
         if reports_errors():
@@ -72,9 +72,9 @@ class ConfigParser(LightningArgumentParser):
 
 
 def reports_errors() -> bool:
-    """Return whether this process prints an error in the configuration, which every process of a machine detects.
+    """Return whether this process prints errors in the configuration, which every process of a machine detects.
 
-    Once the processes have joined, the first one that fails prints.
+    After the process group is initialized, only the first process that fails detects an error, so any process prints.
     """
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     return local_rank == "0" or ranks.is_distributed()
@@ -123,7 +123,7 @@ def _settings_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return nested dictionaries in one; values of the second, and another class, replace those of the first."""
+    """Merge nested dictionaries; the second overrides values, and replaces a dictionary of another class."""
     merged = dict(first) if second.get("class_path") in (None, first.get("class_path")) else {}
     for name, value in second.items():
         both = isinstance(merged.get(name), dict) and isinstance(value, dict)
@@ -166,7 +166,7 @@ def _unknown_in(value: Any, key: str, annotation: Any) -> Iterator[str]:
                 label = f"{key} ({getattr(kind, '__name__', kind)})"
                 yield f"{label}: unknown option {name!r}{_hint(name, [*known, *_CLASS_KEYS])}"
             if name == "engine" and isinstance(entry, str) and entry in ENGINES:
-                yield f"{key}.{name}: expected the path of a class, got {entry!r}; write {ENGINES[entry]}"
+                yield f"{key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
             yield from _unknown_in(entry, f"{key}.{name}", known.get(name))
 
 
@@ -213,7 +213,7 @@ def parameters(function: Any) -> dict[str, Any]:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: its name here, or the nearest known one."""
+    """Return the end of a message about an unknown name: this package's name for it, or the nearest known name."""
     if name in OPTION_NAMES:
         return f"; here it is {OPTION_NAMES[name]}"
     near = difflib.get_close_matches(name, known, n=1)

@@ -26,10 +26,10 @@ class ConfigCLI(RLHFCLI):
         self.config = parser.parse_args(args)
 
     def instantiate_classes(self) -> None:
-        """Keep the configuration as it is."""
+        """Instantiate nothing."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Return at once."""
+        """Run nothing."""
 
 
 def parse_run_config(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> Namespace:

@@ -14,17 +14,17 @@ from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger("lightning_rlhf")
 # Warnings that do not apply to runs of this package: rows are tokenised in advance, so loader workers have nothing to
-# do; the mode of each role is set separately; logged values are those of all ranks already.
+# do; the mode of each role is set separately; logged values are already reduced over ranks.
 _WARNINGS = (
     r".*does not have many workers.*",
     r".*module\(s\) in eval mode.*",
     r".*recommended to use `self.log\(.*sync_dist=True\)`.*",
-    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning's use of a renamed function of torch
-    r"`torch.distributed.\w+` is deprecated.*",  # DeepSpeed's use of it
+    r".*isinstance\(treespec, LeafSpec\).*",  # Lightning uses a renamed function of torch
+    r"`torch.distributed.\w+` is deprecated.*",  # used by DeepSpeed
     r"\s*Unable to serialize instance cpu\b",  # jsonargparse, about a torch.device among the defaults of a callback
     r"Using ModelCheckpoint with manual optimization.*",  # twelve lines at every save
 )
-# Messages of every run, or repeated by the first screen and the last line.
+# Messages that appear in every run, or that this package's own lines repeat.
 _ROUTINE = re.compile(
     r"GPU available|TPU available|HPU available|Using |💡|Seed set to|Restor(ing|ed all) states|LOCAL_RANK|"
     r"Initializing distributed|-{20,}\s*distributed_backend|All distributed processes registered|"
@@ -35,7 +35,7 @@ _ROUTINE = re.compile(
 
 
 class RoutineFilter(logging.Filter):
-    """Drops the messages that Lightning logs at every run; profiles, summaries and early stops stay."""
+    """Drops the messages that Lightning logs in every run; profiles, summaries and early stops are kept."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is shown."""
@@ -53,7 +53,7 @@ def configure_messages() -> None:
         logger.setLevel(logging.INFO)
         logger.handlers = [handler]
         logger.propagate = False
-    is_first = getattr(rank_zero_only, "rank", 0) == 0  # the other ranks would repeat it
+    is_first = getattr(rank_zero_only, "rank", 0) == 0  # other ranks would repeat the lines
     log.setLevel(logging.INFO if is_first else logging.WARNING)
     if not log.handlers:
         handler = logging.StreamHandler(sys.stdout)
@@ -74,7 +74,7 @@ def _reason(trainer: Any) -> str:
         if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
             return f"{type(callback).__name__} stopped it: {callback.monitor} did not improve"
         if isinstance(callback, Timer) and (remaining := callback.time_remaining()) is not None and remaining <= 0:
-            return "max_time is over"
+            return "max_time was reached"
     if trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch:
         return f"max_epochs is {trainer.max_epochs}"
     return "a callback stopped it" if trainer.should_stop else "the data ended"

@@ -28,7 +28,7 @@ _CALLBACKS = {
 
 
 def check_trainer(settings: Mapping[str, Any]) -> None:
-    """Validate the ``trainer`` section of a configuration before the Trainer is made.
+    """Validate the ``trainer`` section of a configuration before the Trainer is created.
 
     Raises:
         UsageError: a setting belongs to automatic optimization, which is not used here, or would train nothing.

@@ -1,4 +1,4 @@
-"""Three-digit addition with worked steps: a task that runs all stages of RLHF in minutes.
+"""Three-digit addition with worked steps: a toy task for all stages of RLHF, in minutes.
 
 ``457+368=`` is answered column by column from the right, ``7+8+0=15 5+6+1=12 4+3+1=08:825``. The demonstrators often
 forget a carry and compute the rest consistently, so their results are wrong; the preference data prefer the correct

@@ -40,7 +40,7 @@ class AnswersDataModule(RowsDataModule):
             return self.mask_messages(fields, messages_of(fields["messages"], "conversation"), "conversation")
         if holds_messages(fields["completion"]):
             markers = self.text_messages is not None and self.text_messages.markers is not None
-            has_prompt = markers and "prompt" not in fields  # the text contained the prompt too
+            has_prompt = markers and "prompt" not in fields  # the text contains the prompt too
             before = [] if has_prompt else messages_of(fields["prompt"], "prompt")
             messages = [*before, *messages_of(fields["completion"], "completion")]
             return self.mask_messages(fields, messages, "conversation", first=len(before))
@@ -52,7 +52,7 @@ class AnswersDataModule(RowsDataModule):
         return self.mask_text(self.ids(prompt), answer)
 
     def mask_text(self, prompt_ids: list[int], answer: str) -> MaskedText:
-        """Concatenate a prompt and an answer with its end token; the loss mask covers the answer.
+        """Concatenate a prompt, an answer and its end token; the loss mask covers the answer and its end token.
 
         Raises:
             BadRow: the answer has no token to learn.
@@ -62,7 +62,7 @@ class AnswersDataModule(RowsDataModule):
             answer_ids = [*answer_ids, end]
         ids, start = [*prompt_ids, *answer_ids], max(len(prompt_ids), 1)
         if start == len(ids):
-            raise BadRow("the text has a single token, and no token before it to predict it from")
+            raise BadRow("the text has a single token, which has no token before it to predict it from")
         return MaskedText(ids, [False] * start + [True] * (len(ids) - start))
 
     def mask_messages(self, fields: Fields, messages: Sequence[Message], label: str, first: int = 0) -> MaskedText:
@@ -90,7 +90,7 @@ class AnswersDataModule(RowsDataModule):
         if not excess:
             return text
         ids, loss_mask = cut(text.ids, excess, self.too_long), cut(text.loss_mask, excess, self.too_long)
-        loss_mask[0] = False  # no token before it to predict it from
+        loss_mask[0] = False  # the first token is not predicted from another token
         if not any(loss_mask):
             raise BadRow(
                 f"{label} has {len(text.ids)} tokens; cutting it to {self.max_tokens} leaves no token of the answer",

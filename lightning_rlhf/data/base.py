@@ -41,22 +41,23 @@ class RowsDataModule(LightningDataModule):
         tokenizer: directory, hub id or tokenizer source.
         batch_size: rows per training batch, over all ranks.
         val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
-        columns: field to column, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the keys
+        columns: column of each field, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the
+            keys
             of nested values: ``{ground_truth: extra_info.answer}``.
         split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
             occurrence counts.
-        max_tokens: longest prompt with answer, in tokens.
+        max_tokens: largest number of tokens of a prompt with its answer.
         too_long: treatment of longer rows: ``bad_row`` counts them as bad rows, ``drop`` skips and counts them, and
             ``cut_start``, ``cut_end`` and ``cut_middle`` remove tokens.
         on_bad_row: ``error`` stops and reports the first bad rows; ``skip`` skips and counts them.
         bad_rows: file for all unused rows, with location and reason, as JSON lines.
         shuffle: False keeps the order of the data.
-        sampler: sampler that sets the order of each epoch instead.
+        sampler: sampler that sets the order of each epoch; overrides ``shuffle``.
         chat_template_kwargs: variables of the chat template, such as ``enable_thinking``; a row's column of this name
             has priority.
-        as_messages: conversion of text to messages, for a chat model: True makes a prompt a user message and an answer
-            an assistant message; for texts that contain a whole conversation, the text that begins a message of each
-            role: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
+        as_messages: conversion of text to messages, for a chat model: True converts a prompt to a user message and an
+            answer to an assistant message. For texts that contain a whole conversation, the marker at the start of each
+            role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
@@ -124,24 +125,24 @@ class RowsDataModule(LightningDataModule):
             examples: tokenized examples.
             numbers: row number of each example.
             positions: position of each example in the batch over all ranks.
-            epoch: number of epochs completed before.
+            epoch: number of completed epochs.
         """
 
     def setup(self, stage: str) -> None:
         """Read and tokenize all rows once."""
         if self.trainer is not None and "val" not in self.sources:
             self.trainer.limit_val_batches = 0  # an empty loader would also work, but with a warning in every run
-        # Before the rows are read: rows of another kind of data would be reported as missing columns.
+        # Called before the rows are read: data for another module would be reported as missing columns.
         if check_reads := getattr(self.trainer and self.trainer.lightning_module, "check_reads", None):
             check_reads(self)
         if isinstance(self.trainer, Trainer) and replaces_samplers(self.trainer):
             raise UsageError(
-                f"{type(self).__name__} splits each batch over the processes itself, and the Trainer would override "
-                f"that: set Trainer(use_distributed_sampler=False)"
+                f"{type(self).__name__} splits each batch over the ranks, and the Trainer would replace its sampler: "
+                f"set Trainer(use_distributed_sampler=False)"
             )
         if self.examples:
             return
-        sources = {name: as_rows(source) for name, source in self.sources.items()}  # reports a missing file first
+        sources = {name: as_rows(source) for name, source in self.sources.items()}  # raises early for a missing file
         self.tokenizer = load_tokenizer(self.tokenizer_source)
         bad_rows = self._create_bad_rows_file()
         for name, source in sources.items():

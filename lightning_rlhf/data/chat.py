@@ -27,9 +27,9 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# The pattern of transformers, whose mask of assistant tokens is all zeros without these marks.
+# As in transformers: without these marks in the template, its mask of assistant tokens is all zeros.
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# A template is a program, so any of these errors can be an error in the template or the row.
+# A template is a program: a wrong template or row can raise any of these errors.
 _TEMPLATE_ERRORS = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def messages_of(value: Any, label: str) -> list[Message]:
     if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise BadRow(malformed)
     converted = [_convert_sharegpt(m) if "from" in m and "role" not in m else m for m in messages]
-    # In formats with the same keys in every row, a value that a message does not have is null.
+    # Formats with fixed keys, such as parquet, store missing keys of a message as null.
     converted = [{key: part for key, part in m.items() if part is not None} for m in converted]
     for message in converted:
         only_calls = isinstance(message.get("tool_calls"), list) and message["tool_calls"] and "content" not in message
@@ -63,7 +63,7 @@ def messages_of(value: Any, label: str) -> list[Message]:
 
 
 def holds_messages(value: Any) -> bool:
-    """Return whether a value is a list or mapping, and so treated as messages, even malformed ones."""
+    """Return whether a value is treated as messages: any list or mapping, even if malformed."""
     return isinstance(value, list | Mapping)
 
 
@@ -96,7 +96,7 @@ class Chat:
             generation: whether to add the generation prompt.
 
         Raises:
-            BadRow: the tokenizer has no template, the template rejects the messages, or the text is not valid.
+            BadRow: the tokenizer has no template, the template rejects the messages, or the text is not valid UTF-8.
         """
         text = str(self._apply(messages, label, tokenize=False, add_generation_prompt=generation))
         if not is_unicode(text):
@@ -108,8 +108,8 @@ class Chat:
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation up to the assistant's last message, with a mask of the assistant's tokens.
 
-        A template with ``{% generation %}`` marks defines the mask. With other templates, a turn is the text by which
-        rendering the messages up to it is longer than rendering the messages before it, up to the end token.
+        ``{% generation %}`` marks in the template define the mask. Without them, the conversation is rendered up to
+        each turn and before it; the difference, up to the end token, is the turn's text.
 
         Args:
             messages: messages, at least one of them the assistant's.
@@ -117,8 +117,8 @@ class Chat:
             first: index of the first message that the mask may cover.
 
         Raises:
-            BadRow: no assistant message, the template rejects the messages, or it renders earlier turns differently
-                when others follow.
+            BadRow: no assistant message, the template rejects the messages, or it renders a turn differently when more
+                messages follow.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
         if not turns:
@@ -163,14 +163,14 @@ class Chat:
         return ids, mask
 
     def _text_before_first_answer(self, message: Message, label: str) -> str:
-        """Return the text that a template renders before an assistant's message that is the first of a conversation."""
+        """Return the text that the template renders before a conversation's first message, if it is the assistant's."""
         alone = self.render([message], label)
         with_prompt = self.render([message], label, generation=True)
         header = with_prompt.removeprefix(alone)
         return alone[: alone.index(header) + len(header)] if header in alone else with_prompt
 
     def _end_after_answer(self, ids: list[int], mask: list[bool], label: str) -> tuple[list[int], list[bool]]:
-        """Cut the tokens after the last answer, and end it with an end token."""
+        """Remove the tokens after the last answer, and append an end token if it is missing."""
         if not any(mask[1:]):
             raise BadRow(f"the chat template does not render the assistant's messages of the {label}")
         end = len(mask) - mask[::-1].index(True)
@@ -189,7 +189,7 @@ class Chat:
 
     def _apply(self, messages: Sequence[Message], label: str, **arguments: Any) -> Any:
         if self.tokenizer.chat_template is None:
-            raise BadRow(f"the {label} is a list of messages, and the tokenizer has no chat template")
+            raise BadRow(f"the {label} is a list of messages, but the tokenizer has no chat template")
         try:
             return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **arguments, **self.options)
         except _TEMPLATE_ERRORS as error:
@@ -204,14 +204,14 @@ class Chat:
 
 def _renders_differently(message: int, label: str, remedy: str = "") -> BadRow:
     return BadRow(
-        f"the chat template renders message {message} of the {label} differently when others follow, so the tokens of "
-        f"the assistant cannot be located{remedy}",
-        "the chat template renders messages differently when others follow",
+        f"the chat template renders message {message} of the {label} differently when more messages follow, so "
+        f"the assistant's tokens cannot be located{remedy}",
+        "the chat template renders messages differently when more messages follow",
     )
 
 
 def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping[str, Any]) -> Chat:
-    """Return the chat template with a row's ``tools`` and ``chat_template_kwargs``; the row's have priority.
+    """Return the chat template with a row's ``tools``; the row's ``chat_template_kwargs`` override the configuration's.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -238,7 +238,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping
 
 
 def check_options(options: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:
-    """Validate that variables of a chat template do not override arguments of its call.
+    """Validate that variables of a chat template do not override arguments of ``apply_chat_template``.
 
     Args:
         options: template variables.

@@ -1,4 +1,4 @@
-"""Map columns to fields: the names of TRL, verl and conversation data are known, others are configured."""
+"""Mapping of columns to fields. Column names of TRL, verl and conversation data are known, others are configured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_rlhf.data.row import BadRow, Row, TextRow
 from lightning_rlhf.expected_errors import UsageError
 
-# Columns that can contain one piece of information, as pairs (our field, the data's column).
+# Alternative columns of one piece of information, as pairs (our field, the data's column).
 FieldCandidates = tuple[tuple[str, str], ...]
 
 PROMPT: FieldCandidates = (("prompt", "prompt"), ("messages", "messages"), ("messages", "conversations"))
@@ -43,11 +43,11 @@ class AmbiguousColumns(UsageError):
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a row by our names.
+    """A row whose values are read by this package's field names.
 
     Args:
         row: row with the data's column names.
-        names: field to column.
+        names: column of each field.
         transform: function of field and value that returns the value to use, such as messages made from text; None
             uses the row's value.
     """
@@ -102,7 +102,7 @@ class Fields:
         value, column = self[field], self.names.get(field, field)
         if isinstance(self.row, TextRow):
             value = _BOOLEANS.get(str(value).strip().lower(), value)
-        if value not in (0, 1) or isinstance(value, str):  # True and False are equal to them
+        if value not in (0, 1) or isinstance(value, str):  # True == 1, False == 0
             raise BadRow(f"{column} holds {value!r}, expected true or false", f"{column} is neither true nor false")
         return bool(value)
 
@@ -123,8 +123,9 @@ class Columns:
     """Finds the columns of fields; the configured mapping has priority.
 
     Args:
-        mapping: field to column; dots in a column separate the keys of nested values.
-        field_candidates: candidates of each piece of information; it is left out of rows with none of the columns.
+        mapping: configured column of each field; dots in a column separate the keys of nested values.
+        field_candidates: alternative columns of each piece of information; rows without any of them do not have the
+            field.
 
     Raises:
         ValueError: the mapping has two fields for the same information.
@@ -153,14 +154,14 @@ class Columns:
             renamed = next(
                 ((field, self.mapping[column]) for field, column in candidates if column in self.mapping), None
             )
-            if renamed is not None:  # {answer: result}: the column result is used as answer would be
+            if renamed is not None:  # {answer: result}: the column result replaces the known column answer
                 names.update([renamed])
                 continue
             filled, empty = list[tuple[str, str]](), list[tuple[str, str]]()
             for pair in candidates:
                 value = _MISSING if pair[1] in mapped else _find_value(row, pair[1])
                 if value is not _MISSING:
-                    # In formats with the same columns in every row, a value that a row does not have is null.
+                    # Formats with fixed columns, such as parquet, store missing values of a row as null.
                     (empty if value is None else filled).append(pair)
             if len(filled) > 1:
                 raise AmbiguousColumns(_ambiguity_message(candidates, filled))
@@ -168,14 +169,14 @@ class Columns:
         return Fields(row, names)
 
     def other_columns(self, fields: Fields, exclude: Sequence[str]) -> dict[str, Any]:
-        """Return all columns that reward functions can have as parameters.
+        """Return all columns that reward functions can receive.
 
         Args:
             fields: fields of the row.
             exclude: fields that are not passed to them, such as the prompt.
 
         Returns:
-            The data's columns by their names, or by the names of the mapping, and the :data:`REWARD_FIELDS`.
+            The data's columns under their own or their mapped names, and the :data:`REWARD_FIELDS`.
         """
         reward_fields = {field for candidates in REWARD_FIELDS for field, _ in candidates}
         renamed = {column: field for field, column in self.mapping.items() if field not in reward_fields}
@@ -228,7 +229,7 @@ def text_of(row: Row, column: str) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Return False for a text with lone surrogates (invalid UTF-8, half a pair in JSON), which tokenizers reject."""
+    """Return whether a text has no lone surrogates (from invalid UTF-8 or JSON), which tokenizers reject."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -11,10 +11,10 @@ from lightning_rlhf.types import SequenceBatch
 class ConversationDataModule(AnswersDataModule):
     """Rows with ``prompt`` and ``completion``, whole conversations in ``messages`` or ``conversations``, or a ``text``.
 
-    The loss is on the completion and its end token; in conversations on all messages of the assistant; in a text on
-    all tokens but the first, and on its end token. With ``split_after``, the ``completion`` or the ``text``
-    column contains prompt and answer (``columns: {completion: chosen}`` reads preference data).
-    See :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    The loss covers the completion and its end token, all messages of the assistant in a conversation, or all tokens of
+    a text except the first, and its end token. With ``split_after``, the ``completion`` or the ``text`` column contains
+    prompt and answer (``columns: {completion: chosen}`` reads preference data). See
+    :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     gives = SequenceBatch

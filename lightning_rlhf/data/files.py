@@ -1,4 +1,4 @@
-"""Rows of local or remote JSON lines, JSON, CSV and parquet files, each with its line."""
+"""Rows of local or remote JSON lines, JSON, CSV and parquet files, with their locations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_rlhf.paths import names_a_path
 LocatedRows = Iterator[tuple[str, Any]]
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _SEPARATORS = re.compile(r"[\s,]*")
-_PROBE_CHARACTERS = 1 << 20  # a whole row within so many characters shows that a file is JSON lines
+_PROBE_CHARACTERS = 1 << 20  # a file with a complete row in its first characters is JSON lines
 _MAX_BLANK_LINES = 1_000_000  # a small gzip file can contain any number of them
 _MAX_CELL_CHARACTERS = (
     1 << 26
@@ -36,7 +36,7 @@ class Files:
 
     Args:
         paths: local paths, or URLs that ``fsspec`` reads, of ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` files; all
-            but the last kind can end with ``.gz``.
+            except ``.parquet`` can end with ``.gz``.
     """
 
     paths: tuple[str, ...]
@@ -94,7 +94,7 @@ def looks_like_a_path(source: str) -> bool:
 
 
 def is_url(source: str) -> bool:
-    """Return whether a source begins with a protocol, and so is read by ``fsspec``."""
+    """Return whether a source begins with a protocol, such as ``https://``; ``fsspec`` reads it."""
     return _URL.match(source) is not None
 
 
@@ -144,7 +144,7 @@ def _check_encoding(path: str) -> None:
 
 
 def _json_lines(path: str) -> LocatedRows:
-    """Yield rows; a line that is not a JSON object yields its error."""
+    """Yield rows, and a :class:`BadRow` for each line that is not a JSON object."""
     blank = 0
     with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
@@ -175,12 +175,12 @@ def _json(path: str) -> LocatedRows:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else error
             raise UsageError(
                 f"cannot read {path!r}: JSON parse error in the row that begins at line {line}: {reason}; "
-                f"in a .jsonl file, only the broken line would be unusable"
+                f"in a .jsonl file, only the broken line would be a bad row"
             ) from error
         position = _skip_separators(text, position)
         yield f"{path}:{line}", _expect_object(row)
     if is_array and text[position:].strip() != "]":
-        raise UsageError(f"cannot read {path!r}: JSON parse error: the array does not end with the file")
+        raise UsageError(f"cannot read {path!r}: JSON parse error: the file does not end with the array")
 
 
 def _skip_separators(text: str, position: int) -> int:
@@ -190,7 +190,7 @@ def _skip_separators(text: str, position: int) -> int:
 
 
 def _csv(path: str) -> LocatedRows:
-    """Yield rows of text cells; an unclosed quote makes only its own line unusable."""
+    """Yield rows of text cells; an unclosed quote makes only its own line a bad row."""
     with _open(path) as file:
         lines = file.readlines()
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
@@ -217,7 +217,7 @@ def _csv(path: str) -> LocatedRows:
 
 
 def _parse_records(lines: list[str]) -> Iterator[tuple[int, list[str] | BadRow]]:
-    """Yield line numbers and cells; of a broken record over several lines, only the first line counts as broken."""
+    """Yield line numbers and cells; if a record over several lines is broken, only its first line is a bad row."""
     columns, position = 0, 0
 
     def remaining_lines() -> Iterator[str]:

@@ -16,7 +16,7 @@ _ADVICE = (
 
 
 def raise_too_long(tokens: int, limit: int, label: str, too_long: TooLong) -> None:
-    """Raise the error of a row that is too long.
+    """Raise an error for a row that is too long.
 
     Raises:
         SkippedRow: ``too_long`` is ``drop``.

@@ -17,10 +17,10 @@ _Pair = tuple[MaskedText, MaskedText, float]
 class PreferenceDataModule(AnswersDataModule):
     """Rows with ``chosen`` and ``rejected``, and ``prompt`` unless both hold the whole conversation.
 
-    Each is text or messages. The messages that both conversations begin with are the prompt; a prompt in messages that
-    they repeat is not added again. An optional number in ``margin`` is the difference in quality between the answers.
-    ``too_long: cut_end`` cuts each text, and the other cuts shorten the prompt that both share.
-    See :class:`~lightning_rlhf.data.base.RowsDataModule`.
+    Each is text or messages. The messages at the start that both conversations share are the prompt. A ``prompt`` of
+    messages is not added if both conversations already begin with it. An optional number in ``margin`` is the
+    difference in quality between the answers. ``too_long: cut_end`` cuts the end of each text; the other cuts shorten
+    the shared prompt. See :class:`~lightning_rlhf.data.base.RowsDataModule`.
     """
 
     gives = PreferenceBatch
@@ -67,7 +67,7 @@ class PreferenceDataModule(AnswersDataModule):
                 chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
             shared = len(prompt)
         elif "prompt" in fields and fields.text("prompt") not in [m["content"] for m in chosen[:shared]]:
-            raise BadRow("the prompt is text, and the messages of chosen and rejected do not begin with it")
+            raise BadRow("the prompt is text, but the messages of chosen and rejected do not begin with it")
         return (
             self.mask_messages(fields, chosen, "chosen conversation", shared),
             self.mask_messages(fields, rejected, "rejected conversation", shared),

@@ -69,7 +69,7 @@ class PromptDataModule(RowsDataModule):
 
     @cached_property
     def column_names(self) -> list[str]:
-        """Columns of all rows, so that the arguments of a reward function do not depend on the rows of its batch."""
+        """Union of the columns of all rows, so that a reward function receives the same arguments in every batch."""
         return sorted({name for examples in self.examples.values() for example in examples for name in example.columns})
 
     def tokens(self, example: Prompt) -> int:
@@ -77,7 +77,7 @@ class PromptDataModule(RowsDataModule):
         return len(example.ids)
 
     def collate(self, examples: list[Prompt], numbers: list[int], positions: list[int], epoch: int) -> PromptBatch:
-        """Collect prompts in a batch; token ids stay lists, because each engine pads them itself."""
+        """Collect prompts in a batch; token ids stay lists, because engines pad them."""
         texts, ids, row_columns, messages = (list(part) for part in zip(*examples, strict=True))
         columns = {name: [row.get(name) for row in row_columns] for name in self.column_names}
         return PromptBatch(

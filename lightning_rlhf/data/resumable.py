@@ -43,8 +43,8 @@ class EpochOrder:
 class SamplerOrder(EpochOrder):
     """The order of rows that a sampler returns.
 
-    Each repetition of a row in an epoch adds the number of rows to its number. Completions are sampled with seeds
-    derived from it, so that repetitions get different completions.
+    The k-th repetition of a row in an epoch has the row's number plus k times the number of rows. The seed of a
+    completion is derived from this number, so that repetitions get different completions.
 
     Args:
         sampler: sampler that orders the rows.
@@ -75,7 +75,7 @@ class SamplerOrder(EpochOrder):
 
 
 class _RankBatches:
-    """This rank's rows of each whole batch from ``start`` on, as pairs of position in the batch and row number.
+    """This rank's rows of each full batch, from batch ``start``, as pairs (position in the batch, row number).
 
     Lightning expects the attribute name ``sampler``.
     """
@@ -113,12 +113,12 @@ class ResumableLoader(DataLoader[Any]):
     """Shuffled batches whose position Lightning saves in checkpoints and restores.
 
     Rows are already tokenized, so there are no worker processes, and a batch counts as read when it is yielded. The
-    position counts batches over all ranks, so it does not depend on their number.
+    position counts batches over all ranks, so it does not depend on the number of ranks.
 
     Args:
         rows: all examples.
         batch_size: rows per batch, over all ranks; the last rows of an epoch that do not fill a batch are skipped.
-        collate: function that makes a batch from examples, their row numbers, their positions in the batch over all
+        collate: function that builds a batch from examples, their row numbers, their positions in the batch over all
             ranks, and the epoch.
         seed: seed of the order.
         shuffle: False keeps the order of the data.
@@ -189,8 +189,8 @@ class ResumableLoader(DataLoader[Any]):
 class HeldOutBatches:
     """This rank's rows of each batch; every row once, in order. Lightning expects the attribute name ``sampler``.
 
-    A last batch with fewer rows than ranks is merged with the one before, so that every rank always has a row; so is a
-    last batch of one row, in which KTO could not pair a prompt with another row's answer to estimate the KL.
+    A last batch with fewer rows than ranks is merged with the previous batch, so that every rank has a row. A last
+    batch of one row is merged too, because KTO estimates the KL from prompts paired with other rows' answers.
 
     Args:
         rows: number of rows, at least ``ranks``.

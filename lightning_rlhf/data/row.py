@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 
 
 class TextRow(dict[str, Any]):
-    """A row of a format whose values are all text, such as CSV: a number is a string of digits."""
+    """A row of a format that stores numbers as text, such as CSV."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Row sources, and the conversion of rows with a report on those that cannot be used."""
+"""Row sources, and the conversion of rows with a report of bad rows."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _MAX_SHOWN = 5
 
 @dataclass
 class RowReport:
-    """Numbers of used and dropped rows, with the reasons.
+    """Counts of used and dropped rows, with the reasons.
 
     Args:
         name: name of the data in messages.
-        used: number of rows in use.
-        dropped: reason to number of rows.
-        cut: description of a cut to number of rows; these rows are in use.
-        column_mappings: description of the columns of the fields to number of rows in use.
-        unknown: parts of the texts in use that the tokenizer does not know, to number of occurrences.
+        used: number of used rows.
+        dropped: number of dropped rows for each reason.
+        cut: number of rows for each kind of cut; these rows are used.
+        column_mappings: number of used rows for each mapping of columns to fields.
+        unknown: number of occurrences of each part of the used texts that the tokenizer does not know.
         unknown_rows: number of rows with such parts.
         bad: number of dropped rows with an error in the data; the configuration skips the others.
-        first_bad: location and error of the first bad rows, and of the first for each further reason.
-        advice: options that make bad rows usable, each once.
-        locations: location of each row in use, such as ``file:line``.
+        first_bad: location and error of the first bad rows, and of the first bad row for each further reason.
+        advice: options that make bad rows usable, without repetition.
+        locations: location of each used row, such as ``file:line``.
     """
 
     name: str
@@ -163,7 +163,7 @@ class HubDataset:
 
 
 def as_rows(source: Source) -> RowSource:
-    """Resolve a source: a string names files or a hub id; the sources of a list are read in sequence.
+    """Convert a string (files or hub id) or a list of sources, read in sequence, to a row source.
 
     Raises:
         FileNotFoundError: the source looks like a path, but no data files match.
@@ -188,7 +188,7 @@ def as_rows(source: Source) -> RowSource:
 
 
 def _describe_source(source: str) -> str:
-    """Describe a source without data files: the path that was checked, or the files there."""
+    """Explain why a source has no data files."""
     if is_url(source):
         return f"no such file at {source}"
     path = Path(source).expanduser()
@@ -208,12 +208,12 @@ def use_rows(
     report: RowReport | None = None,
     bad_rows: Path | None = None,
 ) -> tuple[list[_Item], RowReport]:
-    """Convert every row, and report those that cannot be used.
+    """Convert every row, and report bad rows.
 
     Args:
         source: source of the rows.
         name: name of the data in messages.
-        convert: function that makes an item from a row, or raises :class:`BadRow` with the reason.
+        convert: function that converts a row to an item, or raises :class:`BadRow` with the reason.
         on_bad_row: ``error`` reads all rows, then raises an error with the first bad rows; ``skip`` skips and counts
             them.
         report: report to update; None creates one.

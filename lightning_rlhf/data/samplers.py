@@ -1,4 +1,4 @@
-"""Orders of rows other than a shuffle: from easy to hard, or sources mixed by weight.
+"""Samplers that order rows by difficulty or mix sources by weight.
 
 A sampler has no state: its order is a pure function of the data, the run's seed and the epoch, so a run that is resumed
 in the middle of an epoch continues in the same order.
@@ -26,13 +26,13 @@ class Sampler(Protocol):
         """Return the value of a row that :meth:`order` needs, or raise :class:`BadRow`."""
 
     def order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, epoch: int) -> Sequence[int]:
-        """Return the numbers of the rows of an epoch, equally many in every epoch.
+        """Return the row numbers of an epoch, the same number of rows in every epoch.
 
         Args:
             keys: keys of all rows.
             lengths: tokens of all rows.
             seed: seed of the run.
-            epoch: number of epochs completed before.
+            epoch: number of completed epochs.
         """
 
 
@@ -43,7 +43,7 @@ class Curriculum:
     Args:
         column: column with the difficulty as a number; dots separate the keys of nested values; None uses the length in
             tokens.
-        epochs: number of epochs in this order; later ones are shuffled.
+        epochs: number of epochs in this order; later epochs are shuffled.
         descending: True puts the largest number first.
     """
 
@@ -95,7 +95,7 @@ class Mixture:
         return name
 
     def order(self, keys: Sequence[Any], lengths: Sequence[int], seed: int, epoch: int) -> Sequence[int]:
-        """Return the rows so that at each position the rows of each source are within one row of its weight."""
+        """Return an order in which the count of each source, at each position, is within one row of its weight."""
         names = sorted(self.weights)
         rows_of = {name: [row for row, key in enumerate(keys) if key == name] for name in names}
         if empty := [name for name in names if not rows_of[name]]:
@@ -115,6 +115,6 @@ class Mixture:
 
 
 def shuffle(size: int, seed: int, epoch: int, *purpose: int | str) -> list[int]:
-    """Return the numbers below ``size`` in a random order that depends on seed, epoch and purpose."""
+    """Return a random permutation of ``range(size)`` that depends on seed, epoch and purpose."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "row order", epoch, *purpose))
     return torch.randperm(size, generator=generator).tolist()

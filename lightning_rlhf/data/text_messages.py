@@ -1,4 +1,4 @@
-"""Convert text columns to messages, so that a chat model is trained in its own format."""
+"""Conversion of text columns to messages, so that a chat model is trained in its own format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALLOWED = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class TextMessages:
-    """Convert the text of a field into messages.
+    """Conversion of the text of a field to messages.
 
     Args:
         markers: text that begins a message of each role, for texts that contain a conversation; None converts each text

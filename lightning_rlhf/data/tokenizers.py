@@ -14,14 +14,14 @@ from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 
-# Tokenizers differ in blanks, digits, punctuation, lines and letters beyond ASCII.
+# Text that tokenizers split differently: spaces, digits, punctuation, line breaks and non-ASCII letters.
 _SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 @runtime_checkable
 class TokenizerSource(Protocol):
-    """Protocol of an object that makes a tokenizer; set it in YAML by ``class_path``."""
+    """Protocol of an object that creates a tokenizer; set it in YAML by ``class_path``."""
 
     def load(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer."""
@@ -29,11 +29,11 @@ class TokenizerSource(Protocol):
 
 @dataclass(frozen=True)
 class CharacterTokenizer:
-    """One token per character.
+    """A tokenizer with one token per character.
 
     Args:
-        characters: characters of the vocabulary, each once; others become ``<unk>``. Their ids follow those of the four
-            special tokens: pad 0, begin 1, end 2, unknown 3.
+        characters: unique characters of the vocabulary; other characters become ``<unk>``. Their ids follow those of
+            the special tokens: pad 0, begin 1, end 2, unknown 3.
     """
 
     characters: str
@@ -99,10 +99,10 @@ class BytePairTokenizer:
 def unknown_parts(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
     """Return the parts of a text that become the unknown token, one entry per occurrence."""
     unknown = tokenizer.unk_token_id
-    # Some tokenizers know every text, and use another special token as the unknown token.
+    # Some tokenizers can encode any text, and use another special token as the unknown token.
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         return []
-    if not tokenizer.is_fast:  # it does not report offsets
+    if not tokenizer.is_fast:  # slow tokenizers do not report offsets
         return [str(tokenizer.unk_token)] * tokenizer(text, add_special_tokens=False)["input_ids"].count(unknown)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
@@ -149,10 +149,10 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
 
 
 def _check_reloaded(file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Validate that a directory's tokenizer splits texts as its ``tokenizer.json`` does.
+    """Validate that the loaded tokenizer of a directory splits text in the same way as its ``tokenizer.json``.
 
-    In a directory with a ``config.json``, transformers chooses a class by the type of the model, and some classes split
-    texts differently: one lost every blank.
+    If the directory has a ``config.json``, transformers chooses a tokenizer class by the model type, and some classes
+    split text differently; one of them drops all spaces.
 
     Raises:
         ValueError: the tokens differ.

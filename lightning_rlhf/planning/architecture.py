@@ -23,8 +23,8 @@ class Parameter:
     Args:
         shape: shape of the whole tensor.
         layer: index of its decoder layer; None outside the layers (embedding, final norm, head).
-        split: dimension that tensor parallelism splits; None for a parameter that each rank has whole.
-        linear: last part of its linear layer's name, which LoRA targets; empty if it is not such a layer's matrix.
+        split: dimension that tensor parallelism splits; None for a parameter that is not split.
+        linear: last part of the name of its linear layer, for LoRA targets; empty for other parameters.
     """
 
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ class Layer:
         expert: inner width of one expert; 0 in a dense layer.
         experts: number of experts.
         active: number of experts that a token passes.
-        latents: widths of the normalised latents of queries and of keys and values, as in DeepSeek-V3.
-        rotary: width of the rotary key that the heads of such an attention share; 0 for other attention.
+        latents: widths of the normalised latents of latent attention (queries; keys and values), as in DeepSeek-V3.
+        rotary: width of the rotary key that all heads of latent attention share; 0 for other attention.
         value: width of all value heads and of the projection that they share with the keys; 0 if equal to ``key``.
         output: width of all heads of the attention's output; 0 if equal to ``query``.
         post_norms: number of norms over the output of attention or MLP before it is added, as in Gemma 2.
@@ -100,7 +100,7 @@ class Architecture:
     """Shapes of a model.
 
     Args:
-        parameters: all parameters, tied ones once.
+        parameters: all parameters; tied parameters are listed once.
         layers: the decoder layers in their order.
         vocabulary: number of logits per token; 0 for a scalar model.
     """
@@ -121,7 +121,7 @@ class Architecture:
 
     @cached_property
     def units(self) -> dict[int | None, list[Parameter]]:
-        """Parameters that FSDP gathers together: by decoder layer, those outside the layers under None."""
+        """Parameters that FSDP gathers together, by decoder layer; None for parameters outside the layers."""
         units: dict[int | None, list[Parameter]] = {}
         for parameter in self.parameters:
             units.setdefault(parameter.layer, []).append(parameter)
@@ -145,7 +145,7 @@ def architecture(
     auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     if scalar:
         config.num_labels = 1
-    if str(config._attn_implementation).startswith("flash"):  # needs as much memory as sdpa, may not be installed
+    if str(config._attn_implementation).startswith("flash"):  # same memory as sdpa; may not be installed
         config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)

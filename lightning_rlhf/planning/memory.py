@@ -22,7 +22,7 @@ ENGINE = "engine weights"
 CACHE = "engine's KV cache"
 RUNTIME = "CUDA context and NCCL"
 TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
-# Terms of host memory alone.
+# Terms of host memory only.
 PUSHED = "weights pushed to the engine"
 SAVED = "copy that a checkpoint is written from"
 _RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Bytes when the loss is computed, while the backward pass is in a layer, and at its end."""
+    """Bytes of gathered weights at the loss, while the backward pass is in a layer, and at the end of that pass."""
 
     at_loss: int
     in_layer: int
@@ -147,9 +147,10 @@ class Shard:
     def gathered(self) -> Gathered:
         """Compute the bytes of gathered or cast weights, and of gradients that are not yet reduced.
 
-        rlhf_fsdp gathers a decoder layer of u elements while the next one arrives; the r elements outside the layers,
-        their largest parameter of e, stay from the forward pass to the end of the backward pass. Gradients of a layer
-        are whole until they are reduced, with c bytes per element in compute and s in the reduction:
+        rlhf_fsdp holds two decoder layers of u elements: the current one, and the next one that it prefetches. The r
+        elements outside the layers, whose largest parameter has e, stay gathered from the forward pass to the end of
+        the backward pass. Gradients of a layer are unsharded until they are reduced. With c bytes per element in
+        compute and s in the reduction:
 
                       at the loss    in a layer                             at the end
             trained   c (r + e)      c (r + 2 u) + c (e + u) + s u          (2 c + s) r
@@ -218,10 +219,10 @@ class Shard:
 def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
     """Compute the temporary bytes of each moment at which memory may peak.
 
-    Roles take turns. Memory of each may peak when its loss is computed (all activations, logits of a chunk), while the
-    backward pass is in a layer (all activations, working memory of that layer), when FSDP reduces the last gradients
-    (those outside the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the root of all second
-    moments at once, DeepSpeed's copies its part of the gradients).
+    Only one role computes at a time. Its memory may peak when its loss is computed (all activations, logits of a
+    chunk), while the backward pass is in a layer (all activations, working memory of that layer), when FSDP reduces the
+    last gradients (those outside the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the
+    root of all second moments at once, DeepSpeed's copies its part of the gradients).
 
     Args:
         run: run to plan.
@@ -262,8 +263,8 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
         weights    w P / t
         cache      2 w layers key / t for each token; w layers (latent + rotary) of latent attention
 
-    with w the bytes per element and t the engine's tensor-parallel size. An engine with a share of the memory fills
-    the rest of it with cache.
+    with w the bytes per element and t the engine's tensor-parallel size. An engine with a share of the memory uses the
+    rest of this share as cache.
 
     Args:
         engine: engine on the GPUs of the trainer.

@@ -49,7 +49,7 @@ def zero3_elements(parameters: Iterable[Parameter], ranks: int, persistent: int 
 
 
 def flat_elements(elements: int, ranks: int) -> int:
-    """Count the elements of a rank's part of the concatenated parameters, which ZeRO-1 and 2 pad to 2 N."""
+    """Count the elements of a rank's part of the concatenated parameters; ZeRO-1 and 2 pad to a multiple of 2 N."""
     return 2 * _divide_up(elements, 2 * ranks)
 
 

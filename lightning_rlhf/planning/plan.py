@@ -17,7 +17,7 @@ _REMEDIES = {
     memory_.PARAMETERS: "shard them (rlhf_fsdp, rlhf_deepspeed_stage_3), or train LoRA adapters",
     memory_.GRADIENTS: "shard them (rlhf_deepspeed_stage_2 or _3, rlhf_fsdp with reduce_every_micro_batch)",
     memory_.OPTIMIZER: "shard it (rlhf_deepspeed_stage_1 to _3, rlhf_fsdp), or offload it",
-    memory_.GATHERED: "only a smaller vocabulary or narrower layers shrink it, more GPUs do not",
+    memory_.GATHERED: "use a smaller vocabulary or narrower layers; more GPUs do not reduce it",
     memory_.ACTIVATIONS: "set activation_checkpointing if the strategy has it, or lower micro_batch_tokens",
     memory_.LOGITS: "lower micro_batch_tokens",
     memory_.STEP: "shard the optimizer's state, or offload it",
@@ -62,7 +62,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU has this memory."""
+        """Whether the run fits into the memory of a GPU."""
         return self.total <= self.run.capacity
 
     @property
@@ -96,7 +96,7 @@ def plan(run: Run, gpus: int) -> Plan:
             raise UsageError(f"{name} {size} does not divide {gpus} GPUs; use a multiple of it")
     if run.work.minibatch_size < run.ranks(gpus):
         raise UsageError(
-            f"a mini-batch of {run.work.minibatch_size} texts leaves some of {run.ranks(gpus)} ranks without one: "
+            f"a mini-batch of {run.work.minibatch_size} texts leaves some of {run.ranks(gpus)} ranks without a text: "
             f"make it larger, or use fewer GPUs"
         )
     gpu, host, peak = memory_.memory(run, gpus)
@@ -106,8 +106,8 @@ def plan(run: Run, gpus: int) -> Plan:
 def smallest_gpu_count(run: Run) -> int | None:
     """Find the smallest number of GPUs that a run fits on.
 
-    Doubling finds a number that fits, then every number between it and its half is tried; only multiples of the tensor
-    parallel sizes can run.
+    The number is doubled until the run fits, then every number down to half of it is tried. Only multiples of the
+    tensor-parallel sizes are possible.
 
     Returns:
         The number; None if the run fits on none up to one data-parallel rank per text of a mini-batch.
@@ -123,7 +123,7 @@ def smallest_gpu_count(run: Run) -> int | None:
 
 
 def misfit_message(plan: Plan) -> str:
-    """Describe in one line the memory that is missing, the largest term, and the number of GPUs that would suffice."""
+    """Describe in one line the memory that is needed, its largest term, and the number of GPUs that would suffice."""
     run = plan.run
     term = plan.largest_term
     remedy = _REMEDIES[term]

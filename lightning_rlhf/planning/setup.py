@@ -1,4 +1,4 @@
-"""Inputs of a plan: strategy, roles, engine and work of a run, and the bytes of each kind of number."""
+"""Inputs of a plan: strategy, roles, engine and work of a run, and the bytes per element of each kind of tensor."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Zero:
     """Sizes of DeepSpeed's buffers in elements, with its defaults.
 
     Args:
-        bucket: gradients that are reduced together; None is 5 x 10^8, or all of a role that has fewer.
-        live: parameters that stage 3 keeps gathered.
-        prefetch: parameters that stage 3 gathers ahead.
+        bucket: number of gradients that are reduced together; None: 5 x 10^8, or all gradients of a smaller role.
+        live: number of parameters that stage 3 keeps gathered.
+        prefetch: number of parameters that stage 3 prefetches.
         persistent: size below which stage 3 keeps a parameter gathered.
     """
 
@@ -154,7 +154,7 @@ class Role:
         trained: whether it has gradients and an optimizer.
         dtype: dtype of its source, float32 or bfloat16.
         lora_rank: rank of the adapters, then the only trained parameters; 0 trains all parameters.
-        lora_targets: names of the linear layers with adapters; None is all of them.
+        lora_targets: names of the linear layers with adapters; None: all linear layers.
         is_reference_too: whether the reference is this model with disabled adapters.
     """
 
@@ -188,7 +188,7 @@ class Engine:
         share: reserved share of a GPU's memory (vLLM's ``gpu_memory_utilization``); 0 reserves nothing.
         tensor_parallel_size: GPUs of one engine, at least 1.
         sequences: responses generated at once by an engine that reserves nothing.
-        dtype: dtype of weights and cache; None is that of the actor's source.
+        dtype: dtype of weights and cache; None uses the dtype of the actor's source.
     """
 
     share: float
@@ -249,7 +249,7 @@ class Run:
         roles: the models, the actor among them if there is an engine.
         strategy: distribution of the roles.
         work: data of a step.
-        engine: engine on the same GPUs; None for none, or one elsewhere.
+        engine: engine on the same GPUs; None if there is no engine on them.
         capacity: bytes of a GPU.
         background_save: whether checkpoints are written from a copy in host memory while training continues.
     """

@@ -30,16 +30,17 @@ class CodeExecution:
 
     - ``[{"input": "2 3", "output": "5"}]``: the program reads stdin and writes stdout,
     - ``[{"name": "add", "args": [2, 3], "expected": 5}]``: a function of the program is called,
-    - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either, as in APPS, TACO and CodeContests.
+    - ``{"inputs": [...], "outputs": [...], "fn_name": null}``: either kind, in the format of APPS, TACO and
+      CodeContests.
 
     Args:
-        sandbox: sandbox that runs the programs; None uses bubblewrap. It is tested at once; without a working sandbox
-            the reward cannot be created.
+        sandbox: sandbox that runs the programs; None uses bubblewrap. The constructor tests it and raises an error if
+            it does not work.
         limits: resource limits of one test.
-        continuous: True returns the fraction of tests passed; False 1 if all are passed, else 0, and stops at the first
-            failed test.
-        fenced: whether to run the last block fenced with three backquotes (and ``python``, ``py`` or nothing) if there
-            is one, else the whole completion; False always runs the whole completion.
+        continuous: True returns the fraction of passed tests; False returns 1 if all tests pass, else 0, and stops at
+            the first failure.
+        fenced: True runs the last fenced block that is marked as Python or has no language, or the whole completion if
+            it has no such block; False always runs the whole completion.
     """
 
     sandbox: Sandbox | None = None
@@ -73,7 +74,7 @@ class CodeExecution:
         """
         if tests is None and ground_truth is None:
             raise UsageError(
-                "CodeExecution needs a column 'tests' or 'ground_truth': map yours under the data's columns"
+                "CodeExecution needs a column 'tests' or 'ground_truth': set the data's columns: {tests: <column>}"
             )
         empty = [None] * len(completions)
         rows = [
@@ -86,8 +87,8 @@ class CodeExecution:
             return list(pool.map(lambda row: self._score(*row), rows))
 
     def _score(self, program: str, tests: list[ProgramTest]) -> float:
-        """Run a program, or return the cached score of the same program and tests, waiting for it if it still runs."""
-        key = hashlib.sha256(f"{program}\0{tests!r}".encode("utf-8", "surrogatepass")).digest()  # tests may be long
+        """Return the score of a program; an identical call returns the cached score or waits for the running one."""
+        key = hashlib.sha256(f"{program}\0{tests!r}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             cached = self._recent.get(key)
             score = self._recent[key] = cached or Future()

@@ -1,4 +1,4 @@
-"""Client for rewards from a server: rate limits, retries and a budget."""
+"""HTTP client for reward servers, with rate limits, retries and a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.rewards.results import AbortRun
 
-_MAX_WAIT_S = 30.0  # between two tries, whether computed or from Retry-After
+_MAX_WAIT_S = 30.0  # longest pause between two tries; also limits Retry-After
 
 
 class BudgetSpent(AbortRun):
@@ -35,16 +35,16 @@ class Endpoint:
         key_env: name of the environment variable with the key, sent as a bearer token; None sends no key. The key
             itself appears neither in configurations nor in messages.
         timeout_s: time limit of one try, seconds.
-        tries: number of times that a request is sent, at least 1. It is repeated after a connection error, a timeout,
-            status 429 or 5xx, or a reply that is not JSON, after a pause that doubles up to 30 s, with jitter, or after
-            the server's Retry-After.
-        concurrency: number of requests at a time.
-        requests_per_minute: rate limit of requests including repeated ones; None: no limit.
-        tokens_per_minute: rate limit of tokens, estimated as four characters each plus the longest answer; None: no
-            limit.
-        max_requests: number of requests, including repeated ones, after which each process ends the run.
-        max_tokens: number of tokens after which each process ends the run, as counted by the server or estimated;
-            rejected requests count none.
+        tries: largest number of times that a request is sent, at least 1. A connection error, a timeout, status 429 or
+            5xx, or a reply that is not JSON is retried after the server's Retry-After, or after an exponential pause
+            with jitter; at most 30 s.
+        concurrency: largest number of concurrent requests.
+        requests_per_minute: rate limit of requests, including retries; None: no limit.
+        tokens_per_minute: rate limit of tokens, estimated as one per four characters of the request plus the longest
+            answer; None: no limit.
+        max_requests: largest number of requests of each process, including retries; the run ends before it is exceeded.
+        max_tokens: largest number of tokens of each process, as counted by the server, else estimated; the run ends
+            before it is exceeded. Rejected requests count 0.
     """
 
     url: str
@@ -61,7 +61,7 @@ class Endpoint:
         if not self.url.startswith(("http://", "https://")):
             raise UsageError(f"url must begin with http:// or https://, got {self.url!r}")
         if "@" in urlsplit(self.url).netloc:
-            raise UsageError("url must not contain a user name or password, because messages show it: use key_env")
+            raise UsageError("url must not contain a user name or password, because messages show the URL: use key_env")
         for name, value in vars(self).items():
             if name not in ("url", "key_env") and value is not None and not value > 0:
                 raise UsageError(f"{name} must be positive, got {value}")
@@ -229,20 +229,20 @@ def read_key(name: str) -> str:
     """Read a key from an environment variable, without surrounding whitespace.
 
     Raises:
-        ValueError: the variable is not set, or its value, which is not shown, cannot be sent in a header.
+        ValueError: the variable is not set, or its value cannot be sent in a header. The value is not shown.
     """
     key = os.environ.get(name, "").strip()
     if not key:
-        raise UsageError(f"the environment variable {name!r} (key_env) is not set: it must contain the key")
+        raise UsageError(f"the environment variable {name!r} (key_env) is not set: set it to the API key")
     if not (key.isascii() and key.isprintable() and " " not in key):
         raise UsageError(
-            f"the environment variable {name!r} (key_env) does not contain a key: keys are ASCII without spaces"
+            f"the environment variable {name!r} (key_env) is not a valid key: it must be ASCII without spaces"
         )
     return key
 
 
 def _is_temporary(error: BaseException) -> bool:
-    """Return whether a retry may succeed; also true for a reply that is not JSON."""
+    """Return whether a retry may succeed."""
     import httpx
 
     if isinstance(error, httpx.HTTPStatusError):

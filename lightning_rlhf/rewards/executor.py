@@ -1,4 +1,4 @@
-"""Execution of reward functions: in this thread, other threads, worker processes or an event loop."""
+"""Execution of reward functions in the calling thread, other threads, worker processes or an event loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lightning_rlhf.rewards.worker import RewardWorkers, timeout_failure
 log = logging.getLogger(__name__)
 _THREADS = 16
 _LOG_INTERVAL_S = 60
-_GRACE_S = 1.0  # an async call that has not returned this long after its time limit blocks the event loop
-_SHOWN_CHARACTERS = 80  # of a column in a message
-MetricSums = dict[str, tuple[float, float]]  # metrics by name, each as a sum and the number of its terms
+_GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
+_SHOWN_CHARACTERS = 80  # longest column value in a message
+MetricSums = dict[str, tuple[float, float]]  # by metric name: the sum and the number of its terms
 Calls = dict[tuple[str, int], Future[RewardResult]]  # calls for single completions, by reward name and index
 
 
@@ -95,13 +95,13 @@ class RewardExecutor:
         Args:
             columns: lists with one entry per completion.
             state: progress of the run.
-            started: calls of :meth:`start` for some of the completions; the rewards do not depend on them.
+            started: calls that :meth:`start` returned, which are not repeated.
 
         Raises:
             RuntimeError: a function failed and its ``on_error`` is ``raise``, or it failed too often.
             AbortRun: a function raised it.
         """
-        # Functions that run in this thread come last, because they delay the start of the others.
+        # Functions that run in this thread are called last, because they block it while other calls could already run.
         ordered = sorted(self.functions, key=lambda function: not function.scores_singly and not function.is_async)
         calls = {function.label: self._calls(function, columns, state, started or {}) for function in ordered}
         rewards: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ class RewardExecutor:
         return RolloutRewards(rewards, metrics)
 
     def dry_run(self, columns: Mapping[str, list[Any]]) -> None:
-        """Call every function that supports it on made-up completions before a run.
+        """Call every function that supports dry runs on made-up completions, before the run.
 
         Args:
             columns: lists with one entry per completion.
@@ -157,7 +157,7 @@ class RewardExecutor:
         indices: Sequence[int],
         state: TrainerState | None = None,
     ) -> Future[RewardResult]:
-        """Start a call where the function is to run.
+        """Start a call in the function's thread, worker process or event loop.
 
         Args:
             function: one of the executor's functions.
@@ -179,7 +179,7 @@ class RewardExecutor:
         return done
 
     def results(self, function: RewardFunction, calls: Sequence[Future[RewardResult]]) -> list[RewardResult]:
-        """Wait for calls and return their results in order; log every minute how many are missing."""
+        """Wait for calls and return their results in order; log the number of pending calls every minute."""
         start = time.monotonic()
         limit = math.inf
         if function.is_async and function.timeout_s is not None:
@@ -187,7 +187,7 @@ class RewardExecutor:
         while missing := wait(calls, min(_LOG_INTERVAL_S, limit)).not_done:
             seconds = time.monotonic() - start
             if seconds >= limit:
-                self._loop = None  # its thread is blocked; the next calls get a new one
+                self._loop = None  # its thread is blocked; the next call starts a new loop
                 break
             progress = f"{len(missing)} of {len(calls)}"
             log.info("Waiting for %s calls of reward %s for %.0f s.", progress, function.label, seconds)
@@ -196,8 +196,8 @@ class RewardExecutor:
         if results and directory != self._working_directory:
             os.chdir(self._working_directory)
             results[0] = RewardFailure(
-                f"changed the working directory to {directory}, where the run's relative paths name other files; it "
-                f"was changed back to {self._working_directory}. Use absolute paths instead of os.chdir"
+                f"changed the working directory to {directory}, which breaks the run's relative paths; it was reset to "
+                f"{self._working_directory}. Use absolute paths instead of os.chdir"
             )
         return results
 
@@ -249,7 +249,7 @@ def compute_reward(function: RewardFunction, /, **columns: list[Any]) -> Tensor:
 
 
 class DaemonThreads:
-    """A thread pool whose threads do not keep the process alive, unlike those of ``ThreadPoolExecutor``.
+    """A pool of daemon threads, which do not keep the process alive, unlike those of ``ThreadPoolExecutor``.
 
     Args:
         size: largest number of threads.
@@ -272,7 +272,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Cancel the calls that have not started; each thread ends after its current one."""
+        """Cancel the calls that have not started; each thread ends after its current call."""
         queue, self._queue = self._queue, SimpleQueue[Any]()
         try:
             while True:
@@ -331,8 +331,8 @@ def _raise_if_fatal(
     advice = ""
     if not function.scores_singly and count > 1:
         advice = (
-            f"; one call scored all {count}, so they fail together: with per_sample: true the function is called once "
-            f"for each completion, and only the bad one fails"
+            f"; one call scored all {count} completions, so all of them fail: set per_sample: true to call the "
+            f"function once per completion"
         )
     for i, failure in failures.items():
         if failure.aborts_run:
@@ -341,25 +341,25 @@ def _raise_if_fatal(
             reference = function.function if isinstance(function.function, str) else "..."
             raise RunError(
                 f"reward function {function.label!r} {failure.message} ({_describe_row(function, failure, i, columns)})"
-                f"; under rewards, {{function: {reference}, on_error: skip}} leaves such a response out, and zero "
-                f"gives it 0{advice}"
+                f"; to continue after a failure, set {{function: {reference}, on_error: skip}} under rewards, which "
+                f"omits this reward, or on_error: zero, which sets it to 0{advice}"
             ) from failure.cause
     failed = len(failures) * _rows_per_call(function, count)
     if failed > function.max_error_rate * count:
         i, first = next(iter(failures.items()))
         raise RunError(
             f"reward function {function.label!r} failed for {failed} of {count} completions, more than its "
-            f"max_error_rate of {function.max_error_rate:g} allows; the first failure: it {first.message} "
+            f"max_error_rate of {function.max_error_rate:g} allows; first failure: it {first.message} "
             f"({_describe_row(function, first, i, columns)}){advice}"
         ) from first.cause
 
 
 def _describe_row(function: RewardFunction, failure: RewardFailure, call: int, columns: Mapping[str, list[Any]]) -> str:
-    """Describe the completion that a call failed for, if it is known, and its row."""
+    """Describe the completion of a failed call, if it is known, with its data source and prompt."""
     count = len(columns["completions"])
     index = call if function.scores_singly or count == 1 else failure.index
     if index is None:
-        return f"one call for all {count} completions, so the one that failed is not known"
+        return f"one call scored all {count} completions, so the failing one is unknown"
     shown = [("data_source", "data_source"), ("prompts", "prompt")]
     row = [f"{name} {str(columns[column][index])[:_SHOWN_CHARACTERS]!r}" for column, name in shown if column in columns]
     return ", ".join([f"completion {index} of {count}, counted from 0", *row])

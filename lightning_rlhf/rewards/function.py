@@ -29,8 +29,8 @@ class Convention:
     """How one library calls a reward function.
 
     Args:
-        marker: the parameter name by which it is recognised; empty for ours, which is also TRL's.
-        columns: our column names by the library's parameter names.
+        marker: parameter name that identifies the convention; empty for this package's convention, which is also TRL's.
+        columns: this package's column name for each parameter name of the library.
         per_sample: whether the function is called with a single completion instead of lists.
     """
 
@@ -56,8 +56,8 @@ class TrainerState:
     """Progress of the run, passed to reward functions under TRL's name ``trainer_state``.
 
     Args:
-        global_step: number of finished steps, which are prompt batches.
-        max_steps: number of steps of the run, -1 where only epochs limit it.
+        global_step: number of finished steps (prompt batches).
+        max_steps: number of steps of the run; -1 if only the number of epochs is limited.
         epoch: number of finished passes over the data.
     """
 
@@ -73,14 +73,15 @@ class RewardFunction:
     A failure is an exception, a returned value that is not a reward, or a call that takes longer than ``timeout_s``.
 
     Args:
-        function: ``file.py:name``, ``module:name``, in YAML also a dotted path, or an object by ``class_path``.
+        function: callable, or its reference ``file.py:name`` or ``module:name``; in YAML also a dotted path or
+            ``class_path``.
         weight: factor of the reward in the sum; 0 only logs it.
         name: name in logs; None uses the function's own name.
-        arguments: further keyword arguments of every call; if ``function`` names a class, arguments of its constructor.
+        arguments: further keyword arguments of every call; for a class, arguments of its constructor.
         messages: whether prompts and completions are passed as lists of chat messages, as in TRL, instead of text.
-        per_sample: whether each completion is scored by its own call, as soon as it is finished, in several threads.
-            None: use the function's ``per_sample`` attribute; implied by ``timeout_s`` and by verl's signature (one
-            thread).
+        per_sample: whether to score each completion in a separate call as soon as it is finished, in several threads.
+            None uses the function's ``per_sample`` attribute. ``timeout_s`` and verl's signature imply it; verl's
+            functions run in one thread.
         timeout_s: time limit for one completion, seconds, positive; the function then runs in worker processes, which
             can be killed. An ``async`` function is cancelled instead. None: no limit.
         on_error: action at a failure: ``raise`` ends the run, ``skip`` omits this reward of the response, ``zero`` sets
@@ -89,7 +90,7 @@ class RewardFunction:
         dry_call: whether the function is called on two made-up completions before the run.
     """
 
-    function: str | Callable[..., Any]  # the str first, or a configuration could not be written out again
+    function: str | Callable[..., Any]  # str first: otherwise the configuration cannot be saved
     weight: float = 1.0
     name: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +121,7 @@ class RewardFunction:
 
     @cached_property
     def target(self) -> Callable[..., Any]:
-        """The callable: the function, or an instance of the class that ``function`` names."""
+        """The function, or an instance of the class that ``function`` refers to."""
         is_class = isinstance(self._loaded, type)
         if is_class or self.arguments:
             signature = inspect.signature(self._loaded)
@@ -137,7 +138,7 @@ class RewardFunction:
 
     @cached_property
     def parameters(self) -> list[inspect.Parameter]:
-        """Parameters that ``arguments`` do not fill."""
+        """Parameters that ``arguments`` do not set."""
         parameters = inspect.signature(self.target).parameters.values()
         return [parameter for parameter in parameters if parameter.name not in self.call_arguments]
 
@@ -173,7 +174,7 @@ class RewardFunction:
 
     @property
     def scores_singly(self) -> bool:
-        """Whether each completion is scored by its own call, as soon as it is finished."""
+        """Whether each completion is scored in a separate call, as soon as it is finished."""
         return self.convention.per_sample or self.timeout_s is not None or self.thread_safe
 
     @property
@@ -208,19 +209,19 @@ class RewardFunction:
             return self._read(self.target(**self._call_arguments(columns, output)), indices, output)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # includes classes of the function's author
+        except BaseException as error:  # a function may raise any class
             return RewardFailure.from_error(error)
 
     async def evaluate_async(self, columns: Mapping[str, Any], indices: Sequence[int]) -> RewardResult:
-        """Await an ``async`` function; see :meth:`evaluate`. Other exceptions are left to its task."""
+        """Await an ``async`` function; see :meth:`evaluate`. Its exceptions are raised, except for exits."""
         output = RewardOutput([])
         try:
             return self._read(await self.target(**self._call_arguments(columns, output)), indices, output)
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all functions
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, which all functions share
             return RewardFailure.from_error(error)
 
     def _call_arguments(self, columns: Mapping[str, Any], output: RewardOutput) -> dict[str, Any]:
-        """Select and rename the columns that the function's parameters name."""
+        """Return the keyword arguments of a call: columns under the function's parameter names, and ``arguments``."""
         offered = {
             "trainer_state": TrainerState(),
             **columns,
@@ -283,15 +284,15 @@ class RewardFunction:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if renamed:
                 hint = f"; it reads the column {needed!r}: map yours with columns: {{{needed}: <yours>}}"
-            source = "the data has only" if renamed else "a rollout offers only"
+            source = "the data has only" if renamed else "a rollout provides only"
             raise UsageError(f"reward function {self.label!r} needs {parameter!r}, but {source} {available}{hint}")
         if self.runs_in_worker:
             try:
                 ForkingPickler.dumps((self.picklable, self.arguments))
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise UsageError(
-                    f"reward function {self.label!r} has a timeout_s, so it runs in worker processes, and it cannot be "
-                    f"sent to them ({error}): define it at the top level of a file and specify it as file.py:name"
+                    f"reward function {self.label!r} has a timeout_s, so it runs in worker processes, but it cannot be "
+                    f"pickled ({error}): define it at the top level of a file and specify it as file.py:name"
                 ) from error
 
     def missing_columns(self, rows: Sequence[Mapping[str, Any]], name: str, positions: Sequence[str]) -> list[str]:
@@ -332,21 +333,21 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
         columns: column names of the data.
 
     Raises:
-        ValueError: a name is used twice or is the name of a metric, a function needs a column that is missing, or a
-            column has the name of a generated one.
+        ValueError: a name is used twice or is the name of a metric, a required column is missing, or a column of the
+            data has the name of a generated column.
     """
     columns = list(columns)
     for label, count in Counter(reward.label for reward in rewards).items():
         if count > 1:
-            raise UsageError(f"two reward functions are both called {label!r}: give one of them another name")
+            raise UsageError(f"two reward functions have the name {label!r}: set another name for one of them")
         if "/" in label:
-            raise UsageError(f"a reward cannot be called {label!r}: loggers that write files would make folders of '/'")
+            raise UsageError(f"a reward cannot be called {label!r}: '/' creates folders in loggers that write files")
         if label in TAKEN:
             raise UsageError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
     hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *CALL_ARGUMENTS)]
     if rewards and hidden:
         raise UsageError(
-            f"the data has a column {hidden[0]!r}, a name that reward functions receive from the rollout: rename it, "
+            f"the data has a column {hidden[0]!r}, the name of an argument of reward functions: rename it, "
             f"for example columns: {{my_{hidden[0]}: {hidden[0]}}}"
         )
     for reward in rewards:

@@ -30,7 +30,7 @@ class LearnedReward:
         dtype: dtype of the parameters.
         device: device name; ``auto`` is the process's GPU if there is one, else the CPU.
         batch_tokens: number of padded tokens per batch.
-        max_tokens: number of tokens to score, the last ones of a longer text; None scores all.
+        max_tokens: largest number of tokens to score; only the last tokens of a longer text are scored. None: no limit.
     """
 
     path: str
@@ -60,7 +60,7 @@ class LearnedReward:
         scores = torch.zeros(len(rows))
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         while order:
-            longest = len(rows[order[-1]])  # the longest first, so that a lack of memory shows at once
+            longest = len(rows[order[-1]])  # longest rows first, so that too little memory fails at once
             size = 1
             while size < len(order) and (size + 1) * longest <= self.batch_tokens:
                 size += 1
@@ -76,7 +76,7 @@ class LearnedReward:
     @torch.no_grad()
     def _scores(self, rows: list[list[int]]) -> Tensor:
         """Compute the classifier's output at the last token of each row."""
-        if self._pad_token_id is None:  # transformers reads the last token that is not padding
+        if self._pad_token_id is None:  # transformers scores the last token that is not padding
             ends = {row[-1] for row in rows}
             self._model.config.pad_token_id = next(i for i in itertools.count() if i not in ends)
         ids, lengths = pad_right(rows, self._model.config.pad_token_id)

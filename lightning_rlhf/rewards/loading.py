@@ -1,4 +1,4 @@
-"""Functions by reference: ``package.module.name``, ``package.module:name`` or ``path/to/file.py:name``."""
+"""Import of functions by reference: ``package.module.name``, ``package.module:name`` or ``path/to/file.py:name``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_rlhf.expected_errors import UsageError
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Import the function that a reference names.
+    """Import a function.
 
     Args:
         reference: ``module:name``, ``module.name`` or ``file.py:name``; relative paths start at the working directory.
 
     Raises:
-        ValueError: the reference names nothing callable; the message suggests similar names.
+        ValueError: the function was not found or is not callable; the message suggests similar names.
     """
     source, colon, name = reference.rpartition(":")
     if not colon:

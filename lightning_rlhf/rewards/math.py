@@ -18,9 +18,9 @@ from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.rewards.math_worker import initialize, is_equal
 from lightning_rlhf.rewards.text import boxed
 
-_QUICK_S = 0.05  # thirty times the duration of an ordinary pair; slower ones are repeated after all others
+_QUICK_S = 0.05  # limit of the first pass, 30 ordinary comparisons; slower pairs are repeated after all others
 _KILL_FACTOR = 4  # a worker is killed after this multiple of its processor time limit in wall-clock time
-_KILL_S = 1.0  # added to it
+_KILL_S = 1.0  # added to that time
 _START_S = 300.0
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\$?\.[0-9]+")
@@ -31,11 +31,11 @@ Pair = tuple[str, str]  # correct answer and response
 class MathReward:
     """Reward of 1 if math-verify finds the answer mathematically equal to the correct one, else ``wrong``.
 
-    Responses may be hostile: ``9^{9^{9^9}}`` never ends. So formulas are parsed and compared in worker processes with
-    little memory, no environment variables and no writable files. A comparison that exceeds its limit is interrupted;
-    if it does not end then, its process is killed and replaced. Quick comparisons run first, and the limit excludes
-    waiting, so each response is compared: n responses take at most n / workers times the wall-clock limit of one, which
-    is four times its processor time limit plus two seconds. Scripts that use this class need
+    Responses may be hostile: evaluating ``9^{9^{9^9}}`` never ends. Formulas are therefore parsed and compared in
+    worker processes with little memory, no environment variables and no writable files. A comparison that exceeds its
+    limit is interrupted; a process that cannot be interrupted is killed and replaced. Slow comparisons do not delay
+    quick ones, and waiting does not count towards the limit. n responses take at most n / workers times the wall-clock
+    limit of one response, four times its processor time limit plus two seconds. Scripts that use this class need
     ``if __name__ == "__main__":``, as with all multiprocessing.
 
     Args:
@@ -43,7 +43,8 @@ class MathReward:
         on_timeout: ``wrong`` treats a response that exceeds the limit as wrong, ``skip`` omits its reward. Their
             fraction is logged as ``given_up``.
         wrong: reward of a wrong answer; 0, or -1 as in "DAPO" (Yu et al. 2025, eq. 7).
-        max_chars: number of characters to read: the first of a boxed answer, the last of a response without one.
+        max_chars: largest number of characters to parse: the first characters of a boxed answer, or the last characters
+            of a response without one.
         workers: number of processes.
         memory_mb: address space limit of each process, MiB.
 
@@ -85,7 +86,7 @@ class MathReward:
             log_extra: function that logs whether each comparison was given up.
 
         Raises:
-            ValueError: a correct answer cannot be parsed, because it is other data or another column.
+            ValueError: a correct answer cannot be parsed; the data or the column may be wrong.
         """
         pairs = [(gold_text(gold), self._answer(text)) for text, gold in zip(completions, ground_truth, strict=True)]
         rewards = {True: 1.0, False: self.wrong, None: self.wrong if self.on_timeout == "wrong" else None}
@@ -95,7 +96,7 @@ class MathReward:
         return [rewards[result] for result in equal]
 
     def compare(self, pairs: list[Pair]) -> list[bool | None]:
-        """Return for each pair of texts whether they are equal as mathematics; None where the limit was exceeded."""
+        """Return whether the texts of each pair are mathematically equal; None where the limit was exceeded."""
         equal = self._compare_within(pairs, min(_QUICK_S, self.timeout_s))
         slow = [i for i, result in enumerate(equal) if result is None]
         if slow and self.timeout_s > _QUICK_S:
@@ -131,7 +132,7 @@ class MathReward:
                 )
                 self._finalizer = weakref.finalize(self, _stop, self._pool)
                 first = self._pool.schedule(is_equal, (r"\boxed{1}", "1", _START_S))
-                first.result(timeout=_START_S)  # so that the start of a process does not count as time of a response
+                first.result(timeout=_START_S)  # the start of a process must not count as time of a response
             return self._pool
 
     def _answer(self, text: str) -> str:
@@ -161,7 +162,7 @@ def gold_text(gold: Any) -> str:
 
 
 def _marked(text: str) -> str:
-    r"""Convert the text after ``####``: its number without further words, or a formula."""
+    r"""Convert the text after ``####`` to a boxed formula; words after a number are dropped."""
     number = _NUMBER.match(text)
     answer = text if number is None or "\\" in text else number[0]
     return rf"\boxed{{{answer.replace('$', '')}}}"

@@ -14,7 +14,7 @@ from lightning_rlhf.expected_errors import UsageError
 
 
 class TimeLimitError(BaseException):
-    """The time limit was exceeded; not an Exception, because the code that simplifies formulas catches those."""
+    """The time limit was exceeded. A BaseException, because the code that simplifies formulas catches Exception."""
 
 
 def initialize(memory_mb: int) -> None:
@@ -43,7 +43,8 @@ def is_equal(gold: str, answer: str, seconds: float) -> bool | None:
     Args:
         gold: correct answer, in a format for ``math_verify.parse``.
         answer: response.
-        seconds: limit of processor time. It interrupts Python code; for other code the caller kills the process.
+        seconds: limit of processor time. It interrupts only Python code; the caller must kill a process that runs other
+            code.
 
     Raises:
         ValueError: ``gold`` cannot be parsed.
@@ -60,7 +61,7 @@ def is_equal(gold: str, answer: str, seconds: float) -> bool | None:
         return None
     except RecursionError:
         return False
-    raise UsageError(f"math-verify cannot parse the data's answer {gold[:80]!r}")
+    raise UsageError(f"math-verify cannot parse the correct answer {gold[:80]!r}")
 
 
 @contextmanager

@@ -90,8 +90,8 @@ class RemoteReward(_ServedReward):
 class VLLMReward(_ServedReward):
     """Score of a reward model served by ``vllm serve``, through its ``/classify`` or ``/pooling`` route.
 
-    Of several numbers the last is used: the one of the last class and token. ``/classify`` applies an activation to the
-    score unless the server runs with ``--pooler-config '{"use_activation": false}'``.
+    If the reply has several numbers, the last one is used (last class, last token). ``/classify`` applies an activation
+    to the score unless the server runs with ``--pooler-config '{"use_activation": false}'``.
 
     Args:
         endpoint: server and request limits.

@@ -26,7 +26,7 @@ class InvalidRewardError(RunError):
     """A reward function returned a value that is not a reward; the message shows the value.
 
     Args:
-        message: the value, and the values that are allowed.
+        message: the value, and the allowed values.
         index: position of the completion in the rollout, if the error concerns a single one.
     """
 
@@ -59,7 +59,7 @@ class RewardOutput:
         """Add a number to a metric; values that are not finite numbers are ignored.
 
         Raises:
-            InvalidRewardError: the executor counts a metric of this name itself.
+            InvalidRewardError: the name is reserved for a metric that the executor computes.
         """
         name = str(name)
         number = _to_plain(value)
@@ -96,7 +96,7 @@ class RewardOutput:
         return self
 
     def _read_one(self, returned: Any, index: int) -> float | None:
-        """Return the reward of one completion; verl's functions return dictionaries and tuples too."""
+        """Return the reward of one completion from a number, or from verl's dictionary or tuple."""
         value = _to_plain(returned)
         if isinstance(value, dict) and "score" in value:
             for name, number in value.items():
@@ -127,7 +127,7 @@ class RewardFailure:
         trace: the traceback as text, if the error was raised in a worker process.
         timed_out: whether the call exceeded its time limit.
         aborts_run: whether the run ends regardless of ``on_error``.
-        index: position in the rollout of the completion that failed, if a call for several knows it.
+        index: position in the rollout of the completion that failed; None if unknown.
     """
 
     message: str
@@ -144,7 +144,7 @@ class RewardFailure:
 
     @classmethod
     def from_error(cls, error: BaseException) -> RewardFailure:
-        """Describe an exception; frames of this package before the function's own are removed from its traceback."""
+        """Describe an exception, and remove this package's frames from the start of its traceback."""
         if isinstance(error, InvalidRewardError):
             return cls(str(error), index=error.index)
         while error.__traceback__ and error.__traceback__.tb_frame.f_globals.get("__name__") in _OWN_MODULES:
@@ -153,7 +153,7 @@ class RewardFailure:
             error.__traceback__ = error.__traceback__.tb_next
         message = f"raised {type(error).__name__}: {error}"
         if isinstance(error, TypeError) and _TEXT_INDEXED_BY_NAME in str(error) and _reads_chat_message(error):
-            message += "; it seems to take chat messages: set messages: true"
+            message += "; it seems to expect chat messages: set messages: true"
         elif "main thread" in str(error):
             message += "; it must run in a main thread: set timeout_s, which runs it in worker processes"
         return cls(message, error, aborts_run=isinstance(error, AbortRun))

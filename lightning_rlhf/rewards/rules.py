@@ -5,7 +5,7 @@ from decimal import Decimal
 
 from lightning_rlhf.expected_errors import UsageError
 
-# 1234 or 1,234, decimals, a dollar sign, a minus sign before or after it; the hyphen of 3-5 is not a minus sign.
+# 1234, 1,234 or 12.5, with a dollar sign and a minus sign before or after it; the hyphen in 3-5 is not a minus sign.
 _NUMBER = re.compile(
     r"(?:(?<![0-9])-)?\$?(?:(?<=\$)-)?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -33,7 +33,7 @@ def gsm8k_strict(
 def gsm8k_lenient(
     completions: list[str], ground_truth: list[str] | None = None, answer: list[str] | None = None
 ) -> list[float]:
-    """Return 1 if the last number of the completion is correct, however it is marked, else 0.
+    """Return 1 if the last number of the completion is correct, with or without ``####``, else 0.
 
     Args:
         completions: responses.
@@ -58,7 +58,7 @@ def _expected_number(answer: str) -> str:
     whole = _NUMBER.fullmatch(answer.strip())
     number = whole[0] if whole else _marked(answer)
     if number is None:
-        raise UsageError(f"the data's answer {answer[-60:]!r} has no '#### <number>', as GSM8K's answers have")
+        raise UsageError(f"the data's answer {answer[-60:]!r} has no '#### <number>', unlike GSM8K's answers")
     return number
 
 

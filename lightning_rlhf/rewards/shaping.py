@@ -15,7 +15,7 @@ class ScoreShaping:
     Args:
         weight: factor of the shaped score in the sum of rewards.
         clip: bound of the score, which is clipped to [-clip, clip], positive; None: no clipping.
-        truncated_score: score of a response that the length limit cut, before clipping and weight; None uses the
+        truncated_score: score of a response that reached the length limit, before clipping and weight; None uses the
             model's score.
     """
 
@@ -32,10 +32,10 @@ class ScoreShaping:
 
         Args:
             scores: (B,) scores of the reward model.
-            truncated: (B,) bool, True where the length limit cut the response.
+            truncated: (B,) bool, True where the response reached the length limit.
 
         Returns:
-            (B,) reward units.
+            (B,) shaped scores.
         """
         if self.truncated_score is not None:
             scores = torch.where(truncated, torch.full_like(scores, self.truncated_score), scores)
@@ -48,8 +48,8 @@ class ScoreShaping:
 class OverlongPenalty:
     """A reward that decreases to -1 as a response approaches the length limit ("DAPO", Yu et al. 2025, eq. 13).
 
-    0 up to ``max_tokens - buffer_tokens``, then linear to -1 at ``max_tokens``.
-    Add it to the rewards of RolloutLoop; the weight there is its strength.
+    0 up to ``max_tokens - buffer_tokens``, then linear to -1 at ``max_tokens``. Add it to the rewards of RolloutLoop;
+    its weight there sets the strength of the penalty.
 
     Args:
         max_tokens: length limit of a response, tokens.

@@ -60,7 +60,7 @@ class BySource:
                 try:
                     scored = executor.score(own, trainer_state)
                 except RuntimeError as error:
-                    # The caller's message names the row and describes on_error.
+                    # Raise the original error: the caller's message adds the row and on_error.
                     raise error.__cause__ or error from None
             for row, value in zip(rows, scored.rewards[reward.label].tolist(), strict=True):
                 values[row] = None if math.isnan(value) else value

@@ -20,14 +20,14 @@ def normalized(text: str) -> str:
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """Return the content of the last ``<tag>...</tag>``, None without one; in time linear in the text."""
+    """Return the content of the last ``<tag>...</tag>``, or None, in linear time."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return None if end < 0 or start < 0 else text[start + len(tag) + 2 : end]
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` with nested braces; None without one or if it is not closed."""
+    r"""Return the content of the last ``\boxed{...}`` with nested braces; None if it is missing or not closed."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -44,8 +44,8 @@ class AnswerReward:
     """Compares the answer of each completion with the correct ones.
 
     Args:
-        tag: name of the tag around the answer, ``<tag>...</tag>``, the last one; a completion without it gets 0. None
-            uses the whole completion.
+        tag: name of the tag around the answer, as in ``<answer>...</answer>``; the last tag counts, and a completion
+            without it gets 0. None uses the whole completion.
         normalize: whether to ignore case, punctuation, articles and repeated spaces, as SQuAD does; False compares
             characters except surrounding spaces.
     """
@@ -117,7 +117,7 @@ class Format:
         pattern: regular expression for the completion without surrounding spaces; a dot also matches line breaks.
 
     Raises:
-        ValueError: not a regular expression.
+        ValueError: the pattern is not a valid regular expression.
     """
 
     per_sample = True
@@ -160,12 +160,12 @@ class Length:
     """Reward of 1 for lengths within a range, decreasing linearly to 0 outside.
 
     Args:
-        least: smallest length that gets 1, tokens, at least 0.
-        most: largest length that gets 1, tokens; may equal ``least``.
+        least: smallest length with a reward of 1, tokens, at least 0.
+        most: largest length with a reward of 1, tokens; may equal ``least``.
         slope: number of tokens below ``least`` or above ``most`` over which the reward decreases to 0; 0 is a step.
 
     Raises:
-        ValueError: the bounds are not a range.
+        ValueError: the bounds are invalid.
     """
 
     per_sample = True

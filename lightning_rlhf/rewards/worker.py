@@ -1,4 +1,4 @@
-"""Worker processes for reward functions with a time limit; they can be killed with all processes they started."""
+"""Worker processes that run reward functions with a time limit and can be killed with all their descendants."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 _SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
-_functions: dict[str, RewardFunction] = {}  # of this worker process, by reference
+_functions: dict[str, RewardFunction] = {}  # loaded functions of this worker process, by reference
 
 
 class RewardWorkers:
@@ -66,7 +66,7 @@ class RewardWorkers:
             return RewardFailure(f"ended its worker process ({_describe_exit(error.exitcode)})")
         if not isinstance(error, BrokenProcessPool):
             return RewardFailure.from_error(error)
-        # The pool ended with all calls in it, because of this one or of another: repeat it.
+        # This or another call broke the pool, which ended all its calls: repeat this call.
         repeated = self._schedule(function, self._calls[future])
         if isinstance(wait([repeated]).done.pop().exception(), BrokenProcessPool):
             return RewardFailure("lost its worker process twice")
@@ -115,7 +115,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _initialize(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Prepare a new worker, so that imports do not count as time of the first completion.
+    """Prepare a new worker and import the functions, so that imports do not count as time of the first completion.
 
     Args:
         references: function references, each with its arguments.
@@ -138,7 +138,7 @@ def _initialize(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
 def _evaluate(
     function: Callable[..., Any] | str, arguments: dict[str, Any], columns: Mapping[str, Any], indices: Sequence[int]
 ) -> RewardResult:
-    """Evaluate a function in this worker; the result holds plain data only.
+    """Evaluate a function in this worker; the result contains only plain data.
 
     Args:
         function: reference, or the unpickled function.
@@ -163,7 +163,7 @@ def _load(function: Callable[..., Any] | str, arguments: dict[str, Any]) -> Rewa
 
 
 def _replace_exit_code_0() -> None:
-    """Make this process exit with another code than 0, which the pool would take for a regular end."""
+    """Replace this process's exit code 0, which the pool would consider a regular end."""
     worker, original_exit = os.getpid(), os._exit
 
     def exit_process(status: int) -> None:
@@ -175,15 +175,15 @@ def _replace_exit_code_0() -> None:
 def _start_guard(worker: int, trainer: int) -> None:
     """Fork a guard process that kills everything the worker started when the worker or the trainer ends.
 
-    The worker adopts processes whose parent has ended, so that all of them, also those in other sessions, stay its
-    descendants, which the guard records.
+    The worker adopts orphaned processes, also those in other sessions, so that all remain its descendants; the guard
+    records them.
     """
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.fork():
         return
     ends = [os.pidfd_open(worker), os.pidfd_open(trainer)]
-    os.closerange(0, min(ends))  # an inherited end of a pipe would hide from its other end that the worker has ended
+    os.closerange(0, min(ends))  # an inherited pipe end would keep the pipe open after the worker has ended
     os.closerange(max(ends) + 1, os.sysconf("SC_OPEN_MAX"))
     descendants: dict[int, int] = {}
     while not select.select(ends, [], [], _SCAN_SECONDS)[0]:
@@ -213,7 +213,7 @@ def _record_descendants(root: int, descriptors: dict[int, int]) -> None:
     pending = [root]
     while pending:
         for children in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 for process in map(int, children.read_text().split()):
                     if process != os.getpid():
                         pending.append(process)
@@ -222,7 +222,7 @@ def _record_descendants(root: int, descriptors: dict[int, int]) -> None:
 
 
 def _remove_semaphores() -> None:
-    """Remove the names of the semaphores that this process shares with a trainer that was killed.
+    """Remove the named semaphores that this process shares with a killed trainer.
 
     multiprocessing's resource tracker does so unless it was killed together with the trainer's process group.
     """

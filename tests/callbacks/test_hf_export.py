@@ -97,5 +97,5 @@ def test_or_by_itself_for_peft_to_put_onto_the_base(run, tmp_path):
 
 
 def test_a_missing_adapter_raises_before_the_run(run):
-    with pytest.raises(ValueError, match=r"^HFExport\(adapter=True\) exports only LoRA adapters, and this run exp"):
+    with pytest.raises(ValueError, match=r"^HFExport\(adapter=True\) exports only LoRA adapters, but this run exp"):
         run(callbacks=[HFExport(adapter=True)]).fit()

@@ -21,6 +21,6 @@ from tests.stand_ins import quiet_trainer
 )
 def test_another_module_raises_before_training(callback, kind, tmp_path):
     trainer = quiet_trainer(callbacks=[callback], default_root_dir=tmp_path, max_steps=1)
-    message = rf"{type(callback).__name__} works with a lightning_rlhf {kind} \(.*\), got BoringModel: leave the"
+    message = rf"{type(callback).__name__} needs a lightning_rlhf {kind} \(.*\), got BoringModel: remove the"
     with pytest.raises(ValueError, match=message):
         trainer.fit(BoringModel())

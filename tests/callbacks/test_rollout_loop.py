@@ -96,7 +96,7 @@ def test_invalid_arguments_raise(arguments, message):
         ),
         (
             {"loop": {"rewards": [RewardFunction(needs_more)]}},
-            "reward function 'needs_more' needs 'answers', but a rollout offers only ['prompts', 'completions', ",
+            "reward function 'needs_more' needs 'answers', but a rollout provides only ['prompts', 'completions', ",
         ),
         (
             {"model": {"reward_model": wider(12)}},

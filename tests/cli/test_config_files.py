@@ -103,7 +103,7 @@ def test_aliases_that_multiply_are_refused_at_once(fit):
     levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 10)]
     result = fit("\n".join(["l0: &l0 [1, 2, 3, 4, 5, 6, 7, 8, 9]", *levels]))
     assert result.code == 2
-    assert "values when its aliases are written out, allowed are 100000" in result.err
+    assert "values after its aliases are expanded, allowed: 100000" in result.err
 
 
 def test_a_class_of_ours_explains_itself_by_its_plain_name():

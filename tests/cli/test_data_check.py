@@ -347,6 +347,6 @@ def test_the_quickstart_is_understood(path, capsys):
 
 def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(checked, tiny_export):
     texts = checked(rows=[{"prompt": "who?"}], tokenizer=str(tiny_export))
-    assert "warning: the tokenizer has a chat template, which text columns do not use" in texts.out
+    assert "warning: the tokenizer has a chat template, but text columns do not use it" in texts.out
     messages = [{"prompt": [{"role": "user", "content": "who?"}]}]
-    assert "chat template, which" not in checked(rows=messages, tokenizer=str(tiny_export)).out
+    assert "chat template, but" not in checked(rows=messages, tokenizer=str(tiny_export)).out

@@ -214,8 +214,8 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
     ("answer", "cuda", "fault"),
     [
         ("580.95.05, 9.0\n580.95.05, 9.0", "13.0", None),
-        ("570.133.20, 9.0", "13.0", "needs NVIDIA driver 580 or newer, and this machine has 570.133.20"),
-        ("580.95.05, 7.0", "13.0", "needs GPUs of compute capability 7.5 (Turing) or newer, and GPU 0 has 7.0"),
+        ("570.133.20, 9.0", "13.0", "needs NVIDIA driver 580 or newer, but this machine has 570.133.20"),
+        ("580.95.05, 7.0", "13.0", "needs GPUs of compute capability 7.5 (Turing) or newer, but GPU 0 has 7.0"),
         ("570.133.20, 9.0", "12.8", None),
         ("570.133.20, 9.0", None, None),
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "13.0", None),

@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_made_is_refused(fit, config):
     config["trainer"]["default_root_dir"] = "/proc/runs"
     result = fit(config)
     assert result.code == 2
-    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be made (No such file or directory): set it to"
+    told = "lightning-rlhf: trainer.default_root_dir '/proc/runs' cannot be created (No such file or directory): set "
     assert result.err.startswith(told)
 
 
@@ -233,8 +233,8 @@ def test_a_logger_of_lightning_that_its_library_refuses_is_one_line_and_code_2(f
     assert result.code == 2
     (line,) = result.err.splitlines()
     assert line == (
-        "lightning-rlhf: trainer.logger: CSVLogger cannot be made: The filesystem tracking backend is in maintenance "
-        "mode. Use sqlite:///mlflow.db."
+        "lightning-rlhf: trainer.logger: CSVLogger cannot be created: The filesystem tracking backend is in "
+        "maintenance mode. Use sqlite:///mlflow.db."
     )
 
 

@@ -255,7 +255,7 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
     ("arguments", "rows", "code", "told"),
     [
         (["--reward", "rewards.py:rihgt"], ROWS, 2, "reward function 'rewards.py:rihgt': 'rihgt' was not found in"),
-        (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which a file"),
+        (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which the file"),
         (["--reward", "rewards.py:right"], [{"prompt": "", "responses": ["1"]}], 2, "reward function 'right' needs 'a"),
         (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:right"], [{**ROWS[0], "responses": [3]}], 2, "responses.jsonl: 1 of 1 rows cannot"),
@@ -285,7 +285,7 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:length"], [], 2, "responses.jsonl: 0 rows read, 0 kept: no row can be used"),
         (["--reward", "rewards.py:length", "--correct-at", "nan"], ROWS, 2, "--correct-at must be a number, got nan"),
         (["--reward", "rewards.py:length", "--json", "rewards.py/x"], ROWS, 2, "cannot write rewards.py/x: "),
-        (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "--columns takes ours=yours"),
+        (["--reward", "rewards.py:length", "--columns", "x"], ROWS, 2, "--columns needs field=column"),
     ],
 )
 def test_a_mistake_is_a_sentence(evaluate, arguments, rows, code, told):

@@ -186,7 +186,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
         (["--to", "runs"], "runs exists already: choose another directory, or remove it"),
         (["--to", "."], ". exists already: choose another directory, or remove it"),
         (["--to", "out", "--role", "ref"], "the run does not train 'ref': set --role to one of actor, critic"),
-        (["--to", "out", "--adapter"], "--adapter exports only LoRA adapters, and this run exports its actor,"),
+        (["--to", "out", "--adapter"], "--adapter exports only LoRA adapters, but this run exports its actor,"),
         (["--to", "out", "--checkpoint", "best"], "no checkpoint at runs/tiny/checkpoints/best.ckpt"),
         (["--to", "out", "--checkpoint", "nowhere"], "no checkpoint at nowhere"),
         (["--to", "out", "--model.init_args.minibatch_sise", "3"], "model (PPOModule): unknown option"),

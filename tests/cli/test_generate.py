@@ -133,7 +133,7 @@ def test_other_settings_than_it_was_begun_with_are_refused(generate, tiny_export
     ):
         code, _, err = generate(*arguments)
         assert code == 2
-        assert err.startswith("lightning-rlhf: out.jsonl was begun with other settings (")
+        assert err.startswith("lightning-rlhf: out.jsonl was started with other settings (")
         assert told in err
     assert Path("out.jsonl").read_bytes() == before
 
@@ -237,7 +237,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     [
         (("-n", "0"), {}, "n must be at least 1, got 0"),
         (("--max-tokens", "256"), {}, "--max-tokens 256 leaves no tokens for a prompt: the model accepts 256"),
-        (("--columns", "question"), {}, "--columns takes ours=yours, for example prompt=question, got 'question'"),
+        (("--columns", "question"), {}, "--columns needs field=column, for example prompt=question, got 'question'"),
         (("--columns", "prompt=question"), {}, "train data: 11 of 11 rows cannot be used"),
         ((), {"to": "out.csv"}, "--to must end with .jsonl, got 'out.csv'"),
         ((), {"to": "prompts.jsonl"}, "prompts.jsonl exists already and was not written by generate"),

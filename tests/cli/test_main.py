@@ -260,7 +260,7 @@ def test_an_earlier_run_is_rename_earlier_run(fit, config):
     mark.write_text("mine")
     result = fit(config)
     told = result.out.index(
-        "An earlier run of runs/tiny is now runs/tiny-1.\nUntil this run has ended there is no runs/"
+        "An earlier run of runs/tiny is now runs/tiny-1.\nUntil this run has ended, the earlier export is in runs/"
     )
     assert told < result.out.index("step 1:")
     assert Path("runs/tiny-1/mine.txt").read_text() == "mine"
@@ -276,7 +276,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     Path("runs/tiny/mine.txt").write_text("mine")
     refused = fit(config, "--model.init_args.minibatch_size", "3")
     assert refused.code == 2
-    assert "This run did not start: the earlier one is runs/tiny again." in refused.out
+    assert "This run did not start: the earlier run was renamed back to runs/tiny." in refused.out
     assert Path("runs/tiny/mine.txt").read_text() == "mine"
 
     def fail(*given):

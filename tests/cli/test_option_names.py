@@ -32,7 +32,7 @@ MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
         (
             f"{LOOP}.engine",
             "vllm",
-            "trainer.callbacks.engine: expected the path of a class, got 'vllm'; write "
+            "trainer.callbacks.engine: expected the path of a class, got 'vllm'; use "
             "lightning_rlhf.rollout.vllm.engine.VLLMEngine",
         ),
         ("learning_rate", 1e-6, "unknown option 'learning_rate'; here it is model.init_args.actor_optimizer"),

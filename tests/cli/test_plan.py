@@ -246,7 +246,10 @@ def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
     ("arguments", "told"),
     [
         ([], "set the number of GPUs to plan for with --gpus, for example --gpus 8"),
-        (["--gpus", "8"], "a mini-batch of 4 texts leaves some of 8 ranks without one: make it larger, or use fewer"),
+        (
+            ["--gpus", "8"],
+            "a mini-batch of 4 texts leaves some of 8 ranks without a text: make it larger, or use",
+        ),
         (["--gpus", "3", "--nodes", "2"], "3 GPUs cannot be divided equally over 2 nodes; use a multiple of 2"),
         (["--gpus", "2", "--trainer.strategy", "rlhf_fdsp"], "plan supports rlhf_single, rlhf_ddp, rlhf_fsdp"),
         (

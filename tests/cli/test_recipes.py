@@ -138,7 +138,7 @@ def test_the_published_architecture_has_the_published_number_of_parameters(model
 )
 def test_what_an_engine_keeps_of_a_token_is_worked_out_by_hand(model, numbers):
     found = planned_for(FromConfig(PUBLISHED[model][0]).hf_config())
-    assert sum(layer.cached(1) for layer in found.layers) == numbers
+    assert sum(layer.cache_elements(1) for layer in found.layers) == numbers
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

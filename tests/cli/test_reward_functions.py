@@ -89,7 +89,7 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
             {"function": "her_rewards.brief"},
             "no module named 'her_rewards' (to import her_rewards); specify a function in a",
         ),
-        ({"function": "my_rewards.py:wrong_column"}, "'mine' needs 'answers', but a rollout offers only"),
+        ({"function": "my_rewards.py:wrong_column"}, "'mine' needs 'answers', but a rollout provides only"),
         ({"function": "my_rewards.py:of_messages"}, "'mine' raised TypeError: string indices must be integers"),
         (
             {"function": "my_rewards.py:faulty"},

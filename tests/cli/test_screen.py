@@ -49,7 +49,7 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
         ({"max_steps": -1, "max_epochs": 1}, "ended after step 3: max_epochs is 1; results are in runs/tiny"),
         (
             {"max_steps": 50, "max_time": "00:00:00:00"},
-            "ended after step 0: max_time is over; results are in runs/tiny",
+            "ended after step 0: max_time was reached; results are in runs/tiny",
         ),
     ],
 )

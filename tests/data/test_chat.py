@@ -98,7 +98,7 @@ def test_an_assistant_who_speaks_first_is_marked_without_what_the_template_write
     headless = "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}"
     assert marked_parts(characters(headless), messages) == ("hi</s>who?</s>me</s>", ["i</s>", "me</s>"])  # first token
     thoughtful = PLAIN.replace("{{ '<s>assistant\n' }}", "{{ '<s>assistant\nhm' }}")
-    with pytest.raises(BadRow, match="the tokens of the assistant cannot be located"):
+    with pytest.raises(BadRow, match="the assistant's tokens cannot be located"):
         marked_parts(characters(thoughtful), messages)
 
 
@@ -115,8 +115,8 @@ def test_an_end_token_behind_the_marks_stays_and_is_not_learnt_as_the_template_s
 
 def test_a_template_that_renders_earlier_turns_differently_is_said_to():
     reason = (
-        "the chat template renders message 1 of the conversation differently when others follow, so the tokens "
-        "of the assistant cannot be located; use a template with {% generation %} marks"
+        "the chat template renders message 1 of the conversation differently when more messages follow, so the "
+        "assistant's tokens cannot be located; use a template with {% generation %} marks"
     )
     with pytest.raises(BadRow) as caught:
         marked_parts(characters(FORGETFUL), said("who?", "hm:me", "and?", "oh:you"))
@@ -129,7 +129,7 @@ def test_marks_behind_messages_that_are_rendered_differently_later_are_not_guess
         "{{ m.content + '</s>' }}", "{{ (m.content if loop.last else m.content.split(':')[-1]) + '</s>' }}", 1
     )
     chat, messages = Chat(characters(forgetful)), said("who?", "hm, I think that it is:me", "you?", "you")
-    with pytest.raises(BadRow, match="renders message 1 of the talk differently when others follow"):
+    with pytest.raises(BadRow, match="renders message 1 of the talk differently when more messages follow"):
         chat.tokenize_with_mask(messages, "talk", first=2)
     assert chat.tokenizer.decode(chat.tokenize_with_mask(messages, "talk", first=3)[0]).endswith("you</s>")
 

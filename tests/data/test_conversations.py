@@ -118,7 +118,7 @@ def test_messages_go_through_the_chat_template():
         ({"text": ""}, "column 'text' is empty"),
         ({"text": None}, "column 'text' holds null, expected text"),
         ({"text": ["a"]}, "column 'text' holds list, expected text"),
-        ({"text": "</s>"}, "the text has a single token, and no token before it to predict it from"),
+        ({"text": "</s>"}, "the text has a single token, which has no token before it to predict it from"),
         ({"text": "abcdefghijk"}, "the text has 12 tokens, the limit is 10"),
         ({"prompt": "a\ud800", "completion": "b"}, "column 'prompt' is not valid UTF-8 text"),
         ({"prompt": "abcdefgh", "completion": "ijk"}, "the text has 12 tokens, the limit is 10"),
@@ -127,7 +127,7 @@ def test_messages_go_through_the_chat_template():
 )
 def test_rows_that_cannot_be_used(row, reason):
     assert f"\n  given:1: {reason}" in said_of(ConversationDataModule, row, max_tokens=10).replace(
-        "the prompt is a list of messages, and ", ""
+        "the prompt is a list of messages, but ", ""
     )
 
 

@@ -62,8 +62,8 @@ def test_objects_printed_over_several_lines_one_behind_the_other(tmp_path):
     ("text", "reason"),
     [
         ('[{"text": "a"},\n{"text": }\n]', "in the row that begins at line 2: Expecting value; in a .jsonl file, only"),
-        ('[{"text": "a"},\n{"text": "b"}', "the array does not end with the file"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', "the array does not end with the file"),
+        ('[{"text": "a"},\n{"text": "b"}', "the file does not end with the array"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "the file does not end with the array"),
         ('[{"text": "a"}, {"te', "in the row that begins at line 1: Unterminated string"),
     ],
 )

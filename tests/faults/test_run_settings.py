@@ -7,7 +7,7 @@ import pytest
 from lightning_rlhf.callbacks.run_settings import WHICH_ROWS, changes
 from tests.faults.runs import output, ppo
 
-OTHER_DATA = "the checkpoint's position in the data would mean other rows, so that some would be used twice"
+OTHER_DATA = "the checkpoint's position in the data would refer to other rows: some would be used twice"
 
 
 def changed(**data):

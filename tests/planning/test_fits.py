@@ -74,7 +74,7 @@ def test_checkpointing_and_shorter_micro_batches_shrink_activations():
         (("rlhf_single", {}), 2, "rlhf_single runs on one GPU, got 2: use rlhf_ddp"),
         (("rlhf_fsdp", {"tensor_parallel_size": 4}), 6, "tensor_parallel_size 4 does not divide 6 GPUs"),
         (("rlhf_fsdp", {"engine": Engine(0.4, 4)}), 6, "the engine's tensor_parallel_size 4 does not divide 6 GPUs"),
-        (("rlhf_fsdp", {}), 1024, "a mini-batch of 512 texts leaves some of 1024 ranks without one"),
+        (("rlhf_fsdp", {}), 1024, "a mini-batch of 512 texts leaves some of 1024 ranks without a text"),
     ],
 )
 def test_numbers_that_cannot_run_raise(planned, gpus, message):

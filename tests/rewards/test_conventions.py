@@ -148,7 +148,7 @@ def test_prompts_become_the_data_s_messages_or_a_user_message():
 
 
 def test_reading_messages_from_text_raises_an_error_with_the_option():
-    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to take chat messages: set messages: true"):
+    with pytest.raises(RuntimeError, match=r"raised TypeError: .* seems to expect chat messages: set messages: true"):
         rewards(accuracy_reward)
 
 
@@ -224,8 +224,8 @@ def test_a_convention_is_recognised_by_the_parameters(function, convention):
          "'finished', 'answer']; it reads the column 'ground_truth': map yours with columns: {ground_truth: <yours>}"),
         (compute_score_batched, "needs 'data_sources', but the data has only "),
         (reward_func, "needs 'labels', but the data has only "),
-        (accuracy_reward, "needs 'ground_truth', but a rollout offers only ['prompts', "),
-        (lambda completions, answers: [], "needs 'answers', but a rollout offers only "),
+        (accuracy_reward, "needs 'ground_truth', but a rollout provides only ['prompts', "),
+        (lambda completions, answers: [], "needs 'answers', but a rollout provides only "),
     ],
 )  # fmt: skip
 def test_a_missing_column_raises_an_error_with_the_parameter_s_name(function, message):

@@ -285,7 +285,7 @@ def test_whitespace_around_a_key_is_removed(stub, client, monkeypatch):
 def test_a_key_that_no_header_can_contain_raises_an_error_that_hides_it(monkeypatch, key):
     monkeypatch.setenv("JUDGE_KEY", key)
     with pytest.raises(
-        ValueError, match=r"'JUDGE_KEY' \(key_env\) does not contain a key: keys are ASCII without spaces$"
+        ValueError, match=r"'JUDGE_KEY' \(key_env\) is not a valid key: it must be ASCII without spaces$"
     ):
         Endpoint("http://127.0.0.1:1", key_env="JUDGE_KEY")
 
@@ -315,7 +315,7 @@ def test_a_missing_key_raises_an_error_at_construction(monkeypatch):
         ({"url": "127.0.0.1:80"}, "url must begin with http"),
         (
             {"url": "http://me:secret@127.0.0.1"},
-            "^url must not contain a user name or password, because messages show it",
+            "^url must not contain a user name or password, because messages show the URL",
         ),
         ({"tries": 0}, "tries must be positive, got 0"),
         ({"max_tokens": -1}, "max_tokens must be positive, got -1"),
@@ -369,7 +369,7 @@ def test_a_quoted_score_does_not_count(stub):
     _, _, answer = chat(QUOTED.partition(",")[0])
     answer["choices"][0]["finish_reason"] = "length"
     stub.script = [ok(answer)]
-    with pytest.raises(RuntimeError, match="the judge judge was truncated at max_answer_tokens=512"):
+    with pytest.raises(RuntimeError, match="judge: answer truncated at max_answer_tokens=512"):
         scored(judge, ["q"], ["r"])
     answer["choices"][0]["finish_reason"] = "stop"
     assert scored(judge, ["q"], ["r"]) == [1.0]  # so it was the end of the room that counted

@@ -129,7 +129,7 @@ def test_an_exception_is_raised_with_the_function_s_name():
 def test_a_missing_column_comes_with_a_suggestion():
     with pytest.raises(ValueError, match=r"'right' needs 'answer', but .* 'answers'\]; did you mean 'answers'\?"):
         RewardFunction(right).check(["answers"])
-    with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout offers only .*'finished'\]$"):
+    with pytest.raises(ValueError, match=r"'right' needs 'answer', but a rollout provides only .*'finished'\]$"):
         RewardFunction(right).check([])
 
 
@@ -139,7 +139,7 @@ def test_defaults_and_kwargs_need_no_column():
 
 
 def test_two_functions_with_the_same_name_raise_an_error():
-    with pytest.raises(ValueError, match="two reward functions are both called 'length': give one"):
+    with pytest.raises(ValueError, match="two reward functions have the name 'length': set another"):
         check_rewards([RewardFunction(length), RewardFunction(right), RewardFunction(length, weight=0.0)], ["answer"])
     check_rewards([RewardFunction(length), RewardFunction(length, name="length_again")], [])
 

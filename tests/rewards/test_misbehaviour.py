@@ -212,7 +212,7 @@ def test_more_failures_than_max_error_rate_end_the_run(rate, ends):
     if not ends:
         assert score_texts(executor, ["right", "wrong"]).rewards["every_other"][0] == 1
         return
-    message = f"failed for 1 of 2 completions, more than its max_error_rate of {rate:g} allows; the first failure: "
+    message = f"failed for 1 of 2 completions, more than its max_error_rate of {rate:g} allows; first failure: "
     with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
         score_texts(executor, ["right", "wrong"])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -269,18 +269,18 @@ def not_a_number(completions):
     return [1.0 if text == "right" else math.nan for text in completions]
 
 
-ONE_BY_ONE = "with per_sample: true the function is called once for each completion, and only the bad one fails"
+ONE_BY_ONE = "set per_sample: true to call the function once per completion"
 ROW = r"\(completion 1 of 2, counted from 0, data_source 'hard', prompt 'what is wrong what .{61}'\)"
 
 
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; under rewards, "),
+        ({"function": one_by_one}, rf"raised ZeroDivisionError: division by zero {ROW}; to continue after a failure, "),
         ({"function": one_by_one, "on_error": "zero", "max_error_rate": 0.0}, rf"failure: it raised Zero.* {ROW}$"),
-        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; under rewards, "),
-        ({"function": all_at_once}, r"raised Zero.* \(one call for all 2 completions, so the one that fai"),
-        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; under rewards, "),
+        ({"function": not_a_number}, rf"returned nan for completion 1, .* {ROW}; to continue after a failure, "),
+        ({"function": all_at_once}, r"raised Zero.* \(one call scored all 2 completions, so the failing one"),
+        ({"function": f"{__file__}:one_by_one", "timeout_s": 60.0}, rf"raised ZeroDivision.* {ROW}; to continue "),
     ],
 )  # fmt: skip
 def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, pattern):
@@ -290,7 +290,7 @@ def test_an_error_that_ends_the_run_names_its_row_and_the_options(options, patte
     ):
         executor.score(columns_of("right", "wrong"))
     message = str(raised.value)
-    assert (", on_error: skip} leaves such a response out, and zero gives it 0" in message) == (
+    assert (", on_error: skip} under rewards, which omits this reward, or on_error: zero" in message) == (
         "on_error" not in options
     )
     assert ("{function: ..., on_error" in message) == (callable(options["function"]) and "on_error" not in options)
@@ -305,7 +305,7 @@ def test_per_sample_is_suggested_if_one_completion_fails_all():
     ):
         score_texts(executor, texts)
     assert "failed for 4 of 4 completions, more than its max_error_rate of 0.5 allows" in str(raised.value)
-    assert str(raised.value).endswith(f"one call scored all 4, so they fail together: {ONE_BY_ONE}")
+    assert str(raised.value).endswith(f"one call scored all 4 completions, so all of them fail: {ONE_BY_ONE}")
     with RewardExecutor([RewardFunction(all_at_once, on_error="skip", per_sample=True)]) as executor:
         values = score_texts(executor, texts).rewards["all_at_once"].tolist()
     assert [math.isnan(value) for value in values] == [False, False, False, True]
@@ -390,6 +390,8 @@ def test_a_custom_base_exception_is_a_failure():
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}])
 def test_a_changed_working_directory_is_an_error_and_restored(options):
     here = Path.cwd()
-    with pytest.raises(RuntimeError, match="'moves' changed the working directory to /, where the run's relative"):
+    with pytest.raises(
+        RuntimeError, match="'moves' changed the working directory to /, which breaks the run's relative"
+    ):
         compute_reward(RewardFunction(moves, **options), completions=["a"])
     assert Path.cwd() == here

@@ -54,7 +54,7 @@ def test_the_probe_does_not_import_torch():
 
 def test_missing_bubblewrap_is_no_error_of_the_probe_but_of_the_check(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert probe() == [("bubblewrap", "not installed; code rewards need it, or a remote sandbox", "")]
+    assert probe() == [("bubblewrap", "not installed; code rewards need it or a RemoteSandbox", "")]
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: install bubblewrap"):
         BubblewrapSandbox().run("print(1)", "", LIMITS)
 

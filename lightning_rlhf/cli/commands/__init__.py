@@ -1,1 +1,1 @@
-"""One module per command. ``run(arguments)`` takes the command line after the name and returns the exit code."""
+"""One module per command. ``run(arguments)`` receives the arguments after the command and returns an exit code."""

@@ -28,17 +28,17 @@ from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, Un
 
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 _OPEN, _CLOSE = "⟦", "⟧"
-_MOST_CHARACTERS = 100  # of the value of a column
+_MOST_CHARACTERS = 100  # longest value of a column in the report
 _USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options of fit]
 
-Reads the data of a run without making a model, and reports: the columns of each field; the numbers of rows that are
+Reads the data of a run without building a model, and reports: the columns of each field; the numbers of rows that are
 used, dropped with their reasons, and cut; their lengths; whether rewards have their columns, and whether the models
 know all tokens and have enough positions; the first row as the model reads it, with the trained part in ⟦ ⟧.
 
   --config x.yaml  the configuration of the run
   --json           print JSON
 
-Every option of fit is possible too, and changes the data; lightning-rlhf fit --help lists them:
+All options of fit are accepted; lightning-rlhf fit --help lists them:
 
   lightning-rlhf data check --config examples/own_task/sft.yaml --data.init_args.max_tokens 16
 
@@ -49,7 +49,7 @@ class DataCheckCLI(ConfigCLI):
     """Parses the configuration of a run, and ``--json``."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add the argument."""
+        """Add ``--json``."""
         parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -85,14 +85,14 @@ def check(config: Namespace) -> dict[str, Any]:
         warnings, a line for each model, and the errors that would end the run.
 
     Raises:
-        UsageError: the data cannot be read, or are those of another kind of data module.
+        UsageError: the data cannot be read, or belong to another data module.
     """
     data = make_data(config)
     if not isinstance(data, RowsDataModule):
         raise UsageError(f"data check reads the data modules of lightning_rlhf.data, got {type(data).__name__}")
     pkgutil.resolve_name(config["model"]["class_path"]).check_reads(data)
     reports_bad_rows = data.on_bad_row == "error"
-    data.on_bad_row = "skip"  # to report more than the first ones
+    data.on_bad_row = "skip"  # to report all bad rows
     data.setup("fit")
     result: dict[str, Any] = {
         "module": type(data).__name__,
@@ -121,8 +121,8 @@ def unused_template(data: RowsDataModule) -> list[str]:
     if not getattr(data.tokenizer, "chat_template", None) or any("messages)" in column for column in columns):
         return []
     return [
-        "the tokenizer has a chat template, which text columns do not use: a chat model is used to conversations; "
-        "data.init_args.as_messages: true makes them of the texts (docs/data.md)"
+        "the tokenizer has a chat template, but text columns do not use it: a chat model expects conversations; "
+        "data.init_args.as_messages: true converts the texts to messages (docs/data.md)"
     ]
 
 
@@ -145,10 +145,10 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
 
 
 def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Add the rewards with all their columns in every row to the result, and a warning for each of the others.
+    """Add to the result each reward that has its columns in every row, and a warning for each other reward.
 
     Raises:
-        ValueError: a reward cannot be made, or no row has its columns.
+        ValueError: a reward cannot be created, or no row has its columns.
     """
     settings = _loop_arguments(config).get("rewards")
     if not settings:
@@ -204,7 +204,7 @@ def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
         tokenizer: tokenizer of the run.
 
     Returns:
-        For each text by name, its text with the trained part marked, and its numbers of tokens and trained tokens.
+        For each text: its content with the trained part marked, and its numbers of tokens and trained tokens.
     """
     if isinstance(batch, PromptBatch):
         text = tokenizer.decode(batch.token_ids[0])

@@ -44,7 +44,7 @@ _GIB = 2**30
 _DISK_GIB = 1  # less is too little for a checkpoint
 _WRITTEN_BYTES = 1 << 25  # to measure the speed of the disk
 _SHM_GIB = 0.25  # Docker's default is 64 MiB, where loader workers and NCCL fail with "Bus error"
-_SECONDS = 180  # for the output of another program; the import of vLLM takes half a minute on a slow disk
+_SECONDS = 180  # time limit of other programs; the import of vLLM takes half a minute on a slow disk
 # NVIDIA's requirements for CUDA 13, for which the locked torch and vLLM are built; constraints/install.sh repeats them.
 CUDA_13_DRIVER = 580
 CUDA_13_CAPABILITY = (7, 5)
@@ -123,7 +123,7 @@ def _print(report: Report) -> None:
             table.add_section()
         table.add_row(section if section != previous else "", name, finding)
         previous = section
-    # In a log, unlike on a terminal, no line is cut or folded at 80 characters.
+    # A log has no terminal width; without a width, lines would be folded at 80 characters.
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
     for fault in report.faults:
         print(f"fault: {fault}")
@@ -248,13 +248,13 @@ def driver_findings(output: str, cuda: str | None) -> list[Finding]:
         fault = ""
         if needs_13 and int(gpu[1]) < CUDA_13_DRIVER:
             fault = (
-                f"torch is built for CUDA {cuda}, which needs NVIDIA driver {CUDA_13_DRIVER} or newer, and this "
+                f"torch is built for CUDA {cuda}, which needs NVIDIA driver {CUDA_13_DRIVER} or newer, but this "
                 f"machine has {gpu[0].partition(',')[0]}: update the driver"
             )
         elif needs_13 and (int(gpu[2]), int(gpu[3])) < CUDA_13_CAPABILITY:
             fault = (
                 f"torch is built for CUDA {cuda}, which needs GPUs of compute capability 7.5 (Turing) or newer, "
-                f"and GPU {number} has {gpu[2]}.{gpu[3]}: use a newer GPU, or install for the CPU with make DEVICE=cpu"
+                f"but GPU {number} has {gpu[2]}.{gpu[3]}: use a newer GPU, or install for the CPU with make DEVICE=cpu"
             )
         findings.append((f"driver of GPU {number}", gpu[0].replace(",", ", compute capability"), fault))
     return findings
@@ -298,7 +298,7 @@ def _free_of(free: float, total: float, digits: int = 1) -> str:
 
 
 def write_speed(folder: Path) -> float:
-    """Return the bytes per second at which a temporary file is written and synced, as those of a checkpoint are."""
+    """Measure the bytes per second of writing and syncing a temporary file."""
     block = os.urandom(_WRITTEN_BYTES)  # a file system may compress zeros
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.monotonic()
@@ -353,10 +353,10 @@ def check_engine(report: Report) -> None:
             report.add("engine", "vLLM", lines[-1])
         else:
             reason = lines[-1] if lines else "no output"
-            fault = f"vLLM is installed and cannot be imported ({reason}): reinstall it, or use TransformersEngine"
+            fault = f"vLLM is installed but cannot be imported ({reason}): reinstall it, or use TransformersEngine"
             report.add("engine", "vLLM", "cannot be imported", fault)
         if unusable := unusable_build():
-            report.add("engine", "vLLM's device", "CUDA, and torch finds no GPU", unusable)
+            report.add("engine", "vLLM's device", "CUDA, but torch finds no GPU", unusable)
     auto = "TransformersEngine, because vLLM is not installed"
     if vllm_installed():
         auto = "VLLMEngine"
@@ -366,7 +366,7 @@ def check_engine(report: Report) -> None:
 
 
 def list_environment(report: Report) -> None:
-    """List the environment variables of a run with their values here."""
+    """List the environment variables of a run with their values on this machine."""
     machine = Machine.here(os.environ)
     for variable in VARIABLES:
         value, setter = origin(variable, os.environ, machine)
@@ -390,7 +390,7 @@ def launcher_findings(environ: Mapping[str, str]) -> list[Finding]:
         return findings
     if "JOB_COMPLETION_INDEX" in environ and "NODE_RANK" not in environ:
         fault = (
-            "this is a pod of an indexed job without its node's number: set NODE_RANK to JOB_COMPLETION_INDEX and "
+            "this pod of an indexed job does not know its node rank: set NODE_RANK to JOB_COMPLETION_INDEX and "
             "MASTER_ADDR to the first pod's host name, as in examples/cluster/jobset.yaml"
         )
         findings.append(("node", "unknown", fault))
@@ -401,7 +401,7 @@ def launcher_findings(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _output(*command: str) -> str:
-    """Return a program's output, its errors if it fails, nothing if it cannot be run or takes too long."""
+    """Return a program's stdout, its stderr if it fails, or an empty string if it cannot be run or times out."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -44,7 +44,7 @@ ARCHITECTURE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of results near 1, also with TF32
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # for results near 1; large enough for TF32
 _STEPS = 2
 
 
@@ -98,7 +98,7 @@ def _attention(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def steps(device: torch.device, precision: str, folder: Path) -> str:
-    """Run two steps of PPO on a random model with the engine of ``auto``.
+    """Run two steps of PPO on a random model with the engine that ``auto`` selects.
 
     Raises:
         ArithmeticError: the weights are not finite, or did not change.

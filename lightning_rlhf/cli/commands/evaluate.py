@@ -36,8 +36,8 @@ from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.rewards.loading import load_function
 
 ALL = "all"
-Extract = Callable[[list[str]], Sequence[Hashable]]  # from the responses to one prompt to their answers
-_EPILOG = """The file is one of generate or of verl: each row has a list of responses, and the columns of the reward
+Extract = Callable[[list[str]], Sequence[Hashable]]  # returns the answers of the responses to one prompt
+_EPILOG = """The file was written by generate or verl: each row has a list of responses, and the columns of the reward
 functions (ground_truth, reward_model.ground_truth, answer, data_source, ...). Intervals are 95 % intervals.
 
   lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
@@ -68,10 +68,10 @@ def run(arguments: list[str]) -> int:
     """
     parser = command_parser("evaluate", "Score a file of responses, for each source of data.", _EPILOG)
     parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
-    parser.add_argument("--reward", action="append", required=True, metavar="FUNCTION", help="may be repeated")
-    parser.add_argument("--answer", metavar="FUNCTION", help="from responses to their answers, for maj@k")
+    parser.add_argument("--reward", action="append", required=True, metavar="FUNCTION", help="can be repeated")
+    parser.add_argument("--answer", metavar="FUNCTION", help="extracts answers from responses, for maj@k")
     parser.add_argument("--correct-at", type=float, default=1.0, help="reward of a correct response (default: 1)")
-    parser.add_argument("--columns", nargs="+", default=[], metavar="OURS=YOURS", help="as ground_truth=target")
+    parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
     options = parser.parse_args(arguments)
@@ -149,7 +149,7 @@ def _check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], so
     check_rewards(rewards, columns)
     for reward in rewards:
         if "completion_ids" in reward.required:
-            raise UsageError(f"reward function {reward.label!r} needs 'completion_ids', which a file of texts lacks")
+            raise UsageError(f"reward function {reward.label!r} needs 'completion_ids', which the file does not have")
 
 
 def score_rows(
@@ -161,7 +161,7 @@ def score_rows(
         rows: rows with the responses.
         rewards: reward functions.
         columns: columns of all rows; missing values become None.
-        extract: function from responses to their answers; None extracts none.
+        extract: function that returns the answers of responses; None extracts no answers.
 
     Raises:
         RuntimeError: a function failed.
@@ -207,8 +207,8 @@ def extract_answers(extract: Extract, responses: list[str]) -> list[Hashable]:
 
 
 def statistics_by_source(scored: Sequence[ScoredResponses], correct_at: float) -> dict[str, Any]:
-    """Compute the statistics of each source, and those over all if there are several."""
-    correct_at = torch.tensor(correct_at, dtype=torch.float32).item()  # as rewards: 0.9 is less than its float64
+    """Compute the statistics of each source, and the statistics over all sources if there are several."""
+    correct_at = torch.tensor(correct_at, dtype=torch.float32).item()  # like rewards, which are float32
     sources = dict.fromkeys(row.source for row in scored)
     result = {name: statistics([row for row in scored if row.source == name], correct_at) for name in sources}
     return result if len(sources) == 1 else {**result, ALL: statistics(scored, correct_at)}

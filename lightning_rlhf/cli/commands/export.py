@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
     to = Path(os.path.abspath(options.to))  # gives "." a name
     if to.exists() and (to.is_file() or any(to.iterdir()) or to == Path.cwd()):
         raise UsageError(f"{options.to} exists already: choose another directory, or remove it")
-    seed_everything(config["seed_everything"], verbose=False)  # random weights with LoRA adapters depend on it
+    seed_everything(config["seed_everything"], verbose=False)  # random weights under LoRA adapters depend on it
     root = Path(config["trainer"]["default_root_dir"] or "runs/default")
     origin, tokenizer = load_model(
         module=make_module(config),
@@ -90,13 +90,13 @@ def load_model(
     if adapter:
         check_adapter(module, role, "--adapter")
     tokenizer = load_tokenizer(data.tokenizer_source)
-    module.trained_roles = (role,)  # the others are not built
+    module.trained_roles = (role,)  # other roles are not built
     with quiet_transformers():
         setattr(module, role, module.build_role(role))
         state = load_weights(checkpoint, module, role)
     ours = state.get("lightning_rlhf", {})
     metrics = {key: float(value) for key, value in ours.get("metrics", {}).items()}
-    if ours.get("validation_due"):  # its validation metrics are those of an earlier model
+    if ours.get("validation_due"):  # the validation metrics are from an earlier step
         metrics = {key: value for key, value in metrics.items() if not key.startswith("val/")}
     saved_config = checkpoint.parent.parent / "config.yaml"
     config_file = saved_config if saved_config.is_file() else config_file
@@ -105,13 +105,13 @@ def load_model(
 
 
 def write_export(origin: Origin, tokenizer: Any, to: Path, adapter: bool) -> None:
-    """Write the directory, which appears when it is complete.
+    """Write the directory atomically.
 
     Raises:
         UsageError: the directory cannot be written.
     """
     draft = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a killed export
     try:
         with quiet_transformers():
             origin.module.export(draft, adapter=adapter)
@@ -128,7 +128,8 @@ def find_checkpoint(name: str, config_file: Path, root: Path) -> Path:
 
     Args:
         name: ``last``, ``best`` or a path.
-        config_file: the run's configuration; ``checkpoints`` is looked for next to it, as the run may have been moved.
+        config_file: the run's configuration; the folder ``checkpoints`` next to it has priority, because the run may
+            have been moved.
         root: directory of the run in the configuration.
     """
     if name not in _NAMED_CHECKPOINTS:
@@ -163,13 +164,13 @@ def load_weights(checkpoint: Path, module: RoleModule, role: str) -> dict[str, A
         return state
     if not (version / role).is_dir():
         roles = ", ".join(sorted(folder.name for folder in version.iterdir() if folder.is_dir()))
-        raise UsageError(f"the checkpoint {checkpoint} contains {roles}, not {role}: use one of this kind of run")
+        raise UsageError(f"the checkpoint {checkpoint} contains {roles}, not {role}: use one of a similar run")
     native_load(model, None, version / role)
     return state
 
 
 def _fill(model: nn.Module, role: str, module_state: dict[str, Any]) -> None:
-    """Fill a model with its part of a module's state."""
+    """Load a model's part of a module's state."""
     prefix = f"{role}."
     state = {key.removeprefix(prefix): value for key, value in module_state.items() if key.startswith(prefix)}
     expected = model.state_dict()

@@ -31,8 +31,8 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import derive_seed
 from lightning_rlhf.types import SamplingParams
 
-_EPILOG = """Each line of the result is a row of the prompts with its responses. After an interruption the same command
-continues; each response has a separate seed, which does not depend on the batch size.
+_EPILOG = """Each line of the output is a row of the prompts with its responses. After an interruption, the same command
+continues; the seed of a response does not depend on the batch size.
 
   lightning-rlhf generate --model runs/quickstart/ppo/export --prompts questions.jsonl --to answers.jsonl -n 4
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
@@ -44,15 +44,15 @@ def _parser() -> argparse.ArgumentParser:
     files = parser.add_argument_group("files")
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
-    files.add_argument("--columns", nargs="+", default=[], metavar="OURS=YOURS", help="for example prompt=question")
-    files.add_argument("--as-messages", action="store_true", help="make each text a user's message to a chat model")
+    files.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="for example prompt=question")
+    files.add_argument("--as-messages", action="store_true", help="convert texts to user messages, for a chat model")
     files.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="DIR", help="directory or hub id; with --server, the model's name there")
     model.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
-    model.add_argument("--server", metavar="URL", help="server with OpenAI's API, instead of an engine here")
+    model.add_argument("--server", metavar="URL", help="server with OpenAI's API, used instead of an engine")
     model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
     model.add_argument("--concurrency", type=int, default=50, help="requests to a server at a time (default: 50)")
     sampling = parser.add_argument_group("sampling")
@@ -127,10 +127,10 @@ def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int
 
 
 def _check_columns(prompts: list[Prompt]) -> None:
-    """Validate that no column of the rows has the name of one that is written."""
+    """Validate that no column of the prompts has the name of an output column."""
     for name in (RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS):
         if any(name in prompt.row for prompt in prompts):
-            raise UsageError(f"the prompts have a column {name!r} already, which generate writes: rename it")
+            raise UsageError(f"the prompts have a column {name!r}, the name of an output column: rename it")
 
 
 def _generate(

@@ -1,4 +1,4 @@
-"""Command lines of commands without a configuration."""
+"""Argument parsing of commands that need no configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_rlhf.expected_errors import UsageError
 
 
 def command_parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser without abbreviations, which prints the line breaks of its epilog."""
+    """Return a parser that rejects abbreviated options and keeps the line breaks of its epilog."""
     return argparse.ArgumentParser(
         f"lightning-rlhf {name}",
         description=description,
@@ -19,12 +19,12 @@ def command_parser(name: str, description: str, epilog: str = "") -> argparse.Ar
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:
-    """Return our field names with the data's columns.
+    """Parse pairs of a field and a column.
 
     Raises:
         UsageError: a value is not a pair.
     """
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise UsageError(f"--columns takes ours=yours, for example prompt=question, got {wrong[0]!r}")
+        raise UsageError(f"--columns needs field=column, for example prompt=question, got {wrong[0]!r}")
     return dict(pair.split("=", 1) for pair in pairs)

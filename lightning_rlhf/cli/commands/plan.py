@@ -144,7 +144,7 @@ def roles_of(module: Any, chosen: Strategy) -> list[Role]:
 
 
 def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -> Work:
-    """Read the data of a step."""
+    """Read the sizes of a step."""
     longest = data["max_tokens"]
     if loop is None:
         if isinstance(module, RLHFModule):
@@ -188,8 +188,8 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
     if name == "RLHFDeepSpeedStrategy":
         known[name] = f"rlhf_deepspeed_stage_{options['stage']}"
     settings = {
-        ours: options[theirs]
-        for theirs, ours in (
+        field: options[option]
+        for option, field in (
             ("tensor_parallel_size", "tensor_parallel_size"),
             ("activation_checkpointing", "checkpointing"),
             ("reduce_every_micro_batch", "reduce_every"),
@@ -199,7 +199,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
             ("offload_params", "offload_params"),
             ("offload_frozen", "offload_frozen"),
         )
-        if options.get(theirs) is not None
+        if options.get(option) is not None
     }
     if name == "RLHFDeepSpeedStrategy":
         settings |= _zero_options(options)
@@ -207,7 +207,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
 
 
 def _zero_options(options: Namespace) -> dict[str, Any]:
-    """Read the options that matter for memory from a strategy's DeepSpeed configuration.
+    """Read the options that affect memory from a strategy's DeepSpeed configuration.
 
     Raises:
         ValueError: the strategy or the plan does not support an option.
@@ -217,12 +217,12 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
     whole = configuration(options["stage"], optimizer, params, frozen, options.get("config") or {})
     merged = {name: value for name, value in whole["zero_optimization"].items() if name != "stage"}
     settings: dict[str, Any] = {"offload_frozen": frozen}
-    for theirs, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_params")):
-        device = merged.pop(theirs, {}).get("device", "none")
+    for option, field in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_params")):
+        device = merged.pop(option, {}).get("device", "none")
         if device not in ("cpu", "none"):
-            raise UsageError(f"plan supports {theirs} to cpu or none, got {device!r} in the strategy's config")
-        settings[ours] = device == "cpu"
-    sizes = {ours: int(merged.pop(theirs)) for theirs, ours in _ZERO_SIZES.items() if theirs in merged}
+            raise UsageError(f"plan supports {option} to cpu or none, got {device!r} in the strategy's config")
+        settings[field] = device == "cpu"
+    sizes = {field: int(merged.pop(option)) for option, field in _ZERO_SIZES.items() if option in merged}
     if unknown := sorted(merged.keys() - _ZERO_WITHOUT_MEMORY):
         raise UsageError(
             f"plan does not support zero_optimization.{unknown[0]} in the strategy's config: remove it to plan the rest"
@@ -231,7 +231,7 @@ def _zero_options(options: Namespace) -> dict[str, Any]:
 
 
 def engine_of(config: Any) -> Engine | None:
-    """Read the engine; None for one on separate GPUs. ``auto`` is vLLM, which is chosen on a GPU."""
+    """Read the engine; None if it uses separate GPUs. ``auto`` counts as vLLM, which it selects on a GPU."""
     options = Namespace() if isinstance(config, str) else config["init_args"]
     if isinstance(config, str) or is_class(config, VLLMEngine):
         extra = options.get("arguments") or {}
@@ -251,7 +251,7 @@ def check_nodes(plan: Plan, nodes: int) -> None:
     """Validate that nodes have equal numbers of GPUs, and that groups of GPUs do not span nodes.
 
     Raises:
-        ValueError: a number does not divide another.
+        ValueError: the GPUs cannot be divided.
     """
     gpus_per_node, rest = divmod(plan.gpus, nodes)
     if rest:

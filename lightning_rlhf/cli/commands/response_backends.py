@@ -32,20 +32,20 @@ from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 
-_SERVER_SECONDS = 3600.0  # for one response, and for a server that is reachable but busy
+_SERVER_SECONDS = 3600.0  # time limit of one response, and of retries while a server is busy
 _TRIES = 8
-_SEEDS = 1 << 31  # every server accepts these
+_SEEDS = 1 << 31  # every server accepts seeds below this
 _HINTS = {
     401: "; set --api-key-env to the environment variable with the key",
     404: "; use a server with OpenAI's API",
     503: "; it may still be loading its model",
 }
 _UNLIMITED = 1 << 30
-_FINGERPRINT_BYTES = 1 << 12  # of each tensor
+_FINGERPRINT_BYTES = 1 << 12  # bytes of each tensor in the digest
 
 
 class Prompt(NamedTuple):
-    """A prompt and its row; a server makes ``ids``, and ``text`` from ``messages``, which are empty for plain text."""
+    """A prompt and its row. For a server, ``ids`` are empty, and either ``text`` or ``messages``."""
 
     row: dict[str, Any]
     text: str
@@ -92,7 +92,7 @@ class EngineBackend:
     def read_prompts(
         self, source: str, columns: dict[str, str], on_bad_row: OnBadRow, as_messages: bool = False
     ) -> list[Prompt]:
-        """Read the prompts of a file, hub id or other source; one that leaves no tokens for a response is a bad row."""
+        """Read the prompts of a source; a prompt that leaves no tokens for a response is a bad row."""
         positions = max_positions(self._config) or _UNLIMITED
         if positions <= self._sampling.max_tokens:
             raise UsageError(
@@ -206,9 +206,9 @@ class ServerBackend:
     Args:
         url: address, for example ``http://127.0.0.1:8000``.
         key_env: name of the environment variable with the key; None sends no key.
-        model: name of the model at the server; None uses the only one.
+        model: name of the model on the server; None uses the server's only model.
         sampling: sampling parameters.
-        concurrency: number of requests at a time.
+        concurrency: largest number of concurrent requests.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class ServerBackend:
         return names[0]
 
     def identity(self) -> dict[str, Any]:
-        """See :class:`EngineBackend`; without the address, so that another server may continue."""
+        """See :class:`EngineBackend`; the address is left out, so that another server can continue the file."""
         return {"model": self._model, "engine": "server"}
 
     def read_prompts(
@@ -303,7 +303,7 @@ class ServerBackend:
             raise RunError(f"{self._url}/v1/{route} returned an invalid completion: {str(reply)[:200]}") from error
 
     async def _post_until_free(self, route: str, request: Request) -> Any:
-        """Send a request; repeat it while the server is busy with requests of others, for up to an hour."""
+        """Send a request; retry for up to an hour while the server is busy."""
         end = time.monotonic() + _SERVER_SECONDS
         while True:
             try:
@@ -319,7 +319,7 @@ class ServerBackend:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    """Return a row as it is written next to its responses.
+    """Convert a row to plain JSON values.
 
     Raises:
         BadRow: a value cannot be written as JSON.

@@ -1,4 +1,4 @@
-"""A JSON lines file of responses that is continued after any interruption."""
+"""A JSON lines file of responses that can be continued after an interruption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ResponsesFile:
         """Create the file, or continue it without an incomplete last line, and return its number of rows.
 
         Raises:
-            UsageError: the file is not one of ``generate``, has other settings, is in use, or cannot be written.
+            UsageError: the file was not written by ``generate``, has other settings, is in use, or cannot be written.
         """
         if self.path.exists() and not self._settings_path.exists():
             raise UsageError(f"{self.path} exists already and was not written by generate: choose another name")
@@ -75,8 +75,8 @@ class ResponsesFile:
         if names:
             changes = "; ".join(f"{name} was {earlier.get(name)!r}, is {self._settings.get(name)!r}" for name in names)
             raise UsageError(
-                f"{self.path} was begun with other settings ({changes}): use those, choose another name, or remove the "
-                f"file and {self._settings_path.name}"
+                f"{self.path} was started with other settings ({changes}): use the same, choose another name, or "
+                f"remove the file and {self._settings_path.name}"
             )
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -18,8 +18,8 @@ class ScoredResponses:
 
     Args:
         source: source of the prompt.
-        rewards: name to one value per response, NaN where the reward does not apply.
-        answers: answers that the responses contain, None for one without answer; empty if they are not extracted.
+        rewards: values of each reward, one per response, NaN where the reward does not apply.
+        answers: answer of each response, None if it has no answer; empty if answers are not extracted.
         tokens: number of tokens of each response; empty if unknown.
         truncated: whether each response reached the length limit; empty if unknown.
         characters: number of characters of each response.

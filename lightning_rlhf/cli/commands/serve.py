@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
     model.add_argument("--log", type=Path, default=Path("serve.log"), help="vLLM's output (default: serve.log)")
     access = parser.add_argument_group("access")
-    access.add_argument("--host", default="127.0.0.1", help="others than this machine need a key (default: 127.0.0.1)")
-    access.add_argument("--port", type=int, default=8000, help="0 selects a free one (default: 8000)")
+    access.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1 needs a key (default: 127.0.0.1)")
+    access.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
     key = access.add_mutually_exclusive_group()
     key.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key")
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key")
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     limits.add_argument("--concurrency", type=int, default=64, help="requests at the same time (default: 64)")
     limits.add_argument("--seconds", type=float, default=600.0, help="time for a request (default: 600)")
     limits.add_argument(
-        "--read-seconds", type=float, default=10.0, help="time to send one, headers or body (default: 10)"
+        "--read-seconds", type=float, default=10.0, help="time to receive headers or body (default: 10)"
     )
     return parser
 
@@ -146,7 +146,7 @@ def _fitting(options: argparse.Namespace, longest: int) -> int:
     limit = longest_in_memory(config, dtype)
     if longest <= limit:
         return longest
-    needs = f"texts of {longest} tokens take a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
+    needs = f"texts of {longest} tokens need a cache of {longest * bytes_per_token(config, dtype) / 2**30:.1f} GiB"
     if options.max_model_len is not None:
         raise UsageError(f"{needs}, too much for this machine's free memory: set --max-model-len {limit} or less")
     print(f"{needs}, too much for this machine's free memory: serving texts of at most {limit} (--max-model-len)")

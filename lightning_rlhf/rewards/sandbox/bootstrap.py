@@ -1,7 +1,7 @@
 """Runs inside a sandbox before the program: sets the resource limits, then executes the program.
 
-It is passed as text and imports nothing of this package. The limits are set here rather than before bubblewrap starts,
-because the kernel counts processes per user and user namespace: set outside, all sandboxes would share one count.
+The file is passed as text and imports nothing from this package. The limits are not set before bubblewrap starts,
+because the kernel counts processes per user and user namespace: all sandboxes would share one count.
 """
 
 import json
@@ -15,7 +15,7 @@ _limits = json.loads(sys.argv[1])
 _alive = int(sys.argv[2])
 os.set_blocking(_alive, False)
 try:
-    os.read(_alive, 1)  # end of file: the trainer was killed before bubblewrap had tied this process to its own end
+    os.read(_alive, 1)  # end of file: the trainer was killed before --die-with-parent took effect
     os._exit(1)
 except BlockingIOError:
     os.close(_alive)

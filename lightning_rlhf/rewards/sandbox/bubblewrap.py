@@ -44,7 +44,7 @@ _REMEDIES = {
         "--security-opt apparmor=unconfined; or use a RemoteSandbox"
     ),
 }
-# Runs inside and reports its environment; check() compares.
+# Program that reports the sandbox's environment to check().
 _INSPECTION = """
 import _socket, json, os, platform, resource
 def error_of(action):
@@ -70,11 +70,11 @@ def probe() -> list[tuple[str, str, str]]:
     """Test the sandbox for ``doctor``.
 
     Returns:
-        Name, finding and error; the error is empty if the sandbox works or is not installed, as only code rewards need
-        it, and they fail to start without it.
+        Name, finding and error. The error is also empty if bubblewrap is not installed, because only code rewards need
+        it.
     """
     if find_bwrap() is None:
-        return [("bubblewrap", "not installed; code rewards need it, or a remote sandbox", "")]
+        return [("bubblewrap", "not installed; code rewards need it or a RemoteSandbox", "")]
     try:
         return [("bubblewrap", BubblewrapSandbox().check(), "")]
     except SandboxUnavailable as error:
@@ -83,14 +83,14 @@ def probe() -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class BubblewrapSandbox:
-    """A Linux sandbox for any user, without a daemon or an image; about 15 ms per program.
+    """A Linux sandbox that needs no root, daemon or image; about 15 ms per program.
 
     Args:
-        python: interpreter inside; None uses the one that the trainer's environment was made from if all users can
-            read it, else /usr/bin/python3. It has no site-packages.
+        python: interpreter of the programs, without site-packages; None uses the base interpreter of the trainer's
+            environment if the programs' user can read it, else /usr/bin/python3.
         packages: folder of packages (``pip install --target``) that programs may import, readable by all users.
-        concurrency: number of programs at a time, over all threads; None is one per processor. The time of waiting
-            programs does not count.
+        concurrency: largest number of programs at a time, over all threads; None: one per processor. Waiting does not
+            count towards a program's time limit.
     """
 
     python: str | None = None
@@ -100,13 +100,13 @@ class BubblewrapSandbox:
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.concurrency < 1:
             raise UsageError(f"concurrency must be at least 1, or null for one per processor, got {self.concurrency}")
-        self._slots  # noqa: B018 (created before any thread uses it)
+        self._slots  # noqa: B018 (created before threads use it)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.python, self.packages, self.concurrency)  # without cached properties
 
     def check(self) -> str:
-        """Run a program that reports its isolation, and compare the report.
+        """Run a program that reports its isolation, and verify the report.
 
         Raises:
             SandboxUnavailable: bubblewrap is missing, does not work here, or does not isolate.
@@ -143,7 +143,7 @@ class BubblewrapSandbox:
         memory = limits.memory_bytes + limits.scratch_bytes
         processes = _resources(limits)["RLIMIT_NPROC"]
         with control_group(self._groups, memory, processes) if self._groups else nullcontext() as group:
-            alive, held_open = _pipe()  # its end of file shows a starting program that the trainer was killed
+            alive, held_open = _pipe()  # end of file shows the program that the trainer was killed
             with alive, held_open:
                 process, status = self._launch(source, limits, group, alive)
                 result = communicate(
@@ -154,7 +154,7 @@ class BubblewrapSandbox:
                     output_bytes=limits.output_bytes,
                 )
         stderr = result.output["stderr"].decode("utf-8", "replace")
-        # Only bubblewrap itself can write this line, so a program cannot pretend that the sandbox failed.
+        # Only bubblewrap can write to this pipe, so a program cannot simulate a failure of the sandbox.
         if b'"exit-code"' not in result.output["status"] and result.exit_code is not None:
             raise SandboxFault(stderr.strip() or f"bubblewrap exited with {result.exit_code} and no message")
         return ProgramResult(
@@ -179,7 +179,7 @@ class BubblewrapSandbox:
             bootstrap = files.enter_context(_in_memory(_BOOTSTRAP))
             rules = files.enter_context(_in_memory(filter_program()))
             status, status_writer = _pipe()
-            gate, gate_writer = _pipe()  # bubblewrap waits at the gate until the program is in its control group
+            gate, gate_writer = _pipe()  # bubblewrap waits for a byte until the program is in its group
             for end in (status_writer, gate, gate_writer):
                 files.enter_context(end)
             arguments = [
@@ -211,7 +211,7 @@ class BubblewrapSandbox:
         if bwrap is None:
             raise SandboxUnavailable(f"bubblewrap is not installed: {_INSTALL}")
         scratch = ("--size", str(limits.scratch_bytes), "--tmpfs", "/tmp")
-        # Root is exempt from the limit on processes, and would gain more from a hole in the kernel.
+        # Root is exempt from the process limit, and could do more damage through a kernel bug.
         user: dict[str, Any] = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
         try:
             return subprocess.Popen(
@@ -295,7 +295,7 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[int]:
-    """Yield a descriptor of a file in memory with the content."""
+    """Yield the descriptor of an in-memory file."""
     descriptor = os.memfd_create("sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -312,7 +312,7 @@ def _resources(limits: Limits) -> dict[str, int]:
         "RLIMIT_CPU": math.ceil(limits.seconds) + 1,
         "RLIMIT_FSIZE": limits.scratch_bytes,
         "RLIMIT_NOFILE": limits.files,
-        "RLIMIT_NPROC": limits.processes + 1,  # bubblewrap's own process inside counts
+        "RLIMIT_NPROC": limits.processes + 1,  # one more for bubblewrap's own process in the sandbox
         "RLIMIT_CORE": 0,
     }
 

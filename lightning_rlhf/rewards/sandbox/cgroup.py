@@ -1,7 +1,8 @@
-"""Linux control groups: one limit for the memory and the number of all processes of a program together.
+"""Linux control groups, which limit the total memory and number of all processes of a program.
 
 Resource limits apply to single processes; only a group limits a program and its children together, including their
-files in ``/tmp`` and the kernel's memory for them. Groups can be created only below a folder that the system delegates.
+files in ``/tmp`` and the kernel's memory for them. Groups can be created only in a folder that the system delegates to
+the user.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def control_group(parent: Path, memory_bytes: int, processes: int) -> Iterator[P
 
     Args:
         parent: folder in which groups can be created.
-        memory_bytes: memory of all processes, their files in ``/tmp`` and the kernel's memory for them; if it is
+        memory_bytes: memory limit of all processes, their files in ``/tmp`` and the kernel's memory for them; if it is
             exceeded, all processes are killed.
-        processes: number of processes and threads at a time.
+        processes: largest number of processes and threads.
 
     Raises:
         SandboxFault: the group cannot be created or removed.
@@ -70,7 +71,7 @@ def _remove(folder: Path) -> None:
 
 
 def mount_points(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Return where control groups of version 2 are mounted; empty on a machine without them.
+    """Return the mount points of control groups version 2; empty without them.
 
     Args:
         proc: the process's folder in /proc.

@@ -1,4 +1,4 @@
-"""Running a process with input, bounded output and a time limit."""
+"""Communication with a process under limits of time and output."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def communicate(
     Args:
         process: process that was just started, unbuffered, with pipes as its stdin, stdout and stderr.
         stdin: input of the process; the part that it does not read is dropped.
-        extra_pipes: further pipes to read, by name. Their end is not waited for, because a process that outlives this
-            one may hold them open. They are closed here.
+        extra_pipes: further pipes to read, by name. Their end of file is not awaited, because a process that outlives
+            this one may keep them open. They are closed at the end.
         seconds: time limit.
         output_bytes: largest size of stdout and of stderr.
 
@@ -99,9 +99,9 @@ def communicate(
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads its own session, and its children there.
+    """Kill a process that leads a session, and its children in the session.
 
-    Bubblewrap ties its first child to its own end only after the setup; before that the child would survive it.
+    During bubblewrap's setup, its ``--die-with-parent`` is not yet in effect, so its child would survive it.
     """
     if process.returncode is None:  # not yet waited for, so the process id cannot have been reused
         os.killpg(process.pid, signal.SIGKILL)

@@ -122,7 +122,7 @@ def same_text(text: str, expected: str) -> bool:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    # Only a word that the test writes as a decimal number may differ; 1e400 and nan are close to no number.
+    # Only words that are decimal numbers in the test may differ; 1e400 and nan are never close.
     both = _DECIMAL.fullmatch(expected) and re.fullmatch(r"[+-]?\d+|" + _DECIMAL.pattern, word)
     return bool(both) and _is_close(float(word), float(expected))
 
@@ -150,10 +150,10 @@ def _is_close(value: float, expected: float) -> bool:
 
 
 def _parse_answer(stdout: str, nonce: str) -> dict[str, Any] | None:
-    """Return the single line of a well-formed answer; None for all other output."""
+    """Parse the single JSON line of an answer; return None for any other output."""
     try:
         answer = json.loads(stdout, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):  # not JSON, two documents, ten thousand digits, a million brackets
+    except (ValueError, RecursionError):  # not JSON, several documents, too many digits or brackets
         return None
     well_formed = isinstance(answer, dict) and answer.keys() == {"nonce", "result"} and answer["nonce"] == nonce
     return answer if well_formed else None
@@ -217,9 +217,9 @@ def _join_lines(value: Any) -> Any:
 
 
 def _read_call(name: str, arguments: Any, result: Any, column: Any) -> CallTest:
-    """Read a call: texts with one JSON argument per line and the result as JSON, or a list and a value.
+    """Read a call whose arguments are a text with one JSON value per line, or a list.
 
-    APPS wraps some results into a list and others not, so both are correct.
+    APPS wraps only some results in a list, so a result is correct with and without it.
     """
     if isinstance(arguments, str):
         try:

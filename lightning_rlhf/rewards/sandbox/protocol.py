@@ -1,4 +1,4 @@
-"""Interface of a sandbox: limits, results, and errors that are not the program's."""
+"""Interface of a sandbox: limits, results, and errors of the sandbox itself."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Limits:
 
     Args:
         seconds: wall-clock time, including the start of the interpreter.
-        memory_bytes: address space of each of its processes.
+        memory_bytes: address space of each process.
         output_bytes: size of stdout and of stderr, each; a program that writes more is killed.
-        scratch_bytes: size of all files in its own /tmp, and of any single file.
-        processes: number of processes and threads at a time.
-        files: number of open files of each process.
+        scratch_bytes: total size of the files in the program's /tmp, also the limit of a single file.
+        processes: largest number of processes and threads.
+        files: largest number of open files of each process.
     """
 
     seconds: float = 4.0
@@ -92,7 +92,7 @@ class Sandbox(Protocol):
         Args:
             source: Python source code.
             stdin: the program's input.
-            limits: its resource limits.
+            limits: resource limits.
 
         Raises:
             SandboxFault: the program's result is unknown.

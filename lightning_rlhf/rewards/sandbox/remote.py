@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
-_OVERHEAD_BYTES = 2**16  # of a reply, in addition to the program's output
+_OVERHEAD_BYTES = 2**16  # size of a reply without the program's output
 _INSTALL = "a RemoteSandbox needs httpx and tenacity: pip install 'lightning_rlhf[judge]'"
 
 
@@ -33,7 +33,7 @@ class RemoteSandbox:
 
     Args:
         url: URL of the server, such as http://sandbox:8080.
-        concurrency: number of requests at a time, over all threads.
+        concurrency: largest number of concurrent requests, over all threads.
         attempts: number of requests for each program before an error is raised.
         patience_seconds: time to wait for a reply in addition to the program's limit, as the server may have a queue.
     """
@@ -56,7 +56,7 @@ class RemoteSandbox:
             import tenacity  # noqa: F401
         except ModuleNotFoundError as error:
             raise MissingPackageError(_INSTALL) from error
-        self._slots, self._client  # noqa: B018 (created before any thread uses them)
+        self._slots, self._client  # noqa: B018 (created before threads use them)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self.concurrency, self.attempts, self.patience_seconds)
@@ -131,12 +131,12 @@ class RemoteSandbox:
             stdout, stderr = str(result["stdout"] or ""), str(result["stderr"] or "")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             shown = body[:200].decode("utf-8", "replace")
-            raise SandboxFault(f"{self.url} does not reply as SandboxFusion does: {shown!r} ({error!r})") from error
+            raise SandboxFault(f"{self.url} replied in an unknown format: {shown!r} ({error!r})") from error
         limit = limits.output_bytes
         if status == "TimeLimitExceeded":
             return ProgramResult(stdout[:limit], stderr[:limit], None, timed_out=True, seconds=seconds)
         if status != "Finished" or not isinstance(code, int):
-            raise SandboxFault(f"{self.url} reports an unknown end of a program: status {status!r}, code {code!r}")
+            raise SandboxFault(f"{self.url} returned an unknown result of a program: status {status!r}, code {code!r}")
         truncated = any(len(text.encode("utf-8", "replace")) > limit for text in (stdout, stderr))
         exit_code = None if truncated else code
         return ProgramResult(stdout[:limit], stderr[:limit], exit_code, truncated=truncated, seconds=seconds)
@@ -150,4 +150,4 @@ class RemoteSandbox:
         import httpx
 
         limits = httpx.Limits(max_connections=self.concurrency)
-        return httpx.Client(base_url=self.url, limits=limits, trust_env=False)  # no proxy for programs
+        return httpx.Client(base_url=self.url, limits=limits, trust_env=False)  # ignores proxy variables

@@ -19,7 +19,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
     # keys, which are inherited from the trainer's session
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # memory that RLIMIT_AS does not see
+    # memory that RLIMIT_AS does not count
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180),
     # observing shared files; a lock on one is a channel to other programs and can block them
@@ -29,7 +29,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     # large and recent parts of the kernel
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "modify_ldt": (154, None),
-    # limited in number for the whole machine
+    # limited by a count for the whole machine
     "io_setup": (206, 0),
     # namespaces and mounts
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
@@ -44,8 +44,8 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "vhangup": (153, 58), "personality": (135, 92),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
 }  # fmt: skip
-# Calls that are allowed or denied for one value of an argument: number on x86_64, on aarch64; index of the argument,
-# its value; whether the call is allowed with this value only (else denied with this value only).
+# Calls that depend on one argument: number on x86_64, number on aarch64, index of the argument, its value, and whether
+# the call is allowed (True) or denied (False) with this value only.
 _NARROWED: dict[str, tuple[int, int, int, int, bool]] = {
     "socketpair": (53, 199, 0, 1, True),  # AF_UNIX; another family would load its protocol into the kernel
     "fcntl": (72, 25, 1, 1026, False),  # F_NOTIFY, the predecessor of inotify
@@ -64,7 +64,7 @@ _ARGUMENTS = 16
 _ALLOW = 0x7FFF0000
 _DENY = 0x00050001  # EPERM
 _KILL = 0x80000000
-_X32 = 0x40000000  # on x86_64 marks calls of a second table, with other numbers
+_X32 = 0x40000000  # flag of x86_64's second system call table, which has other numbers
 
 
 def filter_program() -> bytes:
@@ -90,7 +90,7 @@ def filter_program() -> bytes:
     for *numbers, argument, value, allowed in _NARROWED.values():
         program += [
             (_EQUAL, 0, 4, numbers[column]),
-            (_LOAD, 0, 0, _ARGUMENTS + 8 * argument),  # its lower half, the only part that these calls read
+            (_LOAD, 0, 0, _ARGUMENTS + 8 * argument),  # lower half of the argument, the only part that these calls read
             (_EQUAL, 0, 1, value),
             (_RETURN, 0, 0, _ALLOW if allowed else _DENY),
             (_RETURN, 0, 0, _DENY if allowed else _ALLOW),

@@ -7,7 +7,7 @@ import sys
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -175,7 +175,9 @@ class RLHFCLI(LightningCLI):
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
             if earlier is not None and not started and not isinstance(error, EngineDied):  # keep its log
                 restore_earlier_run(earlier, directory)
-            _raise_for_user(error, trainer, started)
+            if (cli_error := _cli_error(error, trainer, started)) is None:
+                raise
+            raise cli_error from error
 
     def _find_checkpoint(self, subcommand: str) -> bool:
         """Return whether a checkpoint is read; replace ``last`` by the path of the last checkpoint if it exists.
@@ -196,8 +198,8 @@ class RLHFCLI(LightningCLI):
         return checkpoint is not None
 
 
-def _raise_for_user(error: BaseException, trainer: Any, started: bool) -> NoReturn:
-    """Raise a :class:`CLIError` for an interrupt or an expected error, else the error itself.
+def _cli_error(error: BaseException, trainer: Any, started: bool) -> CLIError | None:
+    """Return the one-line error for an interrupt or an expected error; None for a bug.
 
     Args:
         error: error that ended the run.
@@ -207,19 +209,19 @@ def _raise_for_user(error: BaseException, trainer: Any, started: bool) -> NoRetu
     code = 1 if started else 2
     progress = f"after step {trainer.global_step}; {how_to_resume(trainer)}" if started else ""
     if not started and is_lightning_error(error):
-        raise CLIError(one_line(error)) from error
+        return CLIError(one_line(error))
     if (interrupt := interrupt_of(error)) is not None:
         message = f"ended {interrupt.reason} {progress or 'before the first step'}"
-        raise CLIError(message if trainer.is_global_zero else "", interrupt.exit_code) from None
+        return CLIError(message if trainer.is_global_zero else "", interrupt.exit_code)
     if (reason := disk_error(error, Path(trainer.default_root_dir))) is not None:
-        raise CLIError(f"{reason}; stopped {progress}" if started else reason, code) from error
+        return CLIError(f"{reason}; stopped {progress}" if started else reason, code)
     if started and trainer.is_global_zero and can_resume(trainer):
         print(f"lightning-rlhf: failed {progress}", file=sys.stderr)
     # A callback of Lightning rejects a metric to monitor that is not logged in training.
     if not isinstance(error, ExpectedError) and not is_lightning_error(error, "lightning.pytorch.callbacks."):
-        raise error
+        return None
     print_cause(error)
-    raise CLIError(str(error), code) from error
+    return CLIError(str(error), code)
 
 
 @one_line_errors

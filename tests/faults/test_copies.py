@@ -210,7 +210,7 @@ def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
 def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
     config = with_checkpoints(2, max_steps=2)
     assert forge.attempt(tmp_path, config, resume="last", command="validate") == 2
-    assert "run has no last checkpoint to validate: leave out --ckpt_path" in output(tmp_path).splitlines()[-1]
+    assert "run has no last checkpoint to validate: remove --ckpt_path" in output(tmp_path).splitlines()[-1]
 
 
 def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):

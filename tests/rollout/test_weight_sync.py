@@ -89,13 +89,13 @@ def test_first_difference_names_the_first_that_changed_vanished_or_appeared(send
 @pytest.mark.parametrize(
     ("second", "came"),
     [
-        ({"w": torch.zeros(4), "c": torch.zeros(2)}, r"got c \(float32, \[2\]\) in place of b \(float32, \[2\]\)"),
-        ({"w": torch.zeros(1), "b": torch.zeros(2)}, r"got w \(float32, \[1\]\) in place of w \(float32, \[4\]\)"),
-        ({"w": torch.zeros(4).bfloat16(), "b": torch.zeros(2)}, r"got w \(bfloat16, \[4\]\) in place of w \(float32"),
-        ({"w": torch.zeros(4)}, r"got no parameter in place of b \(float32, \[2\]\)"),
+        ({"w": torch.zeros(4), "c": torch.zeros(2)}, r"expected b \(float32, \[2\]\), got c \(float32, \[2\]\)"),
+        ({"w": torch.zeros(1), "b": torch.zeros(2)}, r"expected w \(float32, \[4\]\), got w \(float32, \[1\]\)"),
+        ({"w": torch.zeros(4).bfloat16(), "b": torch.zeros(2)}, r"expected w \(float32, \[4\]\), got w \(bfloat16, \[4\]\)"),
+        ({"w": torch.zeros(4)}, r"expected b \(float32, \[2\]\), got no parameter"),
         (
             {"w": torch.zeros(4), "b": torch.zeros(2), "x": torch.zeros(1)},
-            r"got x \(float32, \[1\]\) in place of no parameter",
+            r"expected no more parameters, got x \(float32, \[1\]\)",
         ),
     ],
     ids=["name", "shape", "dtype", "fewer", "more"],

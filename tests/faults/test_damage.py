@@ -97,7 +97,7 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tm
         (with_right_sums(SHARD, b"rubbish" * 9), "is not a safetensors file"),
         (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
         (with_right_sums("critic/optimizer.json", b"[" * 100_000), "optimizer.json is not valid JSON"),
-        (unfinished, "has no manifest.json: its first save was interrupted"),
+        (unfinished, "has no manifest.json: its manifest is lost"),
     ]:
         before = output(tmp_path)
         damage(tmp_path / LAST)

@@ -278,7 +278,7 @@ def test_a_column_that_would_be_written_over_is_refused(generate):
     Path("prompts.jsonl").write_text(json.dumps({"prompt": "x", "responses": ["y"]}) + "\n")
     code, _, err = generate()
     assert code == 2
-    assert "the prompts have a column 'responses' already" in err
+    assert "the prompts have a column 'responses', the name of an output column" in err
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_what_both_conversations_begin_with_is_the_prompt_answers_in_it_included
         ),
         (
             {"prompt": "oh", "chosen": [USER, YES], "rejected": [USER, NO]},
-            "the prompt is text, and the messages of chosen and rejected do not begin with it",
+            "the prompt is text, but the messages of chosen and rejected do not begin with it",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
 def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(forge, tmp_path):
     config = ppo(max_steps=4)
     assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 2, "gone")) == 1
-    assert " was removed while the run wrote to it: leave the run directory run as it is" in last_line(tmp_path)
+    assert " was removed while the run wrote to it: do not" in last_line(tmp_path)
     assert last_line(tmp_path).endswith(f"stopped after step 2; {goes_on(2)}")
     assert checkpoint(tmp_path)["global_step"] == 2
 

@@ -72,7 +72,7 @@ def test_a_constant_reward_of_the_first_steps_warns_once(run, caplog):
     messages = [record.message for record in caplog.records if "for all responses of" in record.message]
     assert len(messages) == 1
     assert messages[0].startswith("reward none_right was 0.1 for all responses of 3 steps: the policy learns nothing")
-    assert messages[0].endswith("at the responses, which RolloutLog writes to rollouts/")
+    assert messages[0].endswith("the responses, which RolloutLog writes to rollouts/")
 
 
 class FarFromReference(Callback):

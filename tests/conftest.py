@@ -47,7 +47,14 @@ def _same_start():
     random.seed(0)
     torch.manual_seed(0)
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("lightning")]
+    states = [(logger, logger.level, logger.disabled, logger.propagate, [*logger.handlers]) for logger in loggers]
     yield
+    for logger, level, disabled, propagate, handlers in states:
+        logger.setLevel(level)
+        logger.disabled = disabled
+        logger.propagate = propagate
+        logger.handlers[:] = handlers
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(dtype)

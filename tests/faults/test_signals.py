@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
         "full",
     )  # 1: last at 2; 2: best at 3; 3: last at 4
     assert forge.attempt(tmp_path, config, place=place) == 1
-    trouble = "lightning-rlhf: the disk of run is full (No space left on device): make room on it; stopped after step "
+    trouble = "lightning-rlhf: the disk of run is full (No space left on device): free space on it; stopped after step "
     assert last_line(tmp_path).startswith(trouble)
     assert last_line(tmp_path).endswith(goes_on(2))
     assert "Traceback" not in output(tmp_path)

@@ -128,7 +128,7 @@ def test_what_a_module_has_beside_its_roles_is_kept_too(tmp_path, saved):
     assert torch.equal(again.head.weight, module.head.weight)
     with pytest.raises(ValueError, match="only the checkpoint has count: resume with the module and configuration"):
         fit(ppo(), batches(1), ckpt=tmp_path / "more.ckpt", **MORE)
-    with pytest.raises(ValueError, match="only this run's module has count: the checkpoint was written by another"):
+    with pytest.raises(ValueError, match="only this run's module has count: resume with the module and configuration"):
         fit(ppo(WithMore, kl_reward=KLTerm(0.1)), batches(1), ckpt=saved[1], **MORE)
 
 

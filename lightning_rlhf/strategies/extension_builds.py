@@ -65,7 +65,10 @@ def await_builds(names: Iterable[str], is_first: bool) -> None:
 def _await(lock: Path, is_first: bool) -> None:
     logged = False
     while lock.exists() and not is_open(lock):
-        age = time.time() - lock.stat().st_mtime
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:  # removed by the end of its build
+            return
         if age > _STALE_LOCK_SECONDS:
             raise RunError(
                 f"DeepSpeed's extension cannot be built: the lock {lock} is {age / 60:.0f} minutes old and not held by "

@@ -221,8 +221,8 @@ def bare(**architecture):
             ARCHITECTURES["llama"] | {"intermediate_size": 47},
             "2 does not divide the actor's intermediate_size, which is 47",
         ),
-        (2, {"model_type": "gpt2"}, "the actor's GPT2LMHeadModel, which publishes no plan"),
-        (2, {"model_type": "olmo2"}, "Olmo2ForCausalLM, which splits by colwise_gather_output, rowwise_split_input"),
+        (2, {"model_type": "gpt2"}, "the actor's GPT2LMHeadModel: transformers has no plan"),
+        (2, {"model_type": "olmo2"}, "Olmo2ForCausalLM: its plan uses colwise_gather_output, rowwise_split_input"),
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused(size, architecture, sentence):

@@ -48,6 +48,16 @@ def test_a_lock_that_a_process_holds_is_left_to_torch(lock, monkeypatch):
     assert not is_open(lock)
 
 
+def test_a_lock_that_is_removed_while_it_is_examined_ends_the_wait(lock, monkeypatch):
+    def removed(file):
+        file.unlink()
+        return False
+
+    monkeypatch.setattr("lightning_rlhf.strategies.extension_builds.is_open", removed)
+    await_builds(["some_extension"], is_first=True)
+    assert not lock.exists()
+
+
 def test_what_is_built_is_not_announced(lock, caplog):
     lock.rename(lock.with_name("some_extension.so"))
     with caplog.at_level("INFO"):

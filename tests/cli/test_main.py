@@ -254,7 +254,7 @@ def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
 # -- an earlier run ----------------------------------------------------------------------------------------------------
 
 
-def test_an_earlier_run_is_rename_earlier_run(fit, config):
+def test_an_earlier_run_is_renamed(fit, config):
     assert fit(config).code == 0
     mark = Path("runs/tiny/mine.txt")
     mark.write_text("mine")

@@ -100,7 +100,7 @@ class StepTimes:
 
 
 def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = ONE_RANK) -> dict[str, float]:
-    """Compute the metrics of one rollout over all ranks; :mod:`~lightning_rlhf.metric_names` defines each.
+    """Compute the metrics of one rollout over all ranks; ``docs/metrics.md`` defines each.
 
     Metrics of a role are left out where the role does not exist, and differences between the responses to a prompt
     where no prompt has two: 0 would look like a measurement.

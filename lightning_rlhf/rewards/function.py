@@ -16,12 +16,14 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.metric_names import TAKEN
 from lightning_rlhf.rewards.loading import load_function
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
+# Names whose metrics reward/<name> and val/<name>_greedy have another meaning; see docs/metrics.md.
+_RESERVED_LABELS = {"mean", "max", "min", "std", "score", "from_model", "generated_mean"}
+_RESERVED_LABELS |= {"after_kl_mean", "after_kl_max", "after_kl_min"}
 
 
 @dataclass(frozen=True)
@@ -342,7 +344,7 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
             raise UsageError(f"two reward functions have the name {label!r}: set another name for one of them")
         if "/" in label:
             raise UsageError(f"a reward cannot be called {label!r}: '/' creates folders in loggers that write files")
-        if label in TAKEN:
+        if label in _RESERVED_LABELS:
             raise UsageError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
     hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *CALL_ARGUMENTS)]
     if rewards and hidden:

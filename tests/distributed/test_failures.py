@@ -125,7 +125,7 @@ def test_torchrun_names_the_rank_that_failed_first(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_alone_hides_the_cause(tmp_path):
-    """Without the failure watch, the traceback of the peer about a closed connection is printed beside that of the cause.
+    """Without the failure watch, the peer's traceback about a closed connection is printed beside that of the cause.
 
     Under Lightning's own launcher the peer then sometimes waits for ever, so that this test uses torchrun.
     """

@@ -71,7 +71,7 @@ class SaveRunConfig(SaveConfigCallback):
         path = Path(trainer.default_root_dir) / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{path.name}.new")
-        self.parser.save(self.config, draft, skip_none=False, overwrite=True, multifile=False)
+        self.parser.save(self.config, draft, skip_unset=False, skip_validation=True, overwrite=True, multifile=False)
         settings = yaml.safe_load(draft.read_text())
         earlier = path.read_text() if path.is_file() else ""
         if earlier and yaml.safe_load(earlier) | {"ckpt_path": settings["ckpt_path"]} != settings:
@@ -97,6 +97,7 @@ class RLHFCLI(LightningCLI):
 
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
+        self._command = command_line[0] if command_line else ""
         add_import_folders(command_line)
         if any(argument.partition("=")[0].endswith(".help") for argument in command_line):
             public = import_module("lightning_rlhf")
@@ -117,6 +118,17 @@ class RLHFCLI(LightningCLI):
             trainer_defaults=_TRAINER_DEFAULTS,
             args=arguments,
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the command on the command line, or all for a help page: building the parser of each takes time."""
+        commands = LightningCLI.subcommands()
+        return {self._command: commands[self._command]} if self._command in commands else commands
+
+    def _dump_config(self) -> None:
+        """Store the configuration as plain values, without Lightning's second validation of it."""
+        if not hasattr(self, "config_dump"):
+            text = self.parser.dump(self.config, skip_unset=False, skip_validation=True, skip_link_targets=False)
+            self.config_dump = yaml.safe_load(text)[self.config["subcommand"]]
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Add the default callbacks, the run's loggers, and atomic writes of checkpoints."""

@@ -254,9 +254,9 @@ def _check_spelling(values: dict[str, Any], model_type: str) -> None:
     Other unknown fields are allowed: published configurations contain fields of related architectures.
     """
     known = [*dir(CONFIG_MAPPING[model_type]()), "attn_implementation"]  # the latter is accepted but not an attribute
-    for name in values:
+    for name in (name for name in values if name not in known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-        if name not in known and near and abs(len(name) - len(near[0])) <= 2:
+        if near and abs(len(name) - len(near[0])) <= 2:
             raise UsageError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
 
 

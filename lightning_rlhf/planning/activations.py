@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_rlhf.functional.logprobs import CHUNK_TOKENS
+from lightning_rlhf.functional.logprobs import CHUNK_BYTES, KEEP_BYTES
 from lightning_rlhf.planning.architecture import Architecture, Layer
 from lightning_rlhf.planning.setup import Precision
 
 _FLOAT = 4  # norms, attention's normalizers and logits are float32 in every precision
-_CHUNK_COPIES = 6  # logits, clamped logits, probabilities, their product and gradients; measured by a test
+_CHUNK_COPIES = 3  # logits, their exponentials, and the gradient of the logits
 _INDEX_BYTES = 36  # indices and weights of one expert that a token passes
 
 
@@ -59,8 +59,11 @@ class Pass:
         return self.tokens * max(self.layer_bytes(layer) for layer in self.model.layers)
 
     def logits_bytes(self) -> int:
-        """Compute the bytes of the log-probs of one chunk of tokens: 6 x 4 x chunk x vocabulary."""
-        return _CHUNK_COPIES * _FLOAT * min(self.tokens, CHUNK_TOKENS) * self.model.vocabulary
+        """Compute the bytes of the head: probabilities that are kept, logits of a chunk, gradient of the weight."""
+        logits = _FLOAT * self.tokens * self.model.vocabulary
+        kept = min(logits, KEEP_BYTES)
+        chunks = _CHUNK_COPIES * min(logits, CHUNK_BYTES)
+        return kept + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:
         """Compute the bytes per token that one decoder layer keeps for the backward pass.

@@ -1,4 +1,4 @@
-"""Rows broken in twenty ways, a thousand of each: every one is reported with its place, and every good one is used."""
+"""Rows broken in twenty ways, many of each: every one is reported with its place, and every good one is used."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from lightning_rlhf.data.row import BadRow
 from tests.data.rows_given import Letters
 from tests.helpers import properties
 
-TIMES = 1000
+TIMES = 100
 LIMIT = 40
 
 # -- what can be wrong with a row that is one by its format: what it holds, what is said of it -------------------

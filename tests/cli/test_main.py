@@ -58,6 +58,15 @@ def test_a_run_leaves_its_files_and_no_warning(fit, config):
     assert "step 2: " in result.out
 
 
+def test_a_run_that_was_moved_is_resumed_without_a_warning(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    Path("runs/tiny").rename("runs/moved")
+    moved = fit(config, "--trainer.default_root_dir", "runs/moved", "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert (moved.code, moved.err, moved.warned) == (0, "", [])
+    assert "step 3:" in moved.out
+
+
 def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0

@@ -226,6 +226,7 @@ def test_a_convention_is_recognised_by_the_parameters(function, convention):
         (reward_func, "needs 'labels', but the data has only "),
         (accuracy_reward, "needs 'ground_truth', but a rollout provides only ['prompts', "),
         (lambda completions, answers: [], "needs 'answers', but a rollout provides only "),
+        (lambda completions, solution: [], "; the data has 'answer': map it with columns: {solution: answer}"),
     ],
 )  # fmt: skip
 def test_a_missing_column_raises_an_error_with_the_parameter_s_name(function, message):

@@ -234,6 +234,12 @@ def test_a_damaged_or_rewritten_manifest_is_one_sentence(path, damage, sentence)
         manifest.verified(path)
 
 
+def test_a_checkpoint_that_is_a_dangling_link_is_missing(tmp_path):
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        manifest.verified(tmp_path / "last.ckpt")
+
+
 def test_nothing_is_removed_where_the_manifest_cannot_be_read(path):
     half = manifest.begin(path)
     (path / "manifest.json").write_text("{}")

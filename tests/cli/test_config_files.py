@@ -106,6 +106,7 @@ def test_aliases_that_multiply_are_refused_at_once(fit):
     assert "values after its aliases are expanded, allowed: 100000" in result.err
 
 
+@pytest.mark.slow
 def test_a_class_of_ours_explains_itself_by_its_plain_name():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(

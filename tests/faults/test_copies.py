@@ -129,6 +129,7 @@ def test_a_damaged_copy_is_found_out(tmp_path, bucket):
         remote.download("memory://bucket/none", tmp_path / "fetched")
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, copy_to=url)) == 0
@@ -183,6 +184,7 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
     config = ppo(every=4)
     place = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
@@ -193,6 +195,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_
     assert steps[0] < written < steps[1] < output(tmp_path).index("slow is over")
 
 
+@pytest.mark.slow
 def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=4, copy_to=url)) == 0

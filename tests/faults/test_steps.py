@@ -16,7 +16,9 @@ def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
     assert [row["step"] for row in table if row["val/digits_sampled"]] == ["0", "3", "6", "9", "12"]
 
 
-@pytest.mark.parametrize(("every", "kept"), [(1, 7), (2, 6), (5, 5)])
+@pytest.mark.parametrize(
+    ("every", "kept"), [(2, 6), pytest.param(1, 7, marks=pytest.mark.slow), pytest.param(5, 5, marks=pytest.mark.slow)]
+)
 def test_every_n_steps_counts_rollouts(forge, tmp_path, every, kept):
     place = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop.verify"
     assert forge.attempt(tmp_path, ppo(every, background=False), place=(place, 8, "before")) == KILLED

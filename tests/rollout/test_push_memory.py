@@ -62,6 +62,7 @@ def measured():
     return json.loads(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "largest"), [(0, 16 * MIB), (1, 16 * MIB), (2, 128 * MIB)])
 def test_through_shared_memory_a_push_holds_one_parameter(measured, run, largest):
     sent, _ = measured[run]

@@ -338,8 +338,12 @@ def test_it_is_a_command(monkeypatch, capsys):
     assert "the trained part in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).resolve().parents[2].glob("configs/quickstart/*.yaml")))
-def test_the_quickstart_is_understood(path, capsys):
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart"
+
+
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "sft"))])
+def test_the_quickstart_is_understood(name, capsys):
+    path = QUICKSTART / f"{name}.yaml"
     tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
     code = command.run(["check", "--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
     assert (code, capsys.readouterr().err) == (0, "")

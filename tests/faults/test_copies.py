@@ -216,6 +216,7 @@ def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
     assert "run has no last checkpoint to validate: remove --ckpt_path" in output(tmp_path).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):
     config = with_checkpoints(100, max_steps=12)
     stop = {"monitor": "val/digits_sampled", "mode": "min", "patience": 1, "strict": True}

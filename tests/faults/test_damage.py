@@ -116,7 +116,7 @@ def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tm
             Path(path).write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flipped, garbled])
+@pytest.mark.parametrize("damage", [flipped, pytest.param(garbled, marks=pytest.mark.slow)])
 def test_the_last_one_is_checked_as_well_when_it_is_asked_for_by_name(forge, tmp_path, damage):
     config = ppo(1, max_steps=1)
     assert forge.attempt(tmp_path, config) == 0

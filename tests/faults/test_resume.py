@@ -131,6 +131,7 @@ def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, tmp_path):
     assert forge.finish(tmp_path, ppo(), []) == 0
     assert forge.attempt(tmp_path, ppo(), resume="last") == 0
@@ -145,7 +146,8 @@ def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge
     assert not [line for line in said if "warn" in line.lower()]
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the_last_step(
     forge, undisturbed, tmp_path, kind
 ):

@@ -33,7 +33,9 @@ def goes_on(step):
     return f"to resume from step {step}, add --ckpt_path last to the same command (run/checkpoints/last.ckpt)"
 
 
-@pytest.mark.parametrize("place", [*list(PLACES)[:2], pytest.param(list(PLACES)[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place", [next(iter(PLACES)), *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
+)
 def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(forge, undisturbed, tmp_path, place):
     where, count, step = PLACES[place]
     config = ppo(every=5)
@@ -69,6 +71,7 @@ def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge,
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_over(forge, tmp_path):
     config = ppo()
     config["trainer"]["callbacks"].append(callback("GracefulShutdown", grace_seconds=3.0))
@@ -78,7 +81,7 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
     assert last_line(tmp_path) == (f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (CTRL_C, 130)])
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), pytest.param(CTRL_C, 130, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_the_process_at_once(forge, tmp_path, number, code):
     assert forge.attempt(tmp_path, ppo(), place=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
     assert "second signal" in last_line(tmp_path)
@@ -102,7 +105,8 @@ def test_a_failure_within_an_update_keeps_the_checkpoint_before_it(forge, tmp_pa
     assert checkpoint(tmp_path)["global_step"] == 2
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_room(
     forge, undisturbed, tmp_path, background
 ):
@@ -138,6 +142,7 @@ def test_a_slurm_job_ends_by_itself_before_its_time_is_over(forge, tmp_path):
     assert checkpoint(tmp_path)["global_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_max_time_ends_keeps_its_last_step(forge, tmp_path):
     config = ppo(every=100, max_steps=100_000, max_time={"seconds": 4})
     assert forge.attempt(tmp_path, config) == 0

@@ -206,6 +206,7 @@ def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, ear
     reward.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_replaced():
     others = set(workers())
     reward = MathReward(timeout_s=1.0, workers=1)

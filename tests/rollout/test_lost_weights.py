@@ -96,6 +96,7 @@ def test_if_it_cannot_be_told_that_is_said_and_nothing_is_named(engines, lose, f
     assert "could not be traced: FloatingPointError: no luck today" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_check_of_a_run_names_the_weight_that_vllm_lost(engines, fault, tmp_path, monkeypatch):
     name = "model.layers.1.self_attn.v_proj.weight"
     monkeypatch.setenv("FORGETFUL", str(fault))

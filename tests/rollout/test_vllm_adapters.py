@@ -142,6 +142,7 @@ def test_new_weights_are_used_without_the_adapter_that_was_for_others(started):
     assert_says_what(source.causal().eval(), engine, 2)
 
 
+@pytest.mark.slow
 def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path):
     def shares(completions):
         return [text.count("a") / max(len(text), 1) for text in completions]

@@ -22,6 +22,7 @@ OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
 # What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and
 # resampling, replaced prompts, two rewards, no forward pass before the update.
 FAST = ("remax", "optimal_token_baseline", "pf_ppo", "dapo")  # each needs another part of a step
+LIKE_THEM = ("kl_cov", "gdpo", "bypass")
 
 
 def tiny(path):
@@ -81,9 +82,11 @@ def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypa
     assert {option: getattr(made[0], option) for option in objects} == objects
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS + PREFERENCES if path.stem in FAST or path in PREFERENCES], ids=lambda p: p.stem
-)
+STEPS = [path for path in CONFIGS if path.stem in FAST] + PREFERENCES
+STEPS += [pytest.param(path, marks=pytest.mark.slow) for path in CONFIGS if path.stem in LIKE_THEM]
+
+
+@pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
 def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
     result = fit(tiny(path), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])

@@ -50,6 +50,7 @@ def stands_in(part, whole):
     return part == whole
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     made = []
@@ -63,6 +64,7 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
             assert type(getattr(model, name)).__name__ == given[name]["class_path"].rpartition(".")[2]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("name", "objects"),
     [
@@ -86,6 +88,7 @@ STEPS = [path for path in CONFIGS if path.stem in FAST] + PREFERENCES
 STEPS += [pytest.param(path, marks=pytest.mark.slow) for path in CONFIGS if path.stem in LIKE_THEM]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
 def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
     result = fit(tiny(path), "--trainer.fast_dev_run", "1")

@@ -60,6 +60,7 @@ def test_a_file_here_replaces_no_installed_package(fit, config, tmp_path):
 SHELL = {"class_path": "os.system", "init_args": {"command": "touch ran"}}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", ["actor_optimizer", "actor_lr_scheduler", "critic_optimizer"])
 def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, config, key):
     config["model"]["init_args"][key] = SHELL

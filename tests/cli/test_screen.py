@@ -44,6 +44,7 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
     assert result.out.splitlines()[-1] == told
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -75,6 +75,7 @@ def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
     assert "Connection closed" not in err
 
 
+@pytest.mark.slow
 @EACH_RANK
 def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     code, err, seconds = run(tmp_path, "kill", rank)

@@ -172,6 +172,7 @@ def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     assert checkpoint_to_resume(trainer) == str(last)  # and whoever reads it refuses: its manifest is lost
 
 
+@pytest.mark.slow
 def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(1, max_steps=2)) == 0
     (tmp_path / "run/checkpoints/last.ckpt/manifest.json").unlink()
@@ -210,6 +211,7 @@ def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 
 
+@pytest.mark.slow
 def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
     config = with_checkpoints(2, max_steps=2)
     assert forge.attempt(tmp_path, config, resume="last", command="validate") == 2

@@ -52,6 +52,7 @@ def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
     assert checkpoint(undisturbed(ppo()), "best")["global_step"] > 0
 
 
+@pytest.mark.slow
 def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_path):
     assert forge.attempt(tmp_path, ppo()) == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
@@ -138,6 +139,7 @@ def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, t
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
+@pytest.mark.slow
 def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge, tmp_path):
     config = ppo(max_steps=1)
     assert forge.attempt(tmp_path, config, resume="last") == 0

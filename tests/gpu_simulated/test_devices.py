@@ -89,6 +89,7 @@ RUNS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_no_tensors_of_two_devices_meet(on_gpu, name):
     waits, forwards = on_gpu(*RUNS[name]())

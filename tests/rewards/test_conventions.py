@@ -257,6 +257,7 @@ class AsyncJudge(Judge):
         return [self.bonus * int(ground_truth[0])]
 
 
+@pytest.mark.slow
 def test_a_class_is_instantiated_with_the_arguments():
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}) == [3, 3]
     assert rewards(f"{__file__}:AsyncJudge", arguments={"bonus": 3.0}) == [6, 12]
@@ -295,6 +296,7 @@ def test_an_async_function_is_cancelled_at_its_time_limit():
     assert ended == ["slow"]
 
 
+@pytest.mark.slow
 def test_an_async_function_that_blocks_the_loop_is_abandoned():
     async def blocks(solution_str):
         if solution_str == "slow":

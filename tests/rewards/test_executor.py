@@ -68,6 +68,7 @@ def test_each_completion_is_scored_once(tmp_path):
     assert calls == WORDS  # one after another, in the order they came
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

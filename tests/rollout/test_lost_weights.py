@@ -10,7 +10,7 @@ from lightning_rlhf.types import SamplingParams
 from tests.callbacks.conftest import Run
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, pushed, source_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 NAMES = [name for name, _ in source_of(model_type="qwen2").causal().lm.named_parameters()]
 QKV = "model.layers.1.self_attn.qkv_proj"
 
@@ -96,7 +96,6 @@ def test_if_it_cannot_be_told_that_is_said_and_nothing_is_named(engines, lose, f
     assert "could not be traced: FloatingPointError: no luck today" in caplog.text
 
 
-@pytest.mark.slow
 def test_the_check_of_a_run_names_the_weight_that_vllm_lost(engines, fault, tmp_path, monkeypatch):
     name = "model.layers.1.self_attn.v_proj.weight"
     monkeypatch.setenv("FORGETFUL", str(fault))

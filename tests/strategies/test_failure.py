@@ -224,6 +224,7 @@ def test_a_place_is_the_innermost_line_that_is_not_of_a_library():
     assert places == [f"{__file__}:{line}, forward()", f"{__file__}:{line + 2}, {test}(), in _call_impl()"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "strategy", ["ddp.RLHFDDPStrategy", "fsdp.RLHFFSDPStrategy", "deepspeed.strategy.RLHFDeepSpeedStrategy"]
 )

@@ -123,12 +123,14 @@ def path(tmp_path):
     return tmp_path / "last.ckpt"
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_path):
     process = python(_STEPS, tmp_path / "last.ckpt")
     assert process.returncode == 0
     assert int(process.stdout) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [15, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_writer_killed_at_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path, times):
     assert python(_TIMES.replace("TIMES", str(times)), tmp_path / "last.ckpt").returncode == 0

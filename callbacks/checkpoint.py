@@ -262,11 +262,17 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
     """Return the path, or the URL of the copy, of the last checkpoint of a run; None without a finished save.
 
     Raises:
-        ValueError: there are other checkpoints, but no last one.
+        ValueError: there are other checkpoints, but no last one, or no callback saves it.
     """
     folder = _directory(trainer)
     callback = last_checkpoint(trainer)
     if callback is None and not any(isinstance(c, RunCheckpoint) for c in trainer.checkpoint_callbacks):
+        if not any(getattr(own, "save_last", None) for own in trainer.checkpoint_callbacks):
+            raise UsageError(
+                "--ckpt_path last needs a callback that saves the last checkpoint: add "
+                "lightning_rlhf.callbacks.RunCheckpoint, set save_last: true of ModelCheckpoint, or set the path of a "
+                "checkpoint"
+            )
         return "last"  # found by Lightning's own callback
     if not manifest.never_finished(folder / "last.ckpt"):
         return str(folder / "last.ckpt")

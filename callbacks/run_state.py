@@ -22,6 +22,7 @@ from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.strategies import ranks
 
+from .checks import check_module
 from .run_settings import WHICH_ROWS, changes, run_settings
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class RunState(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write ``env.json``; reset the state of an earlier fit with the same callback."""
+        check_module(self, pl_module, RoleModule)
         finish_when_resumed(trainer)
         self._schedules = None
         self._stored_schedules = None

@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -24,6 +25,18 @@ def pytest_configure(config):
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hints about hardware are no news
     for line in _NOISE:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m "not slow" reads the marks
+def pytest_collection_modifyitems(items):
+    """Mark all cases of a test but the first few as slow where `quick_cases` gives their number."""
+    seen = Counter()
+    for item in items:
+        quick = item.get_closest_marker("quick_cases")
+        test = item.nodeid.partition("[")[0]
+        seen[test] += 1
+        if quick and seen[test] > quick.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -26,6 +26,7 @@ def test_every_point_has_its_code():
         assert hasattr(acceptance_points, name) != hasattr(acceptance_measurements, name), name
 
 
+@pytest.mark.slow
 def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys):
     answers = {
         1: "raise SystemExit(3)",

@@ -249,7 +249,7 @@ class Run:
         roles: the models, the actor among them if there is an engine.
         strategy: distribution of the roles.
         work: data of a step.
-        engine: engine on the same GPUs; None if there is no engine on them.
+        engine: engine on the same GPUs; None without one.
         capacity: bytes of a GPU.
         background_save: whether checkpoints are written from a copy in host memory while training continues.
     """

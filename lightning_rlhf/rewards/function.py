@@ -21,6 +21,7 @@ from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardRe
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
+_ANSWERS = ("ground_truth", "solution", "answer", "answers", "label", "labels", "target")  # common names of one column
 # Names whose metrics reward/<name> and val/<name>_greedy have another meaning; see docs/metrics.md.
 _RESERVED_LABELS = {"mean", "max", "min", "std", "score", "from_model", "generated_mean"}
 _RESERVED_LABELS |= {"after_kl_mean", "after_kl_max", "after_kl_min"}
@@ -275,6 +276,7 @@ class RewardFunction:
         Raises:
             ValueError: a required parameter is not available, or worker processes cannot receive the function.
         """
+        columns = list(columns)
         renamed = self.convention.columns
         available = [*GENERATED_COLUMNS, *columns]
         generated = [*CALL_ARGUMENTS, *(["queries"] if self.convention is OPENRLHF else [])]
@@ -284,6 +286,9 @@ class RewardFunction:
                 continue
             near = get_close_matches(needed, available, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            answers = [column for column in columns if column in _ANSWERS and needed in _ANSWERS]
+            if answers and not near:
+                hint = f"; the data has {answers[0]!r}: map it with columns: {{{needed}: {answers[0]}}}"
             if renamed:
                 hint = f"; it reads the column {needed!r}: map yours with columns: {{{needed}: <yours>}}"
             source = "the data has only" if renamed else "a rollout provides only"

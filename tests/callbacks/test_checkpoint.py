@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rlhf import DPOModule, PreferenceDataModule
 from lightning_rlhf.callbacks import GracefulShutdown, RunCheckpoint, complete
+from lightning_rlhf.callbacks.checkpoint import checkpoint_to_resume
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.strategies.checkpoints import manifest, reshardable
@@ -101,6 +102,14 @@ def test_a_configured_checkpoint_stays_and_without_checkpoints_there_is_none(tmp
     mine = ModelCheckpoint(monitor="val/x")
     assert [c for c in complete([mine]) if isinstance(c, ModelCheckpoint)] == [mine]
     assert not [c for c in complete(quiet_trainer().callbacks) if isinstance(c, ModelCheckpoint)]
+
+
+def test_last_without_a_callback_that_saves_it_is_refused(tmp_path):
+    trainer = quiet_trainer(callbacks=[ModelCheckpoint(dirpath=tmp_path)], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="--ckpt_path last needs a callback that saves the last checkpoint: add"):
+        checkpoint_to_resume(trainer)
+    saves = quiet_trainer(callbacks=[ModelCheckpoint(dirpath=tmp_path, save_last=True)], enable_checkpointing=True)
+    assert checkpoint_to_resume(saves) == "last"
 
 
 class EndsAfter(Callback):

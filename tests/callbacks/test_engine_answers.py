@@ -29,6 +29,7 @@ def changed(**fields):
     return lambda completion: [replace(completion, **fields)]
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -3,7 +3,7 @@
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_rlhf.callbacks import Console, HFExport, KLControl, RolloutLog, Throughput
+from lightning_rlhf.callbacks import Console, HFExport, KLControl, RolloutLog, RunState, Throughput
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL
 from tests.stand_ins import quiet_trainer
 
@@ -14,6 +14,7 @@ from tests.stand_ins import quiet_trainer
         (Console(), "RoleModule"),
         (Throughput(), "RoleModule"),
         (HFExport(), "RoleModule"),
+        (RunState(), "RoleModule"),
         (RolloutLog(), "RLHFModule"),
         (KLControl(AdaptiveKL(target=1.0, horizon=10)), "RLHFModule"),
     ],

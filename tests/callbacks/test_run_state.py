@@ -9,9 +9,11 @@ import numpy
 import pytest
 import torch
 
+from lightning_rlhf import RLHFModule
 from lightning_rlhf.callbacks import RunState
 from lightning_rlhf.callbacks.run_state import continue_random_state, random_state, restore_random_state
 from lightning_rlhf.strategies import ranks
+from tests.stand_ins import TinyModel
 
 
 def draws():
@@ -75,7 +77,7 @@ def test_env_json_has_versions_and_command(tmp_path):
     trainer = SimpleNamespace(
         is_global_zero=True, fast_dev_run=False, default_root_dir=str(tmp_path / "run"), fit_loop=loop
     )
-    RunState().setup(trainer, None, "fit")
+    RunState().setup(trainer, RLHFModule(TinyModel()), "fit")
     environment = json.loads((tmp_path / "run/env.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
     assert environment["command"]

@@ -36,6 +36,7 @@ def several(completions, answer):
 several.per_sample = True
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_is_the_same_with_and_without_streaming(run, validates):
     found = []

@@ -328,6 +328,7 @@ class Diary(Callback):
         return [step for step, _ in self.entries]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("loop", "trainer", "steps"),
     [

@@ -21,7 +21,8 @@ PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.
 OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
 # What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and
 # resampling, replaced prompts, two rewards, no forward pass before the update.
-FAST = ("remax", "optimal_token_baseline", "kl_cov", "pf_ppo", "dapo", "gdpo", "bypass")
+FAST = ("remax", "optimal_token_baseline", "pf_ppo", "dapo")  # each needs another part of a step
+LIKE_THEM = ("kl_cov", "gdpo", "bypass")
 
 
 def tiny(path):
@@ -49,6 +50,7 @@ def stands_in(part, whole):
     return part == whole
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     made = []
@@ -62,6 +64,7 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
             assert type(getattr(model, name)).__name__ == given[name]["class_path"].rpartition(".")[2]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("name", "objects"),
     [
@@ -81,9 +84,12 @@ def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypa
     assert {option: getattr(made[0], option) for option in objects} == objects
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS + PREFERENCES if path.stem in FAST or path in PREFERENCES], ids=lambda p: p.stem
-)
+STEPS = [path for path in CONFIGS if path.stem in FAST] + PREFERENCES
+STEPS += [pytest.param(path, marks=pytest.mark.slow) for path in CONFIGS if path.stem in LIKE_THEM]
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("path", STEPS, ids=lambda path: path.stem)
 def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
     result = fit(tiny(path), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])

@@ -60,6 +60,7 @@ def test_a_file_here_replaces_no_installed_package(fit, config, tmp_path):
 SHELL = {"class_path": "os.system", "init_args": {"command": "touch ran"}}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("key", ["actor_optimizer", "actor_lr_scheduler", "critic_optimizer"])
 def test_a_function_in_place_of_an_optimizer_or_a_schedule_is_not_called(cli, config, key):
     config["model"]["init_args"][key] = SHELL
@@ -106,6 +107,7 @@ def test_aliases_that_multiply_are_refused_at_once(fit):
     assert "values after its aliases are expanded, allowed: 100000" in result.err
 
 
+@pytest.mark.slow
 def test_a_class_of_ours_explains_itself_by_its_plain_name():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(

@@ -167,6 +167,7 @@ def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked)
     assert "column" not in found.err
 
 
+@pytest.mark.slow
 def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     rows = [{"prompt": "a" * 30}, {"prompt": "why?"}, {"prompt": "how?"}]
     cut = checked(rows=rows, rewards=[], too_long="cut_end")
@@ -177,6 +178,7 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     assert "  dropped: 1 rows: the prompt longer than 16 tokens" in dropped.out
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -238,6 +240,7 @@ def test_what_the_tokenizer_does_not_know_is_counted_with_examples_and_ends_no_r
     assert "does not know" not in checked(rows=rows[1:2] * 2, rewards=[]).out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "kind", "loop", "told"),
     [
@@ -292,6 +295,7 @@ def test_a_model_that_is_not_there_yet_is_no_fault_of_the_data(checked, config, 
     assert "actor: not compared with the data, because there is no model at 'runs/later/export'" in found.out
 
 
+@pytest.mark.slow
 def test_a_model_by_its_path_is_looked_at_without_its_weights(checked, config, tiny_export, tmp_path):
     (tmp_path / "empty").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -338,13 +342,18 @@ def test_it_is_a_command(monkeypatch, capsys):
     assert "the trained part in" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).resolve().parents[2].glob("configs/quickstart/*.yaml")))
-def test_the_quickstart_is_understood(path, capsys):
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs/quickstart"
+
+
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reward", "sft"))])
+def test_the_quickstart_is_understood(name, capsys):
+    path = QUICKSTART / f"{name}.yaml"
     tokenizer = {**TOKENIZER, "init_args": {"characters": "0123456789+=: "}}
     code = command.run(["check", "--config", str(path), "--data.init_args.tokenizer", json.dumps(tokenizer)])
     assert (code, capsys.readouterr().err) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(checked, tiny_export):
     texts = checked(rows=[{"prompt": "who?"}], tokenizer=str(tiny_export))
     assert "warning: the tokenizer has a chat template, but text columns do not use it" in texts.out

@@ -54,6 +54,7 @@ def findings(report, section):
     return {name: finding for where, name, finding in report.rows if where == section}
 
 
+@pytest.mark.slow
 def test_a_sound_machine_has_no_faults(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "TORCHELASTIC"))}
     command = [sys.executable, "-m", "lightning_rlhf", "doctor", "--directory", str(tmp_path / "runs" / "new")]

@@ -39,6 +39,7 @@ def _by_dotted_path():
     sys.modules.setdefault("tests.cli.test_errors", sys.modules[__name__])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -67,6 +68,7 @@ ROLE_STRATEGIES = (
 )
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -109,6 +111,7 @@ def test_a_setting_of_the_trainer_that_cannot_work_here_names_the_right_one(fit,
     assert line.startswith(f"lightning-rlhf: {told}")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
@@ -137,11 +140,13 @@ def test_a_monitored_metric_that_nobody_logs_is_one_line_with_those_that_are(fit
     assert "reward/mean" in result.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_progress_bar_of_the_configuration_is_used_without_a_terminal(fit, config):
     config["trainer"]["callbacks"].append({"class_path": "lightning.pytorch.callbacks.RichProgressBar"})
     assert fit(config).code == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
 def test_one_process_of_a_machine_prints_a_mistake(fit, config, monkeypatch, local_rank, lines):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -173,6 +178,7 @@ def named(config, part):
     return config
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("part", "where", "error"),
     [
@@ -191,6 +197,7 @@ def test_a_bug_in_a_user_s_constructor_shows_where_it_is(fit, config, part, wher
     assert shown[-1] == error
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("settings", [{"minibatch_size": 0}, {"max_grad_norm": -1.0}])
 def test_a_refusal_of_a_constructor_of_ours_shows_no_traceback(fit, config, settings):
     config["model"]["init_args"] |= settings
@@ -207,6 +214,7 @@ def test_a_directory_that_cannot_be_made_is_refused(fit, config):
     assert result.err.startswith(told)
 
 
+@pytest.mark.slow
 def test_a_timer_of_lightning_can_be_given_and_is_written_to_the_configuration(fit, config):
     timer = {"class_path": "lightning.pytorch.callbacks.Timer", "init_args": {"duration": "00:01:00:00"}}
     config["trainer"]["callbacks"].append(timer)

@@ -64,6 +64,7 @@ def files_of(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
 def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
     run = trained(strategy)
@@ -73,6 +74,7 @@ def test_it_is_byte_for_byte_what_the_run_exported(trained, export, strategy):
     assert files_of(Path("out"))["model.safetensors"] != files_of(run / "export-1")["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_figures_of_an_earlier_validation_are_not_given_for_the_model_of_a_checkpoint(trained, export, config):
     data = config["data"]["init_args"]
     data["val"] = data["train"]
@@ -85,6 +87,7 @@ def test_figures_of_an_earlier_validation_are_not_given_for_the_model_of_a_check
     assert "val/" not in Path("out/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_configuration(trained, export):
     run = trained()
     shutil.move(run, "elsewhere")
@@ -92,6 +95,7 @@ def test_a_run_that_was_moved_is_found_and_its_paths_win_over_those_of_the_confi
     assert files_of(Path("out")) == files_of(Path("elsewhere/export"))
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_or_written_by_themselves(trained, export):
     pytest.importorskip("peft", reason="needs peft", exc_type=ModuleNotFoundError)
     run = trained(lora=True)
@@ -109,6 +113,7 @@ def test_adapters_are_merged_or_written_by_themselves(trained, export):
         assert f"| LoRA | rank 2, alpha 4, {told} |" in card
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_or_was_killed_leaves_nothing_half_and_nothing_of_others(trained, export, monkeypatch):
     run = trained()
     neighbour, killed = Path("out.new"), Path(".out.partial")
@@ -146,6 +151,7 @@ def test_vllm_and_transformers_give_the_same_answers_of_it(trained, export, caps
     assert Path("vllm.jsonl").read_bytes() == Path("transformers.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_role_is_a_classifier_of_one_label(trained, export):
     run = trained()
     arguments = ("--config", str(run / "config.yaml"), "--checkpoint", str(run / "checkpoints/last.ckpt"))
@@ -156,6 +162,7 @@ def test_another_role_is_a_classifier_of_one_label(trained, export):
     assert json.loads(Path("critic/metrics.json").read_text())["step"] == 2
 
 
+@pytest.mark.slow
 def test_the_card_says_where_the_model_comes_from(trained, export):
     run = trained()
     export("--config", str(run / "config.yaml"), "--to", "out")
@@ -170,6 +177,7 @@ def test_the_card_says_where_the_model_comes_from(trained, export):
     assert "| `reward/mean` | " in body
 
 
+@pytest.mark.slow
 def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained, export):
     run = trained()
     export("--config", str(run / "config.yaml"), "--to", "out")
@@ -180,6 +188,7 @@ def test_what_is_exported_generates_until_the_end_token_of_its_tokenizer(trained
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3, do_sample=False).shape[1] <= 5
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -200,6 +209,7 @@ def test_what_cannot_be_exported_is_a_sentence_and_code_2(trained, export, argum
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named(trained, export):
     run = trained()
     (shard,) = (run / "checkpoints/last.ckpt").glob("v*/actor/shard-*.safetensors")
@@ -212,6 +222,7 @@ def test_a_damaged_checkpoint_is_named(trained, export):
     assert "actor/shard-" in said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", [None, PLAIN], ids=["folder", "single file"])
 def test_a_checkpoint_of_another_model_is_refused(trained, export, strategy):
     run = trained(strategy)

@@ -134,6 +134,7 @@ def test_a_wrong_key_is_told_and_not_shown(generate, stub):
     assert not Path("out.jsonl").exists()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("models", "told"),
     [
@@ -149,6 +150,7 @@ def test_a_server_that_tells_no_model_is_a_sentence_and_code_2(generate, stub, m
     assert generate() == (2, f"lightning-rlhf: {stub.url}{told}\n")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{"text": "x"}]}, {"choices": [3]}, None])
 def test_an_answer_that_is_none_is_a_sentence(generate, stub, answer):
     stub.answers = [(200, answer)] * 2

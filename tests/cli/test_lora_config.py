@@ -25,6 +25,7 @@ def small():
     return config
 
 
+@pytest.mark.slow
 def test_a_step_of_the_configuration_passes_and_says_nothing(fit):
     result = fit(small(), "--trainer.fast_dev_run", "1")
     assert (result.code, result.err, result.warned) == (0, "", [])
@@ -52,6 +53,7 @@ def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, mo
     assert [callback.adapter for callback in callbacks if isinstance(callback, HFExport)] == [True]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("lora", "said"),
     [

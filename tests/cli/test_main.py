@@ -58,6 +58,17 @@ def test_a_run_leaves_its_files_and_no_warning(fit, config):
     assert "step 2: " in result.out
 
 
+@pytest.mark.slow
+def test_a_run_that_was_moved_is_resumed_without_a_warning(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    Path("runs/tiny").rename("runs/moved")
+    moved = fit(config, "--trainer.default_root_dir", "runs/moved", "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert (moved.code, moved.err, moved.warned) == (0, "", [])
+    assert "step 3:" in moved.out
+
+
+@pytest.mark.slow
 def test_a_resumed_run_says_from_where_it_goes_on_and_a_finished_one_that_it_is(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
@@ -82,6 +93,7 @@ def optimizers(config, actor, schedule=None):
         own["actor_lr_scheduler"] = {"class_path": path, "init_args": schedule}
 
 
+@pytest.mark.slow
 def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     optimizers(config, {"lr": 3e-4, "betas": [0.9, 0.98]}, {"name": "LinearLR", "start_factor": 0.5, "total_iters": 4})
@@ -101,6 +113,7 @@ def test_a_resume_says_of_each_setting_that_is_asked_for_and_not_used_what_is(fi
     assert (last["step"], float(last["lr/actor"])) == ("3", pytest.approx(2.25e-4))
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
@@ -115,6 +128,7 @@ def test_a_resume_with_other_kinds_of_schedules_is_refused(fit, config):
     assert (result.code, "(1 in the checkpoint, 1 configured)" in result.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
     assert fit(config).code == 0
     first = Path("runs/tiny/export/model.safetensors").read_bytes()
@@ -123,6 +137,7 @@ def test_the_saved_configuration_gives_the_same_run(fit, cli, config):
     assert Path("runs/again/export/model.safetensors").read_bytes() == first
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -166,6 +181,7 @@ def test_a_reward_function_that_raises_is_code_1_with_its_own_traceback(fit, jud
     assert len(CALLS) == 2
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dry_call", "code", "count"), [(True, 2, 2), (False, 1, 4)], ids=["tried before", "in the run"]
 )
@@ -199,6 +215,7 @@ def test_a_temperature_that_the_engine_cannot_draw_at_is_refused_before_training
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["vllm.engine.VLLMEngine", "transformers.TransformersEngine"])
 def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_starts(fit, config, monkeypatch, engine):
     def start(*given):
@@ -216,6 +233,7 @@ def test_responses_beyond_the_model_s_positions_are_refused_before_an_engine_sta
     )
 
 
+@pytest.mark.slow
 def test_a_longer_limit_for_prompts_than_the_model_reads_is_no_trouble_where_prompts_are_short(fit, config):
     config["data"]["init_args"]["max_tokens"] = 1024
     assert fit(config).code == 0
@@ -254,6 +272,7 @@ def test_an_error_of_others_keeps_its_traceback(fit, config, monkeypatch):
 # -- an earlier run ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_earlier_run_is_renamed(fit, config):
     assert fit(config).code == 0
     mark = Path("runs/tiny/mine.txt")
@@ -270,6 +289,7 @@ def test_an_earlier_run_is_renamed(fit, config):
     assert Path("runs/tiny-1/mine.txt").is_file()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError], ids=["interrupt", "error"])
 def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, monkeypatch, kind):
     assert fit(config).code == 0
@@ -292,6 +312,7 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     assert not Path("runs/tiny-1").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(fit, config):
     assert fit(config).code == 0
     own = config["model"]["init_args"]
@@ -312,6 +333,7 @@ def test_texts_that_are_too_long_for_a_path_are_no_paths(tmp_path):
     check_reads_elsewhere(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit, config, judged_by):
     config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
     assert fit(config).code == 0
@@ -326,6 +348,7 @@ def test_an_export_that_a_resumed_run_leaves_behind_has_its_step_in_its_name(fit
     assert "runs/tiny/export is from step 2; it was renamed to runs/tiny/export-2." in broken.out
 
 
+@pytest.mark.slow
 def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, config, judged_by):
     assert fit(config).code == 0
     Path("runs/tiny/mine.txt").write_text("mine")
@@ -334,6 +357,7 @@ def test_an_earlier_run_is_kept_aside_when_the_new_one_failed_in_training(fit, c
     assert Path("runs/tiny/config.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
     config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
     assert fit(config).code == 0
@@ -378,6 +402,7 @@ def holds(read, given):
     return all(holds(read[name], value) for name, value in given.items())
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_configuration_parses(cli, path):
     result = cli("fit", *algorithm_tables.arguments(path), "--print_config")
@@ -446,6 +471,7 @@ def interrupted(completions):
     return [0.0] * len(completions)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_command_that_goes_on(
     fit, config, judged_by, every
@@ -461,6 +487,7 @@ def test_a_run_interrupted_between_two_steps_saves_the_last_one_and_names_the_co
     assert steps == ["step", "1", "2"]
 
 
+@pytest.mark.slow
 def test_validate_leaves_the_run_s_table_as_it_is_and_knows_the_step_of_the_checkpoint(fit, cli, config):
     rows = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "held_out": True}}
     config["data"]["init_args"]["val"] = rows

@@ -16,6 +16,7 @@ def put(config, path, value):
     config[last] = value
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
@@ -101,6 +102,7 @@ def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
     assert refused(fit(config, option, "3")) == told
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
@@ -143,6 +145,7 @@ def test_a_file_that_is_not_a_configuration(fit, text, told):
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [

@@ -112,6 +112,7 @@ def test_adapters_are_read_and_their_actor_is_its_own_reference(planned, config)
     assert not roles["critic"].is_reference_too
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("strategy", "read"),
     [
@@ -144,6 +145,7 @@ def test_a_strategy_is_read_by_name_or_class(planned, config, strategy, read):
     assert {name: getattr(found.run.strategy, name) for name in read} == read
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("engine", "read"),
     [
@@ -168,6 +170,7 @@ def test_an_engine_is_read_without_being_made(planned, config, engine, read):
     assert (found and (found.share, found.tensor_parallel_size, found.dtype)) == read
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("module", "data", "role", "longest"),
     [
@@ -203,6 +206,7 @@ def test_an_actor_with_adapters_is_the_reference_of_dpo_too(planned, config):
     assert (actor.is_reference_too, actor.adapters) == (True, 4 * (32 + 32))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "zero", "read"),
     [
@@ -226,6 +230,7 @@ def test_what_a_strategy_tells_deepspeed_is_read(planned, config, arguments, zer
     assert {name: getattr(found.run.strategy, name) for name in read} == read
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("zero", "told"),
     [
@@ -242,6 +247,7 @@ def test_an_unsupported_deepspeed_option_is_named(planned, config, zero, told):
     assert found.err.startswith(f"lightning-rlhf: {told}")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -54,6 +54,7 @@ def run(fit):
     return run
 
 
+@pytest.mark.slow
 def test_human_preferences_from_data_to_policy(run):
     out, metrics = run("hh_rlhf/sft.yaml")
     assert "train data: 13 rows read, 12 kept; dropped 1: the text longer than 256 tokens" in out

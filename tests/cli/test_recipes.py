@@ -62,6 +62,7 @@ def npu():
     AcceleratorRegistry.remove("npu")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[] if path.stem in DEFAULT else pytest.mark.slow) for path in RECIPES],
@@ -89,6 +90,7 @@ def test_a_whole_step_with_a_small_copy_of_the_model(path, fit, tokenizer, other
     assert all(moved.values())
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_memory_that_it_names_is_the_plan_s(path, monkeypatch, capsys):
     runs, config = [], given(path)
@@ -114,6 +116,7 @@ def test_the_head_says_what_it_shows_on_what_and_what_the_reference_publishes(pa
     assert max(len(line) for line in path.read_text(encoding="utf-8").splitlines()) <= 120
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_published_architecture_has_the_published_number_of_parameters(model):
     architecture, billions = PUBLISHED[model]

@@ -56,6 +56,7 @@ def rows():
         return list(csv.DictReader(file))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "reward",
     [
@@ -80,6 +81,7 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
     assert rows()[-1]["reward/mine"] == first["reward/mine"]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("reward", "told"),
     [

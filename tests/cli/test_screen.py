@@ -1,12 +1,13 @@
 """Lightning's messages are shown but for those of every run, and the last line gives the reason of the end."""
 
 import logging
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lightning_rlhf.cli.screen import RoutineFilter
+from lightning_rlhf.cli.screen import RoutineFilter, configure_messages
 
 LIGHTNING = "lightning.pytorch.callbacks"
 
@@ -43,6 +44,7 @@ def test_an_early_stop_is_told_by_lightning_and_by_the_last_line(fit, config):
     assert result.out.splitlines()[-1] == told
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -63,6 +65,22 @@ def test_warnings_pass_the_filter_whatever_they_say():
     assert not shown(logging.LogRecord("x", logging.INFO, "", 0, "GPU available: False, used: False", None, None))
     assert shown(logging.LogRecord("x", logging.WARNING, "", 0, "GPU available: False, used: False", None, None))
     assert shown(logging.LogRecord("x", logging.INFO, "", 0, "Metric x improved", None, None))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Using ModelCheckpoint with manual optimization and other advice of twelve lines",
+        "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead",
+    ],
+)
+def test_advice_that_does_not_apply_to_these_runs_is_not_shown(text):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        configure_messages()
+        warnings.warn(text, stacklevel=1)
+        warnings.warn("another warning", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another warning"]
 
 
 def test_loggers_are_given_the_configuration_as_hyperparameters(fit, config):

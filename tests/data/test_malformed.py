@@ -1,4 +1,4 @@
-"""Rows broken in twenty ways, a thousand of each: every one is reported with its place, and every good one is used."""
+"""Rows broken in twenty ways, many of each: every one is reported with its place, and every good one is used."""
 
 import csv
 import io
@@ -17,7 +17,6 @@ from lightning_rlhf.data.row import BadRow
 from tests.data.rows_given import Letters
 from tests.helpers import properties
 
-TIMES = 1000
 LIMIT = 40
 
 # -- what can be wrong with a row that is one by its format: what it holds, what is said of it -------------------
@@ -107,15 +106,21 @@ BROKEN_CSV = {name: (cells(*row.values()), said) for name, (row, said) in BROKEN
 }
 
 
-def mixed(broken):
-    """Each kind of broken row a thousand times, in turn, with good rows (None) among them."""
+def mixed(broken, times):
+    """Each kind of broken row so many times, in turn, with good rows (None) among them."""
     rows = []
-    for _ in range(TIMES):
+    for _ in range(times):
         for number, name in enumerate(broken):
             rows.append(name)
             if number % 6 == 2:
                 rows.append(None)
     return rows
+
+
+@pytest.fixture(params=[100, pytest.param(1000, marks=pytest.mark.slow)])
+def times(request):
+    """How often each kind of broken row is in the file."""
+    return request.param
 
 
 def check(kind, path, tmp_path, rows, place, broken):
@@ -129,8 +134,9 @@ def check(kind, path, tmp_path, rows, place, broken):
     wrong = [(name, bad) for bad, (_, name) in zip(found, expected, strict=True) if broken[name][1] not in bad["why"]]
     assert wrong[:1] == []
     assert len(broken) >= 20
+    assert len(rows) - rows.count(None) >= 100 * len(broken)
     assert len(data.examples["train"]) == data.reports["train"].used == rows.count(None)
-    assert data.reports["train"].dropped.total() == data.reports["train"].bad == TIMES * len(broken)
+    assert data.reports["train"].dropped.total() == data.reports["train"].bad == len(rows) - rows.count(None)
     first = data.examples["train"][0]
     assert all(example == first for example in data.examples["train"])
     refusal = data.reports["train"].error_message()  # what on_bad_row: error says
@@ -138,31 +144,31 @@ def check(kind, path, tmp_path, rows, place, broken):
     assert f"\n  {expected[4][0]}: " in refusal
 
 
-def test_every_broken_line_of_a_jsonl_file_is_reported(tmp_path):
-    rows, path = mixed(BROKEN_LINES), tmp_path / "x.jsonl"
+def test_every_broken_line_of_a_jsonl_file_is_reported(tmp_path, times):
+    rows, path = mixed(BROKEN_LINES, times), tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join(WHOLE.encode() if name is None else BROKEN_LINES[name][0] for name in rows))
     check(ConversationDataModule, path, tmp_path, rows, lambda number: f":{number + 1}", BROKEN_LINES)
 
 
-def test_every_broken_row_of_a_json_array_is_reported_with_its_line(tmp_path):
-    rows, path = mixed(BROKEN), tmp_path / "x.json"
+def test_every_broken_row_of_a_json_array_is_reported_with_its_line(tmp_path, times):
+    rows, path = mixed(BROKEN, times), tmp_path / "x.json"
     lines = ",\n".join(WHOLE if name is None else json.dumps(BROKEN[name][0]) for name in rows)
     path.write_text(f"[\n{lines}\n]\n")
     check(ConversationDataModule, path, tmp_path, rows, lambda number: f":{number + 2}", BROKEN)
 
 
-def test_every_broken_line_of_a_csv_file_is_reported(tmp_path):
-    rows, path = mixed(BROKEN_CSV), tmp_path / "x.csv"
+def test_every_broken_line_of_a_csv_file_is_reported(tmp_path, times):
+    rows, path = mixed(BROKEN_CSV, times), tmp_path / "x.csv"
     good = cells(*PAIR.values())
     lines = [good if name is None else BROKEN_CSV[name][0] for name in rows]
     path.write_bytes(b"\n".join([b"prompt,chosen,rejected,margin", *lines]))
     check(PreferenceDataModule, path, tmp_path, rows, lambda number: f":{number + 2}", BROKEN_CSV)
 
 
-def test_every_broken_row_of_a_parquet_file_is_reported(tmp_path):
+def test_every_broken_row_of_a_parquet_file_is_reported(tmp_path, times):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     broken = BROKEN_PAIRS | NULLS
-    rows, path = mixed(broken), tmp_path / "x.parquet"
+    rows, path = mixed(broken, times), tmp_path / "x.parquet"
     table = pyarrow.Table.from_pylist([PAIR if name is None else broken[name][0] for name in rows])
     parquet.write_table(table, path)
     check(PreferenceDataModule, path, tmp_path, rows, lambda number: f"[{number}]", broken)

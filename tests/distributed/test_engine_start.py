@@ -3,6 +3,7 @@
 import time
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from lightning_rlhf.callbacks import RolloutLoop, rollout_loop
@@ -46,6 +47,7 @@ def zeros(completions):
     return [0.0] * len(completions)
 
 
+@pytest.mark.slow
 def test_all_ranks_wait_for_the_engines_of_all(tmp_path):
     (ready0, built0), (ready1, built1) = run_ranks(
         "tests.distributed.test_engine_start:ready_and_built", 2, str(tmp_path)

@@ -75,6 +75,7 @@ def test_a_rank_that_raises_shows_the_only_traceback(tmp_path, rank):
     assert "Connection closed" not in err
 
 
+@pytest.mark.slow
 @EACH_RANK
 def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     code, err, seconds = run(tmp_path, "kill", rank)
@@ -86,7 +87,8 @@ def test_a_rank_that_is_killed_is_named_by_the_other(tmp_path, rank):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("how", ["hang", pytest.param("hold", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hang", "hold"])
 def test_a_rank_that_hangs_ends_when_the_other_gives_up(tmp_path, how):
     code, err, seconds = run(tmp_path, how, 1, timeout=[TIMEOUT])
     assert code == 1
@@ -106,6 +108,7 @@ def test_a_rank_that_leaves_with_its_own_exit_code_ends_the_others(tmp_path):
     assert f": {named(0, tmp_path)} failed: SystemExit: 3.\n" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_well_says_nothing(tmp_path):
     code, err, seconds = run(tmp_path, "nothing", 0)
     assert code == 0

@@ -52,6 +52,7 @@ def check(answers, runs, alone):
         assert max(differences.values()) <= WEIGHTS, (run["strategy"], run["kind"], differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -80,6 +81,7 @@ def test_adapters_are_split_with_the_layers_they_are_beside(alone, tmp_path):
     check(run_ranks("tests.distributed.tasks:train", 2, runs), runs, alone)
 
 
+@pytest.mark.slow
 def test_the_weights_that_are_compared_have_moved(alone):
     _, folder = alone
     moved = largest_differences(folder / "start.safetensors", folder / "auto-ppo.safetensors")

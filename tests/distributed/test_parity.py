@@ -30,8 +30,9 @@ STRATEGIES = {
     "rlhf_deepspeed_stage_2": "rlhf_deepspeed_stage_2",
     "rlhf_deepspeed_stage_3": [DEEPSPEED, SHARDED],
 }
-QUICK = [("rlhf_ddp", 2), ("rlhf_fsdp", 2), ("rlhf_deepspeed_stage_3", 2)]
+QUICK = [("rlhf_fsdp", 2), ("rlhf_deepspeed_stage_3", 2)]
 SLOW = [
+    ("rlhf_ddp", 2),
     ("rlhf_ddp", 3),
     ("rlhf_fsdp", 4),
     ("rlhf_fsdp, tensor parallel 2", 4),

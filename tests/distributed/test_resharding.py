@@ -94,6 +94,7 @@ def assert_walks(kinds, folder):
     assert seen == [(kind, *pair) for kind in kinds for pair in WALKS[kind][1]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes start in it
 def test_a_ring_of_pairs(tmp_path, monkeypatch):
     """What the slow test does with all pairs, with three that meet every way of keeping state."""

@@ -52,14 +52,8 @@ def wait_for(folder, text):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        pytest.param("rlhf_fsdp", marks=pytest.mark.slow),
-        pytest.param("rlhf_deepspeed_stage_3", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "rlhf_fsdp", "rlhf_deepspeed_stage_3"])
 def test_ranks_end_together_on_a_signal_to_the_first_and_go_on_as_if_nothing_had_been(tmp_path, strategy):
     folder = tmp_path / "stopped"
     process = start(folder, strategy)

@@ -129,6 +129,7 @@ def test_a_damaged_copy_is_found_out(tmp_path, bucket):
         remote.download("memory://bucket/none", tmp_path / "fetched")
 
 
+@pytest.mark.slow
 def test_a_run_whose_disk_is_gone_goes_on_from_the_copy(forge, undisturbed, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(2, max_steps=8, copy_to=url)) == 0
@@ -171,6 +172,7 @@ def test_last_is_local_then_the_copy_then_refused_where_others_are(tmp_path):
     assert checkpoint_to_resume(trainer) == str(last)  # and whoever reads it refuses: its manifest is lost
 
 
+@pytest.mark.slow
 def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(1, max_steps=2)) == 0
     (tmp_path / "run/checkpoints/last.ckpt/manifest.json").unlink()
@@ -183,6 +185,7 @@ def test_a_run_whose_manifest_is_lost_is_refused_by_last_as_by_its_path(forge, t
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_path):
     config = ppo(every=4)
     place = ("lightning_rlhf.strategies.checkpoints.manifest:publish", 2, ["slow"])
@@ -193,6 +196,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(forge, undisturbed, tmp_
     assert steps[0] < written < steps[1] < output(tmp_path).index("slow is over")
 
 
+@pytest.mark.slow
 def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
     url = f"file://{tmp_path}/store/run"
     assert forge.attempt(tmp_path, with_checkpoints(4, max_steps=4, copy_to=url)) == 0
@@ -207,12 +211,14 @@ def test_versions_of_another_machine_exceed_those_of_the_copy(forge, tmp_path):
     assert (tmp_path / "run/checkpoints/last.ckpt/v000002/state.pt").is_file()
 
 
+@pytest.mark.slow
 def test_validate_without_a_last_checkpoint_is_refused(forge, tmp_path):
     config = with_checkpoints(2, max_steps=2)
     assert forge.attempt(tmp_path, config, resume="last", command="validate") == 2
     assert "run has no last checkpoint to validate: remove --ckpt_path" in output(tmp_path).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_validation_ends_keeps_its_last_step(forge, tmp_path):
     config = with_checkpoints(100, max_steps=12)
     stop = {"monitor": "val/digits_sampled", "mode": "min", "patience": 1, "strict": True}

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,42 +80,54 @@ def hostile(folder):
     path.write_text(json.dumps({"sha256": its_sum, "checkpoint": content}))
 
 
-def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, tmp_path):
-    config = ppo(1, max_steps=2)
-    assert forge.attempt(tmp_path, config) == 0
-    table = rows(tmp_path)
-    whole = {path: path.read_bytes() for path in (tmp_path / LAST).rglob("*") if path.is_file()}
-    for damage, said in [
-        (flipped, "is damaged: v000002/critic/shard-00001-model-00001-of-00001.safetensors does not have the size"),
-        (truncated, "is damaged: v000002/state.pt does not have the size and SHA-256"),
-        (lost, "is damaged: v000002/actor/optimizer.json is missing"),
-        (added, "is damaged: v000002/actor/mine.safetensors was added"),
-        (garbled, "is damaged: manifest.json was changed"),
-        (hostile, "is not a checkpoint of tensors and plain values"),
-        (with_right_sums("state.pt", {}), "is damaged: state.pt lacks the key 'callbacks'"),
-        (with_right_sums(SHARD, b"rubbish" * 9), "is not a safetensors file"),
-        (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
-        (with_right_sums("critic/optimizer.json", b"[" * 100_000), "optimizer.json is not valid JSON"),
-        (unfinished, "has no manifest.json: its manifest is lost"),
-    ]:
-        before = output(tmp_path)
-        damage(tmp_path / LAST)
-        assert forge.attempt(tmp_path, config, resume=LAST) in (1, 2), damage
-        last = output(tmp_path).removeprefix(before).strip().splitlines()[-1]
+DAMAGES = [
+    (flipped, "is damaged: v000002/critic/shard-00001-model-00001-of-00001.safetensors does not have the size"),
+    (lost, "is damaged: v000002/actor/optimizer.json is missing"),
+    (hostile, "is not a checkpoint of tensors and plain values"),
+    (unfinished, "has no manifest.json: its manifest is lost"),
+    (truncated, "is damaged: v000002/state.pt does not have the size and SHA-256"),
+    (added, "is damaged: v000002/actor/mine.safetensors was added"),
+    (garbled, "is damaged: manifest.json was changed"),
+    (with_right_sums("state.pt", {}), "is damaged: state.pt lacks the key 'callbacks'"),
+    (with_right_sums(SHARD, b"rubbish" * 9), "is not a safetensors file"),
+    (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
+    (with_right_sums("critic/optimizer.json", b"[" * 100_000), "optimizer.json is not valid JSON"),
+]
+
+
+@pytest.fixture(scope="module")
+def finished_run(forge, tmp_path_factory):
+    """Directory of a run with a checkpoint, its configuration, and the files of the checkpoint."""
+    directory, config = tmp_path_factory.mktemp("finished"), ppo(1, max_steps=2)
+    assert forge.attempt(directory, config) == 0
+    return directory, config, {path: path.read_bytes() for path in (directory / LAST).rglob("*") if path.is_file()}
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, finished_run, damage, message):
+    directory, config, whole = finished_run
+    table, before = rows(directory), output(directory)
+    damage(directory / LAST)
+    try:
+        assert forge.attempt(directory, config, resume=LAST) in (1, 2)
+        last = output(directory).removeprefix(before).strip().splitlines()[-1]
         assert last.startswith("lightning-rlhf: "), last
         assert LAST in last
-        assert said in last
-        assert "Traceback" not in output(tmp_path)
-        assert rows(tmp_path) == table
-        assert not (tmp_path / "run/checkpoints/proof").exists()
-        for path in (tmp_path / LAST).rglob("*"):
+        assert message in last
+        assert "Traceback" not in output(directory)
+        assert rows(directory) == table
+        assert not (directory / "run/checkpoints/proof").exists()
+    finally:
+        for path in (directory / LAST).rglob("*"):
             if path.is_file() and path not in whole:
                 path.unlink()
         for path, content in whole.items():
-            Path(path).write_bytes(content)
+            path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flipped, garbled])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flipped, pytest.param(garbled, marks=pytest.mark.slow)])
 def test_the_last_one_is_checked_as_well_when_it_is_asked_for_by_name(forge, tmp_path, damage):
     config = ppo(1, max_steps=1)
     assert forge.attempt(tmp_path, config) == 0

@@ -52,6 +52,7 @@ def test_the_undisturbed_run_moves_everything_that_is_compared(undisturbed):
     assert checkpoint(undisturbed(ppo()), "best")["global_step"] > 0
 
 
+@pytest.mark.slow
 def test_two_undisturbed_runs_are_the_same_to_the_bit(forge, undisturbed, tmp_path):
     assert forge.attempt(tmp_path, ppo()) == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
@@ -67,7 +68,8 @@ def killed_at_random_points(forge, reference, directory, config, kills, seed):
         assert_same(directory / str(run), reference)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 10])
 def test_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path, kills):
     killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)
 
@@ -95,6 +97,7 @@ def test_one_kill_leaves_no_trace(forge, undisturbed, tmp_path, death, trainer):
     assert_same(tmp_path, undisturbed(ppo(1, **trainer)))
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_no_data(forge, undisturbed, tmp_path):
     config = ppo(1, **_BY_EPOCHS)
     place = _SAVE + "on_train_batch_end"  # called by two callbacks after each step
@@ -107,6 +110,7 @@ def test_a_run_of_epochs_killed_at_an_epoch_s_end_and_in_the_next_epoch_repeats_
     assert_same(tmp_path, undisturbed(config))
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbed, tmp_path):
     def steps(count):
         return ppo(max_steps=count, val_check_interval=3, check_val_every_n_epoch=None)
@@ -119,6 +123,7 @@ def test_a_run_that_ends_inside_an_epoch_resumes_in_that_epoch(forge, undisturbe
     assert_same(tmp_path, undisturbed(steps(12)), names=("last",))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
     config = ppo(background=False)
     assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 9, "before")) == KILLED
@@ -127,12 +132,14 @@ def test_the_best_checkpoint_can_be_resumed_too(forge, undisturbed, tmp_path):
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_resumed_and_changes_nothing(forge, undisturbed, tmp_path):
     assert forge.finish(tmp_path, ppo(), []) == 0
     assert forge.attempt(tmp_path, ppo(), resume="last") == 0
     assert_same(tmp_path, undisturbed(ppo(), calls=0))
 
 
+@pytest.mark.slow
 def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge, tmp_path):
     config = ppo(max_steps=1)
     assert forge.attempt(tmp_path, config, resume="last") == 0
@@ -141,6 +148,7 @@ def test_resuming_without_a_checkpoint_starts_anew_and_says_so_in_one_line(forge
     assert not [line for line in said if "warn" in line.lower()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_supervised_runs_resume_exactly_from_inside_an_epoch_and_from_behind_the_last_step(
     forge, undisturbed, tmp_path, kind

@@ -83,6 +83,7 @@ def resumed(forge, begun, directory, config):
     return forge.attempt(directory, config, resume="last"), output(directory)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("change", [*REFUSED])
 def test_what_would_repeat_or_lose_rows_is_refused(forge, begun, tmp_path, change):
     config, sentence = REFUSED[change]
@@ -93,6 +94,7 @@ def test_what_would_repeat_or_lose_rows_is_refused(forge, begun, tmp_path, chang
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_path):
     config, sentence = REFUSED["batch size"]
     config["trainer"]["callbacks"].append(
@@ -103,6 +105,7 @@ def test_other_rows_are_accepted_by_choice_with_a_line_each(forge, begun, tmp_pa
     assert f"Since the checkpoint: {sentence}." in said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "change",
     [name if name in ("temperature", "reward") else pytest.param(name, marks=pytest.mark.slow) for name in WARNED],
@@ -116,6 +119,7 @@ def test_what_else_has_changed_is_one_line(forge, begun, tmp_path, change):
     assert sentence in lines[0]
 
 
+@pytest.mark.slow
 def test_the_configuration_of_the_part_before_is_kept_and_an_unchanged_run_has_no_line(forge, begun, tmp_path):
     before = (begun / "run/config.yaml").read_text()
     code, said = resumed(forge, begun, tmp_path / "more", ppo(1, max_steps=2))  # one more step is another configuration

@@ -33,7 +33,9 @@ def goes_on(step):
     return f"to resume from step {step}, add --ckpt_path last to the same command (run/checkpoints/last.ckpt)"
 
 
-@pytest.mark.parametrize("place", [*list(PLACES)[:2], pytest.param(list(PLACES)[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place", [next(iter(PLACES)), *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
+)
 def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(forge, undisturbed, tmp_path, place):
     where, count, step = PLACES[place]
     config = ppo(every=5)
@@ -45,6 +47,7 @@ def test_sigterm_anywhere_leaves_a_checkpoint_that_leads_to_the_undisturbed_end(
     assert_same(tmp_path, undisturbed(config))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_path):
     where, count, step = PLACES["in the middle of an update"]
     assert forge.attempt(tmp_path, ppo(every=5), place=(where, count, [CTRL_C])) == 130
@@ -53,6 +56,7 @@ def test_ctrl_c_ends_as_sigterm_does_with_an_exit_code_of_its_own(forge, tmp_pat
     assert checkpoint(tmp_path)["global_step"] == step
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_path):
     place = (
         "lightning_rlhf.strategies.checkpoints.manifest:publish",
@@ -63,12 +67,14 @@ def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(forge, tmp_p
     assert checkpoint(tmp_path)["global_step"] in (5, 6)  # the writer is a thread, and training goes on beside it
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_the_run_without_a_checkpoint(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(), place=(_LOOP + "on_train_start", 1, [TERM])) == 143
     assert last_line(tmp_path) == "lightning-rlhf: ended by SIGTERM before the first step"
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_over(forge, tmp_path):
     config = ppo()
     config["trainer"]["callbacks"].append(callback("GracefulShutdown", grace_seconds=3.0))
@@ -78,31 +84,36 @@ def test_a_process_that_hangs_within_a_step_is_gone_when_the_grace_period_is_ove
     assert last_line(tmp_path) == (f"lightning-rlhf: ended 3 s after SIGTERM, during an unfinished step; {goes_on(2)}")
 
 
-@pytest.mark.parametrize(("number", "code"), [(TERM, 143), (CTRL_C, 130)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(TERM, 143), pytest.param(CTRL_C, 130, marks=pytest.mark.slow)])
 def test_a_second_signal_ends_the_process_at_once(forge, tmp_path, number, code):
     assert forge.attempt(tmp_path, ppo(), place=(_UPDATE, 3, [number, "pause", number, "hang"])) == code
     assert "second signal" in last_line(tmp_path)
     assert last_line(tmp_path).endswith("the process ends immediately")
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_twice_at_once_is_one(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=5), place=(_UPDATE, 3, [TERM, TERM, TERM])) == 143
     assert last_line(tmp_path) == f"lightning-rlhf: ended by SIGTERM after step 1; {goes_on(1)}"
 
 
+@pytest.mark.slow
 def test_a_failure_between_two_steps_leaves_a_checkpoint_of_the_last_one(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=5), place=(_LOOP + "verify", 4, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(3)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_failure_within_an_update_keeps_the_checkpoint_before_it(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(every=2), place=(_UPDATE, 8 * 3 + 2, "fail")) not in (0, 143)
     assert f"lightning-rlhf: failed after step 3; {goes_on(2)}" in output(tmp_path)
     assert checkpoint(tmp_path)["global_step"] == 2
 
 
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_room(
     forge, undisturbed, tmp_path, background
 ):
@@ -121,6 +132,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_exactly_when_there_is_r
     assert_same(tmp_path, undisturbed(config))
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(forge, tmp_path):
     config = ppo(max_steps=4)
     assert forge.attempt(tmp_path, config, place=(_LOOP + "verify", 2, "gone")) == 1
@@ -129,6 +141,7 @@ def test_a_run_directory_that_is_removed_is_named_and_the_last_step_is_saved(for
     assert checkpoint(tmp_path)["global_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_slurm_job_ends_by_itself_before_its_time_is_over(forge, tmp_path):
     config = ppo(every=5)
     config["trainer"]["callbacks"].append({"class_path": "tests.faults.test_signals.JobEndsSoon"})
@@ -138,6 +151,7 @@ def test_a_slurm_job_ends_by_itself_before_its_time_is_over(forge, tmp_path):
     assert checkpoint(tmp_path)["global_step"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_max_time_ends_keeps_its_last_step(forge, tmp_path):
     config = ppo(every=100, max_steps=100_000, max_time={"seconds": 4})
     assert forge.attempt(tmp_path, config) == 0

@@ -16,13 +16,17 @@ def test_val_check_interval_counts_rollouts_across_epochs(undisturbed):
     assert [row["step"] for row in table if row["val/digits_sampled"]] == ["0", "3", "6", "9", "12"]
 
 
-@pytest.mark.parametrize(("every", "kept"), [(1, 7), (2, 6), (5, 5)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "kept"), [(2, 6), pytest.param(1, 7, marks=pytest.mark.slow), pytest.param(5, 5, marks=pytest.mark.slow)]
+)
 def test_every_n_steps_counts_rollouts(forge, tmp_path, every, kept):
     place = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop.verify"
     assert forge.attempt(tmp_path, ppo(every, background=False), place=(place, 8, "before")) == KILLED
     assert checkpoint(tmp_path)["global_step"] == kept
 
 
+@pytest.mark.slow
 def test_the_last_step_is_kept_although_no_interval_ends_there(forge, tmp_path):
     assert forge.attempt(tmp_path, ppo(5, max_steps=3)) == 0
     assert checkpoint(tmp_path)["global_step"] == 3
@@ -36,6 +40,7 @@ def test_fast_dev_run_counts_rollouts_and_writes_nothing(forge, tmp_path):
     assert not (tmp_path / "run/metrics.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge, tmp_path):
     config = ppo(background=False)  # the checkpoint of a step is whole when the next hook is called
     config["trainer"]["logger"] = {
@@ -52,6 +57,7 @@ def test_the_loggers_x_axis_counts_rollouts_from_one_also_behind_a_resume(forge,
     assert sorted(set(steps)) == sorted([(6, False), *((s, True) for s in range(7, 13)), (9, False), (12, False)])
 
 
+@pytest.mark.slow
 def test_two_checkpoints_of_one_name_are_refused(forge, tmp_path):
     config = ppo(max_steps=1)
     config["trainer"]["callbacks"].append(callback("RunCheckpoint", every_n_steps=3))

@@ -89,6 +89,7 @@ RUNS = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_no_tensors_of_two_devices_meet(on_gpu, name):
     waits, forwards = on_gpu(*RUNS[name]())
@@ -96,6 +97,7 @@ def test_no_tensors_of_two_devices_meet(on_gpu, name):
     assert 0 < sum(waits.values()) <= WAITS_PER_FORWARD * forwards + WAITS_PER_UPDATE * updates + WAITS_PER_STEP * 2
 
 
+@pytest.mark.slow
 def test_a_micro_batch_makes_the_host_wait_no_more_than_three_times(on_gpu):
     runs = (GRPOModule(**GROUPS | {"micro_batch_tokens": tokens}) for tokens in (128, 32))
     (few, fewer), (many, more) = (on_gpu(module, prompts(), rollouts(4)) for module in runs)

@@ -134,10 +134,12 @@ def test_on_cpus_the_engine_gets_ready_while_roles_are_built(started):
     assert started(7, ()).calls[:4] == ["start", "build actor", "build critic", "ready"]
 
 
+@pytest.mark.slow
 def test_the_size_of_the_cache_does_not_depend_on_the_trainer(started):
     assert {started(size, ("0",)).cache for size in (0, 3, 7, 20)} == {SHARE * 80 - 16}
 
 
+@pytest.mark.slow
 def test_it_would_depend_on_the_trainer_if_roles_were_built_meanwhile(started):
     assert [started(size, ()).cache for size in (0, 3, 7, 20)] == pytest.approx([16, 10, 2, -24])
 

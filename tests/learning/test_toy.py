@@ -68,6 +68,7 @@ def test_the_toy_is_solved(first):
     assert sum(history[-3:]) / 3 > 0.9
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_rewards_and_bit_for_bit_the_same_weights(first, tmp_path):
     history, weights = first
     again, same_weights = run(tmp_path, seed=1)

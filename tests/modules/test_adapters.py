@@ -53,6 +53,7 @@ def test_the_reference_is_the_actor_without_adapters_and_no_second_copy_of_it_is
     assert not torch.equal(experience.old_logprobs, asked)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_second_copy_of_the_reference_is_the_same_to_the_bit():
     one, two = made(), made(ref=ELSEWHERE)
     assert two.frozen_roles == ("ref",)
@@ -119,6 +120,7 @@ def test_an_engine_is_sent_merged_weights_and_a_push_changes_nothing():
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("strategy", ["auto", "rlhf_single"])
 def test_a_resumed_run_is_the_uninterrupted_one_and_frozen_weights_are_not_written(strategy, tmp_path):
     adam = {"actor_optimizer": torch.optim.AdamW, "critic_optimizer": torch.optim.AdamW}

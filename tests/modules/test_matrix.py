@@ -114,6 +114,7 @@ def check(estimator, pairs):
         assert (small - large).abs().max() <= 1e-8, name
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("number", range(len(ESTIMATORS)), ids=NAMES)
 def test_every_estimator_steps_with_one_pair_of_loss_and_aggregation(number):
@@ -121,6 +122,7 @@ def test_every_estimator_steps_with_one_pair_of_loss_and_aggregation(number):
     check(ESTIMATORS[number], [PAIRS[7 * number % len(PAIRS)], PAIRS[(7 * number + 30) % len(PAIRS)]])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 def test_every_pair_of_loss_and_aggregation_steps_with_one_estimator():
     check(groups.GRPO(), PAIRS)

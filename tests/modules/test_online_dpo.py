@@ -136,6 +136,7 @@ def test_prompts_with_other_numbers_of_responses_are_refused():
         fit(online(), [made])
 
 
+@pytest.mark.slow
 def test_a_short_fit_makes_the_better_answers_likelier():
     metrics = fit(online(ref=None, actor_optimizer=partial(torch.optim.AdamW, lr=1e-2)), [rollout()] * 20)
     assert metrics.callback_metrics["train/pair_accuracy"] == 1

@@ -118,6 +118,7 @@ def updates(dtype, packing, micro_batch_tokens, attention):
     return steps, metrics["val/loss"], torch.cat([p.detach().flatten() for p in module.actor.parameters()])
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(
     ("dtype", "attention", "rounding"),

@@ -225,6 +225,7 @@ def unturned():
     return {}
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("knob", KNOBS)
 def test_a_step_is_the_one_of_the_papers_and_every_knob_matters(knob, unturned):

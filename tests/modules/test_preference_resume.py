@@ -40,6 +40,7 @@ def run(kind, directory, steps, ckpt=None):
     return losses, [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_stopped_in_the_middle_of_an_epoch_goes_on_as_if_it_had_not_been(kind, tmp_path):
     undisturbed, weights = run(kind, tmp_path / "whole", 9)

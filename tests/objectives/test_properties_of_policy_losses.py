@@ -108,6 +108,7 @@ def test_neither_padding_nor_the_order_of_responses_matters(case, mask, seed, co
     assert_close(permuted[1], gradient[order], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick_cases(14)
 @every_loss
 @pytest.mark.parametrize("aggregation", [TokenMean(), TokenSum(), SequenceMeanTokenSum(8.0), SequenceMeanTokenMean()])
 @settings(properties, max_examples=10)

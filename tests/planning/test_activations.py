@@ -55,6 +55,7 @@ def test_with_checkpointing_a_layer_keeps_its_input(mode):
     assert measured == TOKENS * 64 * (2 if mode == "bfloat16" else 4)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_peak_of_two_micro_batches_agrees_with_the_plan(mode, checkpointing):

@@ -15,6 +15,7 @@ from tests.planning.fakes import ARCHITECTURES, processes, sharded, source
 DENSE = ("qwen2", "llama", "qwen3")
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(
     ("kind", "count", "split"),
     [(kind, count, 1) for kind in ARCHITECTURES for count in (8, 64)]

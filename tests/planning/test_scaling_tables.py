@@ -20,6 +20,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_that_the_module_writes():
     text = PAGE.read_text()
     assert scaling_tables.with_tables(text) == text

@@ -64,6 +64,7 @@ def test_the_score_is_the_fraction_of_tests_passed():
     assert reward(completions=calls, **mixed) == [1.0, 0.75]
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_rewards_of_correct_and_wrong_programs_of_the_example_data():
     rows = [row for _, row in Tasks(12).rows()]

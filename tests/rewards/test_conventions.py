@@ -226,6 +226,7 @@ def test_a_convention_is_recognised_by_the_parameters(function, convention):
         (reward_func, "needs 'labels', but the data has only "),
         (accuracy_reward, "needs 'ground_truth', but a rollout provides only ['prompts', "),
         (lambda completions, answers: [], "needs 'answers', but a rollout provides only "),
+        (lambda completions, solution: [], "; the data has 'answer': map it with columns: {solution: answer}"),
     ],
 )  # fmt: skip
 def test_a_missing_column_raises_an_error_with_the_parameter_s_name(function, message):
@@ -256,6 +257,7 @@ class AsyncJudge(Judge):
         return [self.bonus * int(ground_truth[0])]
 
 
+@pytest.mark.slow
 def test_a_class_is_instantiated_with_the_arguments():
     assert rewards(f"{__file__}:Judge", arguments={"bonus": 3.0}) == [3, 3]
     assert rewards(f"{__file__}:AsyncJudge", arguments={"bonus": 3.0}) == [6, 12]
@@ -294,6 +296,7 @@ def test_an_async_function_is_cancelled_at_its_time_limit():
     assert ended == ["slow"]
 
 
+@pytest.mark.slow
 def test_an_async_function_that_blocks_the_loop_is_abandoned():
     async def blocks(solution_str):
         if solution_str == "slow":

@@ -68,7 +68,16 @@ def test_each_completion_is_scored_once(tmp_path):
     assert calls == WORDS  # one after another, in the order they came
 
 
-@pytest.mark.parametrize("options", [{"timeout_s": 20.0}, {"per_sample": True}, {}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout_s": 20.0},
+        pytest.param({"per_sample": True}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_slow_function_runs_during_generation(options):
     with RewardExecutor([RewardFunction(f"{FILE}:slow", **options)]) as executor:
         rollout_of(executor, range(2))  # its processes are there

@@ -153,6 +153,7 @@ def test_an_asymmetric_pair_shows_the_order(reward):
     assert judged(reward, [(one, other), (other, one)]) == [float(forward), float(backward)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K here: set LIGHTNING_RLHF_DATA to the folder that holds gsm8k/")
 def test_on_gsm8k_each_answer_is_correct_for_its_row_only(reward):
     answers = [json.loads(line)["answer"] for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -196,6 +197,7 @@ def test_the_beginning_is_truncated_unless_the_answer_is_boxed(reward):
     ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("on_timeout", "earned"), [("wrong", 0.0), ("skip", None)])
 def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, earned):
     reward = MathReward(timeout_s=0.3, on_timeout=on_timeout, workers=1)
@@ -206,6 +208,7 @@ def test_an_answer_that_exceeds_the_limit_does_not_affect_others(on_timeout, ear
     reward.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_and_replaced():
     others = set(workers())
     reward = MathReward(timeout_s=1.0, workers=1)
@@ -223,6 +226,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced():
     reward.close()
 
 
+@pytest.mark.slow
 def test_an_honest_answer_is_compared_after_many_hostile_ones(monkeypatch):
     """Waiting does not count towards the limit, and the fraction given up is logged."""
     monkeypatch.setattr("lightning_rlhf.rewards.math._KILL_S", 30.0)  # only processor time counts, on any machine

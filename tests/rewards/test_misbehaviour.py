@@ -142,6 +142,7 @@ def test_an_async_function_that_raises_a_pool_error_is_not_repeated():
     assert scores.metrics["reward_loses_a_pool_of_its_own/errors"] == (1.0, 1.0)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", sorted(HANGS))
 def test_a_call_that_hangs_is_killed_and_delays_no_other(executor, name):
     began = time.monotonic()
@@ -171,6 +172,7 @@ def test_processes_started_by_a_function_are_killed_with_it(executor):
     assert ["sleep", "1234"] not in running
 
 
+@pytest.mark.slow
 def test_processes_that_die_between_rollouts_are_replaced(patient):
     for _ in range(2):
         assert score_texts(patient, ["right"]).rewards["zero"].tolist() == [1]
@@ -331,6 +333,7 @@ def running(number):
     return ["sleep", number] in commands
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", sorted(SESSIONS))
 def test_processes_in_other_sessions_are_killed_with_the_function(how):
     reward = RewardFunction(f"{FILE}:judge", name="zero", timeout_s=60.0)
@@ -344,6 +347,7 @@ def test_processes_in_other_sessions_are_killed_with_the_function(how):
     assert not running("4321")
 
 
+@pytest.mark.slow
 def test_a_process_group_that_is_killed_leaves_no_semaphores():
     script = (
         "import os, signal\n"

@@ -54,6 +54,7 @@ def test_the_correct_result_passes():
     assert TextTest("7\n", f"{RIGHT}\n").run(sandbox, f"print({RIGHT} * (input() == '7'))", LIMITS) == "passed"
 
 
+@pytest.mark.quick_cases(8)
 @needs_bwrap
 @pytest.mark.parametrize(
     ("test", "source", "verdict"),
@@ -123,6 +124,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @properties
 @given(JSON)
 def test_a_value_equals_its_json_round_trip(value):

@@ -240,6 +240,7 @@ def test_a_sandbox_dies_with_the_trainer(end):
     assert becomes(lambda: not alive(sign))
 
 
+@pytest.mark.slow
 @needs_bwrap
 def test_a_timeout_during_startup_leaves_no_process(monkeypatch):
     """The kill happens during bubblewrap's setup, before its first child is tied to it."""

@@ -114,6 +114,7 @@ def test_a_group_that_cannot_be_created_or_removed_is_a_fault(machine, monkeypat
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_a_program_starts_only_in_its_group(machine, monkeypatch):
     """A simulated group has no limits, but shows the process that is moved in before it runs the program."""

@@ -103,6 +103,7 @@ def test_the_request_is_the_documented_one(serve):
     assert stub.asked == [("/run_code", {"code": "print(42)", "language": "python", "stdin": "in", **wanted})]
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("reply", "stdout", "exit_code", "timed_out", "truncated"),
     [
@@ -125,6 +126,7 @@ def test_results_of_the_server_are_converted(serve, reply, stdout, exit_code, ti
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("trouble", [BROKEN, 500, 503, 429, 502], ids=str)
 def test_server_errors_are_retried_and_never_count_against_the_program(serve, trouble):
     stub = serve(trouble, trouble, SAID)
@@ -151,6 +153,7 @@ def test_no_proxy_is_used(serve, monkeypatch):
     assert ask(stub, attempts=1).stdout == "42\n"
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     "reply",
     [b"<html>", b"[]", b"null", b"{}", answer(), answer(run_result=result("Odd")), answer(run_result=result(code="0")),

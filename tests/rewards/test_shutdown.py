@@ -76,6 +76,7 @@ def test_pending_async_calls_are_cancelled_and_their_thread_ends(caplog):
     assert caplog.text == ""  # asyncio says so of tasks that are forgotten
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_does_not_keep_the_process_from_ending():
     subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=100)  # or it raises
 
@@ -95,6 +96,7 @@ def test_daemon_threads_limit_concurrency_and_cancel_pending_calls():
     assert isinstance(broken.exception(), ValueError)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}, {"timeout_s": 60.0}])
 def test_abort_run_ends_the_run_from_every_executor(options):
     reward = RewardFunction(spends, on_error="skip", max_error_rate=1.0, **options)

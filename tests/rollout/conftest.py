@@ -1,6 +1,6 @@
-"""Real vLLM engines, started once and all at the same time, because a start takes half a minute."""
+"""Real vLLM engines for the whole session; each starts when a test first uses it, as a start takes half a minute."""
 
-import dataclasses
+from functools import cached_property
 
 import pytest
 
@@ -8,18 +8,50 @@ from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
 from tests.rollout.engines import setup_of, source_of
 
 
-@dataclasses.dataclass
 class Engines:
-    tied: VLLMEngine
-    fresh: VLLMEngine  # the same as ``tied``, used for one thing only, then killed
-    untied: VLLMEngine
-    broken: VLLMEngine  # cannot start
-    forgetful: VLLMEngine  # tied, with biases; see tests/rollout/forgetful.py
+    """Engines by what they are used for; all but `tied` and `broken` belong to slow tests."""
+
+    def __init__(self, make_directory, fault):
+        self.make_directory = make_directory
+        self.fault = fault
+        self.started = []
+
+    @cached_property
+    def tied(self):
+        return self.start(source_of())
+
+    @cached_property
+    def fresh(self):
+        """The same as `tied`, used for one test and then killed."""
+        return self.start(source_of())
+
+    @cached_property
+    def untied(self):
+        return self.start(source_of(model_type="qwen2", tie_word_embeddings=False))
+
+    @cached_property
+    def broken(self):
+        """An engine that cannot start."""
+        return self.start(source_of(), max_model_len=100_000)
+
+    @cached_property
+    def forgetful(self):
+        """A tied model with biases that loses weights; see tests/rollout/forgetful.py."""
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("FORGETFUL", str(self.fault))
+            source = source_of(model_type="qwen2")
+            return self.start(source, worker_extension_cls="tests.rollout.forgetful.Forgetful")
+
+    def start(self, source, **arguments):
+        engine = VLLMEngine(arguments=arguments or None)
+        engine.start(setup_of(source, self.make_directory("engine")))
+        self.started.append(engine)
+        return engine
 
 
 @pytest.fixture(scope="session")
 def fault(tmp_path_factory):
-    """The file that says what the forgetful engine loses."""
+    """The file that names what the forgetful engine loses."""
     path = tmp_path_factory.mktemp("fault") / "fault"
     path.write_text("nothing")
     return path
@@ -29,21 +61,7 @@ def fault(tmp_path_factory):
 def engines(tmp_path_factory, fault):
     if not vllm_installed():
         pytest.skip("vLLM is not installed")
-    found = Engines(
-        tied=VLLMEngine(),
-        fresh=VLLMEngine(),
-        untied=VLLMEngine(),
-        broken=VLLMEngine(arguments={"max_model_len": 100_000}),
-        forgetful=VLLMEngine(arguments={"worker_extension_cls": "tests.rollout.forgetful.Forgetful"}),
-    )
-    sources = {
-        "untied": source_of(model_type="qwen2", tie_word_embeddings=False),
-        "forgetful": source_of(model_type="qwen2"),
-    }
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("FORGETFUL", str(fault))
-        for name, engine in vars(found).items():
-            engine.start(setup_of(sources.get(name, source_of()), tmp_path_factory.mktemp(name)))
+    found = Engines(tmp_path_factory.mktemp, fault)
     yield found
-    for engine in vars(found).values():
+    for engine in found.started:
         engine.close()

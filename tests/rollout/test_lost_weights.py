@@ -10,7 +10,7 @@ from lightning_rlhf.types import SamplingParams
 from tests.callbacks.conftest import Run
 from tests.rollout.engines import largest_gap, parameters_of, prompts_of, pushed, source_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 NAMES = [name for name, _ in source_of(model_type="qwen2").causal().lm.named_parameters()]
 QKV = "model.layers.1.self_attn.qkv_proj"
 

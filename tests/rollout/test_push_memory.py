@@ -62,12 +62,14 @@ def measured():
     return json.loads(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "largest"), [(0, 16 * MIB), (1, 16 * MIB), (2, 128 * MIB)])
 def test_through_shared_memory_a_push_holds_one_parameter(measured, run, largest):
     sent, _ = measured[run]
     assert largest <= sent <= largest + 4 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "largest"), [(0, 16 * MIB), (1, 16 * MIB), (2, 128 * MIB)])
 def test_in_chunks_a_push_holds_a_chunk_and_one_parameter(measured, run, largest):
     _, sent = measured[run]

@@ -276,6 +276,7 @@ def test_a_server_that_is_not_there_is_waited_for_as_long_as_was_said(make):
     assert 1.5 < time.monotonic() - began < 6
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_up_later_is_waited_for_and_that_is_said(make, stub, monkeypatch, caplog):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.server.client._HEARTBEAT_SECONDS", 0)
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
@@ -375,6 +376,7 @@ def test_a_push_that_another_trainer_left_open_is_ended_first(engine, stub):
     assert stub.asked[-6][1] == {}  # no version
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")

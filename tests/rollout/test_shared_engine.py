@@ -15,6 +15,7 @@ from tests.rollout.shared_ranks import StandIn
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.slow
 def test_two_ranks_share_an_engine():
     first, second = run_ranks("tests.rollout.shared_ranks:share", 2)
     assert first["ready"] == second["ready"] == "a stand-in, shared by 2 ranks"

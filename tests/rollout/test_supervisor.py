@@ -210,6 +210,7 @@ def test_closing_ends_what_the_engine_started(grandchild):
     assert gone(child)
 
 
+@pytest.mark.slow
 def test_ending_an_engine_that_does_not_listen_ends_what_it_started(grandchild, monkeypatch):
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._CLOSE_SECONDS", 0.5)
     engine, child = grandchild(deaf=True)
@@ -280,6 +281,7 @@ def test_an_engine_that_dies_while_it_is_waited_for_is_an_error(start, monkeypat
         engine.results([engine.ready], "the engine to be ready")
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_outlive_its_trainer(tmp_path):
     code = f"""
         import time

@@ -32,18 +32,20 @@ GREEDY = SamplingParams(12, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """Two engines that swap adapters and one that is sent merged weights, each with its source; all start together."""
+def start(tmp_path_factory):
+    """A function that starts an engine for a model with adapters, or returns the one that it has started before."""
     pytest.importorskip("vllm")
-    found = {
-        "tied": (VLLMAdapterEngine(), TIED),
-        "untied": (VLLMAdapterEngine(), UNTIED),
-        "merged": (VLLMEngine(), TIED),
-    }
-    for name, (engine, source) in found.items():
-        engine.start(replace(setup_of(source, tmp_path_factory.mktemp(name)), lora=LORA))
-    yield found
-    for engine, _ in found.values():
+    started = {}
+
+    def start(kind, source):
+        key = (kind, source.architecture["model_type"])
+        if key not in started:
+            started[key] = kind()
+            started[key].start(replace(setup_of(source, tmp_path_factory.mktemp("engine")), lora=LORA))
+        return started[key]
+
+    yield start
+    for engine in started.values():
         engine.close()
 
 
@@ -92,9 +94,9 @@ def assert_says_what(model, engine, version, nats=1e-5):
     assert {completion.policy_version for completion in completions} == {version}
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_after_every_swap_the_engine_says_what_the_merged_model_says(started, name, tmp_path):
-    engine, source = started[name]
+@pytest.mark.parametrize("source", [TIED, pytest.param(UNTIED, marks=pytest.mark.slow)], ids=["tied", "untied"])
+def test_after_every_swap_the_engine_says_what_the_merged_model_says(start, source, tmp_path):
+    engine = start(VLLMAdapterEngine, source)
     engine.update_weights(base_of(adapted(source, 0)), 0)
     for version in (1, 2, 3):
         actor = adapted(source, version)
@@ -103,27 +105,28 @@ def test_after_every_swap_the_engine_says_what_the_merged_model_says(started, na
         assert_says_what(model, engine, version, nats=1e-4)  # W x + B A x, not (W + B A) x: rounded in another order
 
 
-def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_model_says(started, tmp_path):
-    engine, source = started["merged"]
+@pytest.mark.slow
+def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_model_says(start, tmp_path):
+    engine = start(VLLMEngine, TIED)
     for version in (1, 2):
-        actor = adapted(source, version)
+        actor = adapted(TIED, version)
         engine.update_weights(merged(actor.lm, own(actor, lambda name: True)), version)
         assert_says_what(exported(actor, tmp_path / str(version)), engine, version)
 
 
-def test_a_swap_sends_adapters_alone(started):
-    engine, source = started["tied"]
-    engine.update_weights(base_of(adapted(source, 0)), 0)
-    engine.update_adapters(own(adapted(source, 1), is_adapter), 1)
+def test_a_swap_sends_adapters_alone(start):
+    engine = start(VLLMAdapterEngine, TIED)
+    engine.update_weights(base_of(adapted(TIED, 0)), 0)
+    engine.update_adapters(own(adapted(TIED, 1), is_adapter), 1)
     with safe_open(engine._directory / "adapter_model.safetensors", "pt") as file:
         names = set(file.keys())
     assert len(names) == 2 * 7 * 2  # layers, matrices, A and B
     assert all(".lora_" in name for name in names)
 
 
-def test_an_adapter_that_is_not_what_was_sent_is_named(started):
-    engine, source = started["tied"]
-    actor = adapted(source, 4)
+def test_an_adapter_that_is_not_what_was_sent_is_named(start):
+    engine = start(VLLMAdapterEngine, TIED)
+    actor = adapted(TIED, 4)
     engine.update_weights(base_of(actor), 0)
     engine.update_adapters(own(actor, is_adapter), 1)
     assert engine.first_difference(own(actor, is_adapter)) is None
@@ -133,15 +136,16 @@ def test_an_adapter_that_is_not_what_was_sent_is_named(started):
     assert engine.first_difference([]) is not None
 
 
-def test_new_weights_are_used_without_the_adapter_that_was_for_others(started):
-    engine, source = started["tied"]
-    actor = adapted(source, 5)
+def test_new_weights_are_used_without_the_adapter_that_was_for_others(start):
+    engine = start(VLLMAdapterEngine, TIED)
+    actor = adapted(TIED, 5)
     engine.update_weights(base_of(actor), 0)
     engine.update_adapters(own(actor, is_adapter), 1)
     engine.update_weights(base_of(actor), 2)
-    assert_says_what(source.causal().eval(), engine, 2)
+    assert_says_what(TIED.causal().eval(), engine, 2)
 
 
+@pytest.mark.slow
 def test_a_run_swaps_adapters_and_engine_and_actor_agree_at_every_step(tmp_path):
     def shares(completions):
         return [text.count("a") / max(len(text), 1) for text in completions]

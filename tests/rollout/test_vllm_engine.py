@@ -52,7 +52,7 @@ LONG = prompts_of(3, longest=1, seed=5)
 LONG = [(prompt * 120 + prompts_of(1, seed=i)[0])[-120:] for i, prompt in enumerate(LONG)]  # several cache blocks
 
 
-@pytest.fixture(params=["tied", "untied"])
+@pytest.fixture(params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def engine_and_changes(engines, request):
     return getattr(engines, request.param), UNTIED if request.param == "untied" else {}
 
@@ -110,6 +110,7 @@ def test_after_every_push_greedy_tokens_are_those_of_the_new_weights_for_long_pr
             assert [c.token_ids for c in completions] == [greedy(actor, prompt, 12) for prompt in [*LONG, [5, 6]]]
 
 
+@pytest.mark.slow
 def test_order_batch_size_and_the_engines_past_change_no_bit(engines):
     prompts, seeds = prompts_of(48), list(range(1000, 1048))
     sampling = SamplingParams(48, stop_token_ids=(END,))
@@ -227,12 +228,14 @@ def test_a_ready_engine_reports_its_dtype_and_the_size_of_its_cache(engines):
     assert re.fullmatch(r"vLLM \S+ in process \d+ on .+ in float32, cache of [1-9]\d* blocks of \d+ tokens", described)
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_says_why_and_where_to_read_more(engines):
     with pytest.raises(EngineDied, match=r"(?s)max_model_len \(100000\) is greater than.*its log is .*engine\.log$"):
         engines.broken.wait()
     engines.broken.close()
 
 
+@pytest.mark.slow
 def test_a_killed_engine_is_an_error_within_a_second(engines):
     engine = engines.fresh
     pushed(engine, source_of())
@@ -253,6 +256,7 @@ def test_a_killed_engine_is_an_error_within_a_second(engines):
             ask()
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process(engines):
     engine = engines.untied
     process = psutil.Process(engine._process.process.pid)

@@ -30,6 +30,7 @@ MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": PARTS}), mi
 FIELDS = {route: set(model.model_fields) for route, model in BODIES.items()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("route", FIELDS)
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())

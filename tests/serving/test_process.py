@@ -97,6 +97,7 @@ def test_a_server_that_ends_leaves_nothing_behind_and_its_last_words(tmp_path):
     server.close()
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed_takes_its_server_with_it(tmp_path):
     who = tmp_path / "who"
     with subprocess.Popen([sys.executable, "-c", PARENT, str(who)], cwd=ROOT) as parent:

@@ -96,6 +96,7 @@ def test_what_was_saved_is_loaded(io, path):
     assert sorted(file.name for file in path.parent.iterdir()) == ["last.ckpt", "last.ckpt.sha256"]
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_at_any_file_operation_twice_in_a_row_leaves_a_checkpoint_that_loads(tmp_path):
     with python(_STEPS, tmp_path / "last.ckpt") as process:
         deaths, _ = process.communicate()
@@ -103,6 +104,7 @@ def test_a_writer_that_dies_at_any_file_operation_twice_in_a_row_leaves_a_checkp
     assert int(deaths) > 100
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_a_hundred_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path):
     with python(_TIMES, tmp_path / "last.ckpt") as process:
         pass

@@ -35,6 +35,7 @@ def test_a_name_stands_for_a_stage_and_what_is_offloaded(name):
     assert given == {"stage": stage, "offload_optimizer": optimizer, "offload_params": params}
 
 
+@pytest.mark.slow
 def test_knowing_the_names_imports_no_deepspeed():
     code = "import lightning_rlhf.strategies.registry, sys; print('deepspeed' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

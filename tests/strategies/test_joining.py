@@ -31,6 +31,7 @@ def test_one_node_or_a_launcher_needs_no_address_of_ours():
     joining.check_launch(TorchElasticEnvironment(), 2)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_come_end_the_wait_with_the_address_and_the_remedy(monkeypatch, caplog):
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -48,7 +48,7 @@ save(0)
 started = time.perf_counter()
 save(0)
 took = time.perf_counter() - started
-for _ in range(100):
+for _ in range(TIMES):
     child = os.fork()
     if child == 0:
         for number in itertools.count(kept + 1):
@@ -123,14 +123,17 @@ def path(tmp_path):
     return tmp_path / "last.ckpt"
 
 
+@pytest.mark.slow
 def test_a_writer_that_dies_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_path):
     process = python(_STEPS, tmp_path / "last.ckpt")
     assert process.returncode == 0
     assert int(process.stdout) > 50
 
 
-def test_a_writer_killed_at_a_hundred_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path):
-    assert python(_TIMES, tmp_path / "last.ckpt").returncode == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [15, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_writer_killed_at_random_times_never_leaves_a_corrupt_or_refused_checkpoint(tmp_path, times):
+    assert python(_TIMES.replace("TIMES", str(times)), tmp_path / "last.ckpt").returncode == 0
 
 
 def test_the_version_that_counts_is_the_last_finished_one_and_the_only_one(path):
@@ -232,6 +235,12 @@ def test_a_damaged_or_rewritten_manifest_is_one_sentence(path, damage, sentence)
     damage(path)
     with pytest.raises(ValueError, match=re.escape(sentence)):
         manifest.verified(path)
+
+
+def test_a_checkpoint_that_is_a_dangling_link_is_missing(tmp_path):
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        manifest.verified(tmp_path / "last.ckpt")
 
 
 def test_nothing_is_removed_where_the_manifest_cannot_be_read(path):

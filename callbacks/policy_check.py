@@ -125,7 +125,7 @@ class PolicyCheck(Callback):
             ends = (part.total_lengths - 1).unsqueeze(1)
             input_ids, _ = join(part)
             with module.trainer.precision_plugin.forward_context():
-                outputs = reward_model(input_ids, ends, module.pack(part, input_ids.shape[1]))
+                outputs = reward_model(input_ids, ends, module.layout.pack(part, input_ids.shape[1]))
             scores[rows.to(scores.device)] = outputs.squeeze(1)
         return scores
 

@@ -53,7 +53,7 @@ class Packing:
     response_starts: Tensor
     ends: Tensor
 
-    def places(self, index: Tensor) -> Tensor:
+    def row_index(self, index: Tensor) -> Tensor:
         """Return the places in the row of (B, T) positions in the texts, at most the last one of each text."""
         index = torch.minimum(index, self.ends.unsqueeze(1))
         in_response = index - self.shared.unsqueeze(1)

@@ -92,7 +92,7 @@ def chunked_token_scores(
 
     d loss / d logits = g (onehot - p) - h p (log p + entropy).
 
-    A loss without the entropy costs nothing for it. Gradients of a gradient are not available.
+    A loss without the entropy costs nothing for it. Gradients of gradients are not available.
 
     Args:
         hidden: (N, H) hidden states that predict the targets.
@@ -117,8 +117,9 @@ def chunked_token_scores(
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     chunk = max(1, chunk_bytes // (4 * len(weight)))
-    kept = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() and softcap is None else 0
-    logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, scale, softcap, squares, chunk, kept)
+    stored_tokens = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() and softcap is None else 0
+    options = (scale, softcap, squares, chunk, stored_tokens)
+    logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
     return TokenScores(logprobs, entropy, sums)
 
 
@@ -136,9 +137,9 @@ class _HeadScores(torch.autograd.Function):
         softcap: float | None,
         squares: bool,
         chunk: int,
-        kept: int,
+        stored_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute log-probs and entropies; keep the probabilities of the first ``kept`` tokens."""
+        """Compute log-probs and entropies; store the probabilities of the first ``stored_tokens`` tokens."""
         parts: list[tuple[Tensor, Tensor, Any]] = []
         ctx.probabilities = []
         # Fresh memory for each chunk would cost page faults, and fragments the heap.
@@ -148,8 +149,8 @@ class _HeadScores(torch.autograd.Function):
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
             chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            kept -= len(states)
-            if kept >= 0:
+            stored_tokens -= len(states)
+            if stored_tokens >= 0:
                 weights = logits.exp()
             else:
                 spare = torch.empty_like(buffer) if spare is None else spare
@@ -161,7 +162,7 @@ class _HeadScores(torch.autograd.Function):
             normalizer = total.log()
             sums = _row_products(weights, weights) / total.square() if squares else None
             parts.append((chosen - normalizer, normalizer - mean, sums))
-            if kept >= 0:
+            if stored_tokens >= 0:
                 ctx.probabilities.append(weights.div_(total.unsqueeze(-1)))
         logprobs, entropies, squared = zip(*parts, strict=True)
         outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(squared) if squares else None
@@ -178,9 +179,8 @@ class _HeadScores(torch.autograd.Function):
         """Compute the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         scale, softcap, chunk = ctx.options
-        if ctx.probabilities is None:
-            raise RuntimeError("the probabilities of the tokens were overwritten by an earlier backward pass")
-        kept, ctx.probabilities = ctx.probabilities, None
+        stored = ctx.probabilities
+        ctx.probabilities = []  # this pass overwrites them; a second one computes all again
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight).float() if wants_weight else None
@@ -190,8 +190,9 @@ class _HeadScores(torch.autograd.Function):
             part = slice(first, first + chunk)
             states = hidden[part]
             slope = None
-            if number < len(kept):
-                probabilities, kept[number] = kept[number], None
+            if number < len(stored):
+                probabilities = stored[number]
+                stored[number] = None
             else:
                 buffer = _chunk_memory(hidden, weight, chunk) if buffer is None else buffer
                 logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])

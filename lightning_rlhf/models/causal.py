@@ -65,12 +65,12 @@ class CausalLM(nn.Module):
         """
         with nullcontext() if adapters else adapters_disabled(self.lm):
             hidden = hidden_states(self.lm, input_ids, packing)
-        places = flat_places(input_ids, index, packing)
+        flat = flat_index(input_ids, index, packing)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
-            hidden[places.flatten()[scored]],
+            hidden[flat.flatten()[scored]],
             head.weight,
             head.bias,
             targets.flatten()[scored],
@@ -111,8 +111,8 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor
     return packed_states.squeeze(0)
 
 
-def flat_places(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Tensor:
-    """Return the (B, T) places of positions of texts in the result of :func:`hidden_states`.
+def flat_index(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Tensor:
+    """Return the (B, T) indices of positions in texts within the result of :func:`hidden_states`.
 
     Args:
         input_ids: (B, L) int64, right-padded.
@@ -120,7 +120,7 @@ def flat_places(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Te
         packing: layout of the texts in one row; None for padded rows.
     """
     if packing is not None:
-        return packing.places(index)
+        return packing.row_index(index)
     rows, width = input_ids.shape
     return torch.arange(rows, device=input_ids.device).unsqueeze(1) * width + index
 

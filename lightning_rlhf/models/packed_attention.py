@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.attention import Attention, set_attention
 from lightning_rlhf.batching.packing import PackedLengths
+from lightning_rlhf.expected_errors import UsageError
 
 NAME = "packed"
 # Architectures for which tests compare log-probs and gradients with those of padded texts.
@@ -95,20 +96,22 @@ def packed_attention(
         )
     texts, _, length, width = query.shape
     scale = width**-0.5 if scaling is None else scaling
+    options = (scale, sliding_window, softcap)
     if packed_lengths is None:
         if softcap is None and (sliding_window is None or length <= sliding_window):
             output: Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
             return output, None
-        return _attend(query, key, value, scale, sliding_window, softcap).transpose(1, 2), None
+        return _attend(query, key, value, *options).transpose(1, 2), None
     if texts != 1 or packed_lengths.tokens != length:
-        raise ValueError(f"a packed row of {packed_lengths.tokens} tokens expected, got {texts} of {length}")
+        raise UsageError(f"expected a packed row of {packed_lengths.tokens} tokens, got {texts} rows of {length}")
     device = query.device.type
     if torch.is_autocast_enabled(device):  # norms of queries and keys return float32 beside bfloat16 values
         dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    options = (scale, sliding_window, softcap)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     if device == "cuda" and query.dtype != torch.float32 and softcap is None:
-        return _varlen(query, key, value, packed_lengths, scale, sliding_window), None
+        return _varlen(query, key, value, packed_lengths, scale=scale, window=sliding_window), None
     prompt_tokens = sum(packed_lengths.prompts)
     # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
     q_parts, k_parts, v_parts = (
@@ -138,22 +141,22 @@ def _attend_to_prompts(
 ) -> list[Tensor]:
     """Return the (tokens, H, E) outputs of the responses to each prompt, which also attend to the prompt."""
     outputs = []
-    for places in _group_places(lengths, query.device):
-        q = _gather(query, places.queries)
-        k = _gather(key, places.keys)
-        v = _gather(value, places.keys)
+    for index in _group_indices(lengths, query.device):
+        q = _gather(query, index.queries)
+        k = _gather(key, index.keys)
+        v = _gather(value, index.keys)
         attended = _attend(q, k, v, *options).transpose(1, 2).flatten(0, 1)
-        outputs.append(attended if places.real is None else attended.index_select(0, places.real))
+        outputs.append(attended if index.real is None else attended.index_select(0, index.real))
     return outputs
 
 
-class _GroupPlaces(NamedTuple):
-    """Places of the responses to one prompt in a packed row, padded to the longest response R.
+class _GroupIndex(NamedTuple):
+    """Indices of the responses to one prompt in a packed row, padded to the longest response R.
 
     Args:
-        queries: (G, R) int64 places of the responses' tokens; padding repeats the last one.
-        keys: (G, P + R) int64 places of the prompt's tokens and of the response's.
-        real: places of tokens that are not padding in (G x R); None without padding.
+        queries: (G, R) int64 indices of the responses' tokens; padding repeats the last one.
+        keys: (G, P + R) int64 indices of the prompt's tokens and of the response's.
+        real: indices of tokens that are not padding in (G x R); None without padding.
     """
 
     queries: Tensor
@@ -162,8 +165,8 @@ class _GroupPlaces(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _group_places(lengths: PackedLengths, device: torch.device) -> list[_GroupPlaces]:
-    """Return the places of each group with responses; computed once for all layers."""
+def _group_indices(lengths: PackedLengths, device: torch.device) -> list[_GroupIndex]:
+    """Return the indices of each group with responses; computed once for all layers."""
     groups = []
     prompt_start = 0
     start = sum(lengths.prompts)
@@ -178,15 +181,15 @@ def _group_places(lengths: PackedLengths, device: torch.device) -> list[_GroupPl
                 real = (steps < sizes.unsqueeze(1)).flatten().nonzero().squeeze(1)
                 padded = len(set(responses)) > 1
                 keys = torch.cat([prompts, queries], dim=1)
-                groups.append(_GroupPlaces(queries.to(device), keys.to(device), real.to(device) if padded else None))
+                groups.append(_GroupIndex(queries.to(device), keys.to(device), real.to(device) if padded else None))
             prompt_start += prompt
             start += sum(responses)
     return groups
 
 
-def _gather(tensor: Tensor, places: Tensor) -> Tensor:
-    """Return (G, H, T, D) the tokens of (1, H, N, D) at (G, T) places."""
-    return tensor.squeeze(0).index_select(1, places.flatten()).unflatten(1, places.shape).transpose(0, 1)
+def _gather(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return (G, H, T, D) the tokens of (1, H, N, D) at (G, T) indices."""
+    return tensor.squeeze(0).index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
 
 
 @lru_cache(maxsize=256)
@@ -196,7 +199,7 @@ def runs_of_equal_length(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...
 
 
 def _as_rows(tensor: Tensor, count: int, length: int) -> Tensor:
-    """View (1, H, count * length, D) as (count, H, length, D)."""
+    """Return a (count, H, length, D) view of (1, H, count * length, D)."""
     return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
 
 
@@ -230,7 +233,7 @@ def _visible(length: int, total: int, window: int | None, device: torch.device) 
         return (distance >= 0) & (distance < (total if window is None else window))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, scale: float, window: int | None) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: float, window: int | None) -> Tensor:
     """Compute attention by torch's kernel for variable lengths: a GPU from Ampere on, in float16 or bfloat16.
 
     Its causal mask is aligned to the last key, so that a response attends to its whole prompt.
@@ -249,10 +252,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, scale: floa
         queries,
         keys,
         values,
-        bounds.query_bounds,
-        bounds.key_bounds,
-        bounds.longest_query,
-        bounds.longest_key,
+        cu_seq_q=bounds.query_bounds,
+        cu_seq_k=bounds.key_bounds,
+        max_q=bounds.longest_query,
+        max_k=bounds.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
@@ -262,7 +265,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, scale: floa
 
 
 class _Bounds(NamedTuple):
-    """Bounds of the parts of a packed row, int32; ``keys`` is None where no prompt is shared."""
+    """Bounds of the parts of a packed row, int32, and the tokens that keys are taken from where prompts are shared."""
 
     query_bounds: Tensor
     key_bounds: Tensor
@@ -276,14 +279,14 @@ def _bounds(lengths: PackedLengths, device: torch.device) -> _Bounds:
     """Return the bounds of the parts on a device; copied once for all layers."""
     queries = list(lengths.prompts)
     keys = list(lengths.prompts)
-    places = [torch.arange(sum(lengths.prompts))]
+    indices = [torch.arange(sum(lengths.prompts))]
     prompt_start = 0
     start = sum(lengths.prompts)
     for prompt, responses in zip(lengths.prompts, lengths.responses, strict=True):
         for size in responses:
             queries.append(size)
             keys.append(prompt + size)
-            places += [torch.arange(prompt_start, prompt_start + prompt), torch.arange(start, start + size)]
+            indices += [torch.arange(prompt_start, prompt_start + prompt), torch.arange(start, start + size)]
             start += size
         prompt_start += prompt
     with torch.inference_mode(False):
@@ -291,7 +294,7 @@ def _bounds(lengths: PackedLengths, device: torch.device) -> _Bounds:
             torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
             for sizes in (queries, keys)
         ]
-        shared = torch.cat(places).to(device) if any(lengths.responses) else None
+        shared = torch.cat(indices).to(device) if any(lengths.responses) else None
     return _Bounds(bounds[0], bounds[1], max(queries), max(keys), shared)
 
 

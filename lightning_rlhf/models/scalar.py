@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.models.causal import flat_places, hidden_states
+from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -55,7 +55,7 @@ class ScalarModel(nn.Module):
             (B, T) float32 scores, reward units.
         """
         hidden = hidden_states(self.lm, input_ids, packing)
-        scores = self.lm.score(hidden).squeeze(-1).float()[flat_places(input_ids, index, packing)]
+        scores = self.lm.score(hidden).squeeze(-1).float()[flat_index(input_ids, index, packing)]
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()

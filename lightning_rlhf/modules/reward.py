@@ -55,7 +55,7 @@ class RewardModule(PairModule):
     def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
         """Return (B,) scores of the preferred texts and of the others, from one forward pass."""
         texts = concat_texts([rows.chosen, rows.rejected])
-        packing = self.pack(texts, texts.input_ids.shape[1])
+        packing = self.layout.pack(texts, texts.input_ids.shape[1])
         ends = (texts.lengths - 1).unsqueeze(1)
         scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, ends, packing)
         return scores.squeeze(1).chunk(2)

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.batching.shares import balanced_shares
+from lightning_rlhf.batching.shares import balanced_shares, by_prompt
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -60,10 +60,8 @@ class RLHFModule(RoleModule):
         update_epochs: passes over each rollout, at least 1.
         minibatch_size: responses per optimizer step, over all ranks, at least 1.
         micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
-        packing: whether the texts of a forward pass are laid out in one row without padding, with the prompt of several
-            responses once; see :class:`~lightning_rlhf.modules.role_module.RoleModule`.
-        keep_groups: whether the responses to a prompt stay in one mini-batch, so that they share it in the updates,
-            too; False draws mini-batches from all responses.
+        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
+        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
         max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
         target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The updates
             after the first mini-batch that exceeds it are left out; ``policy/updates`` in the log counts the updates.
@@ -201,8 +199,8 @@ class RLHFModule(RoleModule):
             step = ("minibatches", self.trainer.global_step)
             generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
             order = torch.randperm(len(rows), generator=generator)
-            if self.keep_groups:
-                order = _by_group(rows, order)
+            if self.keep_groups and (prompts := rows.prompt_numbers()) is not None:
+                order = by_prompt(order, prompts[0].cpu())
             for number, minibatch in enumerate(order.split(size)):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
@@ -401,7 +399,9 @@ class RLHFModule(RoleModule):
         def at_end(rows: Rollout) -> tuple[Tensor]:
             input_ids, _ = join(rows)
             ends = (rows.total_lengths - 1).unsqueeze(1)
-            return (self.role_strategy.role("reward_model")(input_ids, ends, self.pack(rows, input_ids.shape[1])),)
+            return (
+                self.role_strategy.role("reward_model")(input_ids, ends, self.layout.pack(rows, input_ids.shape[1])),
+            )
 
         scores: Tensor = self.map_micro_batches(at_end, rollout)[0].squeeze(1)
         return scores
@@ -425,7 +425,7 @@ class RLHFModule(RoleModule):
             temperature=rollout.temperature,
             squares=squares,
             adapters=adapters,
-            packing=self.pack(rollout, input_ids.shape[1]),
+            packing=self.layout.pack(rollout, input_ids.shape[1]),
         )
         return scores
 
@@ -456,13 +456,3 @@ class RLHFModule(RoleModule):
         """Return the reward model's scores of the validation rollout, if there is one; RolloutLoop logs metrics."""
         rollout, _ = self.pop_rollout()
         return {"scores": self.scores(rollout)} if "reward_model" in self.sources else {}
-
-
-def _by_group(rows: TensorBatch, order: Tensor) -> Tensor:
-    """Return an order of rows in which the responses to a prompt are neighbours, at the place of the first of them."""
-    numbers = rows.prompt_numbers()
-    if numbers is None:  # pairs of responses
-        return order
-    prompts = numbers[0].cpu()[order]
-    first = (prompts.unsqueeze(1) == prompts).long().argmax(dim=1)
-    return order[first.argsort(stable=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
-from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
-from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
-from lightning_rlhf.models import packed_attention
-from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
-from lightning_rlhf.modules.packing_check import packing_fault
 from lightning_rlhf.modules.schedules import RunSchedule
+from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
@@ -42,11 +37,6 @@ from lightning_rlhf.strategies.roles import RoleStrategy, role_strategy_of
 from lightning_rlhf.tensor_batch import TensorBatch
 
 SummedLoss = Callable[[Any, MeanAccumulator], Tensor]  # rows to their summed loss; adds metrics of the rows
-
-
-log = logging.getLogger(__name__)
-CPU_TOKENS = 2048
-GPU_TOKENS = 16384
 
 
 class RoleModule(LightningModule):
@@ -75,9 +65,8 @@ class RoleModule(LightningModule):
             raise UsageError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
         self.automatic_optimization = False
         self.strict_loading = False  # frozen roles are not in the checkpoint
-        self.micro_batch_tokens = micro_batch_tokens
+        self.layout = TextLayout(self, micro_batch_tokens, packing)
         self.max_grad_norm = max_grad_norm
-        self.packing = packing
         self.logged_names: dict[str, list[str]] = {}  # metrics of each part of a step so far, also in the checkpoint
         self.built = False
 
@@ -217,35 +206,12 @@ class RoleModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Choose between packed and padded rows; the models have their final form now."""
-        self._choose_layout()
+        self.layout.check()
 
     def on_validation_start(self) -> None:
         """Choose between packed and padded rows, in a validation without training."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            self._choose_layout()
-
-    def _choose_layout(self) -> None:
-        """Pad rows if a model does not separate packed texts. All ranks."""
-        if not self.packing:
-            return
-        for name in (*self.trained_roles, *self.frozen_roles):
-            exact = self.trainer.precision == "32-true" and self.sources[name].dtype == "float32"
-            fault = packing_fault(getattr(self, name).lm, partial(self._outputs, name), exact)
-            if fault is not None:
-                log.warning("The %s is evaluated with padding: %s", name, fault)
-                self.packing = False
-
-    def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None) -> Tensor:
-        """Return the (B, L) outputs of a role at each position of some texts. All ranks."""
-        role = self.role_strategy.role(name)
-        index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        with self.trainer.precision_plugin.forward_context():
-            if isinstance(getattr(self, name), CausalLM):
-                marked = torch.ones_like(input_ids, dtype=torch.bool)
-                logprobs: Tensor = role(input_ids, index, input_ids, marked, packing=packing).logprobs
-                return logprobs
-            scores: Tensor = role(input_ids, index, packing=packing)
-            return scores
+            self.layout.check()
 
     def train(self, mode: bool = True) -> RoleModule:
         """Set the mode of the trained roles; frozen ones stay in evaluation mode."""
@@ -296,42 +262,9 @@ class RoleModule(LightningModule):
         self.role_strategy.step_role(role)
         return UpdateResult(norm, means)
 
-    @property
-    def token_budget(self) -> int:
-        """Most tokens in one forward pass; small on a CPU, whose caches are small."""
-        return self.micro_batch_tokens or (CPU_TOKENS if self.device.type == "cpu" else GPU_TOKENS)
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether responses in one forward pass share their prompt: in packed rows with this package's attention."""
-        models: list[Any] = [getattr(self, name).lm for name in (*self.trained_roles, *self.frozen_roles)]
-        return self.packing and all(model.config._attn_implementation == packed_attention.NAME for model in models)
-
     def micro_batches(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
         """Split a batch by token budget into row numbers; see :meth:`equalize_over_ranks`. All ranks."""
-        prompts = batch.prompt_numbers() if self.shares_prompts else None
-        if prompts is not None:
-            numbers, prompt_lengths, response_lengths = prompts.tolist()
-            parts = shared_prompt_batches(prompt_lengths, response_lengths, numbers, self.token_budget)
-        else:
-            lengths = batch.real_lengths if self.packing else batch.total_lengths
-            parts = token_budget_batches(lengths, self.token_budget, self.packing)
-        return self.equalize_over_ranks(parts)
-
-    def pack(self, batch: TensorBatch, width: int) -> Packing | None:
-        """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.
-
-        Args:
-            batch: rows of the micro-batch.
-            width: width of the padded texts.
-        """
-        if not self.packing:
-            return None
-        prompts = batch.prompt_numbers() if self.shares_prompts else None
-        if prompts is None:
-            return pack_texts(batch.total_lengths.tolist(), width, self.device)
-        numbers, prompt_lengths, response_lengths = prompts.tolist()
-        return pack_responses(prompt_lengths, response_lengths, numbers, width, self.device)
+        return self.equalize_over_ranks(self.layout.split(batch))
 
     def map_micro_batches(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
         """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.

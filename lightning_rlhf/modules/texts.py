@@ -29,5 +29,5 @@ def text_scores(module: RoleModule, role: str, texts: SequenceBatch) -> tuple[To
     index = torch.arange(ids.shape[1] - 1, device=ids.device).expand(len(ids), -1)
     adapters = role != "ref" or "ref" in module.sources
     model = module.role_strategy.role(role if adapters else "actor")
-    packing = module.pack(texts, ids.shape[1])
+    packing = module.layout.pack(texts, ids.shape[1])
     return model(ids, index, ids[:, 1:], mask, adapters=adapters, packing=packing), mask

@@ -61,15 +61,16 @@ class Pass:
     def logits_bytes(self) -> int:
         """Compute the bytes of the head: probabilities that are kept, logits of a chunk, gradient of the weight."""
         logits = _FLOAT * self.tokens * self.model.vocabulary
-        kept = min(logits, KEEP_BYTES)
+        stored = min(logits, KEEP_BYTES)
         chunks = _CHUNK_COPIES * min(logits, CHUNK_BYTES)
-        return kept + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
+        return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:
         """Compute the bytes per token that one decoder layer keeps for the backward pass.
 
             norms      n (4h + xh + ch) + 4n            input in float32, normalised input, output
             attention  c (2 a/t + 2 k/t) + 4 heads/t    queries, keys, values, output, normalizers
+            packed     c a/t                            outputs of all texts in one row
             latent     (4 + 2c) l + 4 per latent        norm of the latent; attention is c (2 a + v + 2 o) + 4 heads
             eager      (4 + c) heads L, and c a         attention without a fused kernel, for texts of L tokens
             MLP        4 c f/t                          gate, up, their activation, the product
@@ -116,7 +117,7 @@ class Pass:
             return 4 * c * layer.query + layer.heads * self.length * (_FLOAT + probabilities)
         if layer.latents:
             return c * (layer.query + layer.key + layer.value + 2 * layer.output) + _FLOAT * layer.heads
-        size = c * (2 * layer.query + 2 * layer.key) + _FLOAT * layer.heads
+        size = c * (2 * layer.query + 2 * layer.key + layer.packed * layer.query) + _FLOAT * layer.heads
         if layer.head_norm:
             widths = layer.query + layer.key
             size += (_FLOAT + c) * widths + _FLOAT * widths * layer.heads // layer.query

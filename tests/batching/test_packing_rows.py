@@ -14,7 +14,8 @@ def test_texts_worked_by_hand():
     assert ids.flatten()[packing.tokens].tolist() == [5, 6, 7, 8, 1, 2]
     assert packing.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert packing.lengths == ((3, 1, 2), ((), (), ()))
-    assert packing.places(torch.tensor([[0, 2, 3], [0, 1, 9], [1, 0, 0]])).tolist() == [[0, 2, 2], [3, 3, 3], [5, 4, 4]]
+    index = torch.tensor([[0, 2, 3], [0, 1, 9], [1, 0, 0]])
+    assert packing.row_index(index).tolist() == [[0, 2, 2], [3, 3, 3], [5, 4, 4]]
 
 
 def test_a_shared_prompt_worked_by_hand():
@@ -25,7 +26,7 @@ def test_a_shared_prompt_worked_by_hand():
     assert packing.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
     assert packing.lengths == ((2, 2), ((1, 2), ()))
     assert packing.lengths.tokens == 7
-    places = packing.places(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
+    places = packing.row_index(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
     assert places.tolist() == [[0, 1, 4], [2, 3, 3], [1, 5, 6]]
 
 
@@ -46,7 +47,7 @@ def test_every_token_is_found_at_the_place_of_its_position(rows, extra):
     packing = pack_responses(prompts, responses, groups, width)
     packed = ids.flatten()[packing.tokens]
     assert packed.shape == packing.positions.shape[1:] == (packing.lengths.tokens,)
-    places = packing.places(torch.arange(width).expand(len(rows), -1))
+    places = packing.row_index(torch.arange(width).expand(len(rows), -1))
     for row, total in enumerate(p + r for p, r in zip(prompts, responses, strict=True)):
         assert torch.equal(packed[places[row, :total]], ids[row, :total])
         assert packing.positions[0, places[row, :total]].tolist() == list(range(total))

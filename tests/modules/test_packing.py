@@ -55,7 +55,7 @@ def sft(source, lr=0.1, **options):
 
 def gradients(module, batch, packed):
     """Log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
-    module.packing = packed
+    module.layout.packed = packed
     (logprobs, _, _), mask = text_scores(module, "actor", batch)
     weights = torch.linspace(-1, 2, mask.numel()).view_as(mask)
     wanted = [p for p in module.actor.parameters() if p.requires_grad]
@@ -96,7 +96,7 @@ def test_positions_that_do_not_start_again_are_seen(attention, monkeypatch, capl
     assert float((packed - padded).detach().abs().max()) > 0.1
     module = sft(source)
     fit(module, [texts()])
-    assert not module.packing
+    assert not module.layout.packed
     assert f"GPT2LMHeadModel with attention '{attention}' does not separate packed texts" in caplog.text
 
 
@@ -136,7 +136,7 @@ def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, att
 def padded_instead(caplog, module, run):
     """Return the warning, after a run that padded its rows."""
     run()
-    assert not module.packing
+    assert not module.layout.packed
     (record,) = [record for record in caplog.records if "evaluated with padding" in record.getMessage()]
     return record.getMessage()
 
@@ -175,7 +175,7 @@ def test_a_listed_architecture_is_not_tested_again(monkeypatch):
     monkeypatch.setattr(RoleModule, "_outputs", lambda *arguments: calls.append(arguments))
     module = sft(TinyModel())
     fit(module, [texts()])
-    assert module.packing
+    assert module.layout.packed
     assert calls == []
 
 

@@ -45,8 +45,8 @@ def step(kind, rollout, **options):
 def test_a_step_is_that_on_padded_rows_for_any_token_budget(kind, budget):
     padded, weights, _ = step(kind, grouped(), packing=False, minibatch_size=6)
     metrics, packed, module = step(kind, grouped(), micro_batch_tokens=budget, minibatch_size=6)
-    assert module.packing
-    assert module.shares_prompts
+    assert module.layout.packed
+    assert module.layout.shares_prompts
     for name, value in padded.items():
         assert_close(torch.tensor(metrics[name]), torch.tensor(value), rtol=1e-4, atol=1e-4, equal_nan=True)
     for name, value in weights.items():

@@ -30,7 +30,7 @@ STRATEGIES = {
     "rlhf_deepspeed_stage_2": "rlhf_deepspeed_stage_2",
     "rlhf_deepspeed_stage_3": [DEEPSPEED, SHARDED],
 }
-RUNS = [
+STRATEGY_RUNS = [
     ("rlhf_ddp", 2),
     ("rlhf_fsdp", 2),
     ("rlhf_deepspeed_stage_3", 2),
@@ -77,7 +77,9 @@ def assert_equal_metrics(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in RUNS], ids=str
+    ("name", "ranks"),
+    [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in STRATEGY_RUNS],
+    ids=str,
 )
 def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
     expected, folder = alone
@@ -131,7 +133,7 @@ def rows_of(text):
 
 def test_the_documented_figures_are_of_these_runs_and_within_these_bounds():
     rows = rows_of((ROOT / "docs/strategies.md").read_text())
-    assert [(name, int(ranks)) for name, ranks, _ in rows] == RUNS
+    assert [(name, int(ranks)) for name, ranks, _ in rows] == STRATEGY_RUNS
     for _, _, figures in rows:
         assert all(float(figure) <= WEIGHTS for figure in figures.split(" | "))
 
@@ -141,7 +143,7 @@ def main():
         expected = trained("auto", 1, one)
         print("| strategy | processes | SFT | reward model | PPO actor | PPO critic | gradient norms |")
         print("|---|---|---|---|---|---|---|")
-        for name, ranks in RUNS:
+        for name, ranks in STRATEGY_RUNS:
             with tempfile.TemporaryDirectory() as many:
                 measured = trained(STRATEGIES[name], ranks, many)
                 found = [

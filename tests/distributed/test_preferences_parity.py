@@ -6,8 +6,8 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.tasks import largest_differences
 from tests.distributed.test_parity import (
     NORMS,
-    RUNS,
     STRATEGIES,
+    STRATEGY_RUNS,
     WEIGHTS,
     assert_equal_metrics,
     norm_difference,
@@ -41,7 +41,7 @@ def alone(tmp_path_factory):
     return dict(zip(RUNS, answers, strict=False)), folder, start
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), RUNS)
+@pytest.mark.parametrize(("strategy", "ranks"), STRATEGY_RUNS)
 def test_three_updates_are_those_of_one_process(strategy, ranks, alone, tmp_path):
     expected, folder, start = alone
     runs = [described(name, STRATEGIES[strategy], tmp_path) for name in RUNS]

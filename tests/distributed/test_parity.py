@@ -76,11 +76,10 @@ def assert_equal_metrics(ours, theirs):
                 assert close or (math.isnan(a[name]) and math.isnan(value)), (name, a[name], value)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in STRATEGY_RUNS],
-    ids=str,
-)
+CASES = [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in STRATEGY_RUNS]
+
+
+@pytest.mark.parametrize(("name", "ranks"), CASES, ids=str)
 def test_three_updates_are_those_of_one_process(name, ranks, alone, tmp_path):
     expected, folder = alone
     measured = trained(STRATEGIES[name], ranks, tmp_path)

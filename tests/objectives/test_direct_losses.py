@@ -37,6 +37,11 @@ def ratios_of(loss, logprobs, ref, lengths):
     return (ratios / lengths if loss.length_normalized else ratios).chunk(2)
 
 
+def test_defaults_are_trls():
+    assert KTOLoss() == KTOLoss(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
+    assert RobustDPOLoss() == RobustDPOLoss(label_smoothing=0.1)
+
+
 def test_a_case_worked_by_hand():
     # log-ratios differ by 3 and -2; beta 0.5 makes it 1.5 and -1
     chosen, rejected = float64([1, -1]), float64([-2, 1])

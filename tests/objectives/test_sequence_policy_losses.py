@@ -172,7 +172,7 @@ def test_topr_of_a_case_worked_by_hand():
     # W = 2 * 3/2 = 3 and 1/2 * 2/3 = 1/3. A = 2 and 0 have the weight 1 whatever W is; A = -2 has min(3, 1) and 1/3.
     # Losses -w A logprob with logprobs ln 2 - 1 and ln 1.5 - 1, or -ln 2 - 1 and -ln 1.5 - 1
     more, less = [LN2, 9, LN3 - LN2], [-LN2, 9, LN2 - LN3]
-    log_ratios, mask = [more, less, more, less, more], [[1, 0, 1]] * 5
+    log_ratios, mask = [more, less, more, less, less], [[1, 0, 1]] * 5
     losses, gradient, diagnostics = call(TOPRLoss(), log_ratios, [2, 2, -2, -2, 0], mask, SequenceMeanTokenSum())
     weight = float64([1, 1, 1, 1 / 3, 1]).unsqueeze(1)
     slope = weight * float64([[-2], [-2], [2], [2], [0]])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import DPOModule, FromConfig, SFTModule
 from lightning_rlhf.batching import packing as layouts
-from lightning_rlhf.modules.role_module import RoleModule
+from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close
@@ -172,7 +172,7 @@ def test_an_architecture_without_positions_is_padded(caplog):
 
 def test_a_listed_architecture_is_not_tested_again(monkeypatch):
     calls = []
-    monkeypatch.setattr(RoleModule, "_outputs", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(TextLayout, "_outputs", lambda *arguments: calls.append(arguments))
     module = sft(TinyModel())
     fit(module, [texts()])
     assert module.layout.packed

@@ -22,10 +22,15 @@ from benchmarks.compare import task
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = {"trl": "trl==1.16.0", "trl-ppo": "trl==1.12.0"}  # 1.12 is the last release with PPO
 RUNS = {
-    "grpo": {"lightning-rlhf, vLLM": None, "TRL, vLLM": ("trl", "grpo-vllm"), "TRL, transformers": ("trl", "grpo")},
-    "ppo": {"lightning-rlhf, vLLM": None, "TRL 1.12, transformers": ("trl-ppo", "ppo")},
-    "sft": {"lightning-rlhf": None, "TRL": ("trl", "sft")},
-    "dpo": {"lightning-rlhf": None, "TRL": ("trl", "dpo")},
+    "grpo": {
+        "lightning-rlhf, vLLM": (None, "grpo"),
+        "TRL, vLLM": ("trl", "grpo-vllm"),
+        "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
+        "TRL, transformers": ("trl", "grpo"),
+    },
+    "ppo": {"lightning-rlhf, vLLM": (None, "ppo"), "TRL 1.12, transformers": ("trl-ppo", "ppo")},
+    "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
+    "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
 }
 TITLES = {
     "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
@@ -51,7 +56,7 @@ def peer_python(name: str, directory: Path) -> Path:
 
 
 def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
-    """Run a process and return what it has measured."""
+    """Run a process and return the content of its result file."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as output:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -62,18 +67,18 @@ def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
 
 
 def compare(name: str, directory: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Measure all libraries on a task in turns."""
+    """Return what all libraries measured on a task in turns."""
     measured: dict[str, list[dict[str, Any]]] = {library: [] for library in RUNS[name]}
     for turn in range(rounds):
-        for library, peer in RUNS[name].items():
-            stem = f"{name}-{library.replace(' ', '-').replace(',', '')}-{turn}"
+        for library, (peer, run) in RUNS[name].items():
+            stem = f"{peer or 'ours'}-{run}-{turn}"
             result = directory / f"{stem}.json"
             result.unlink(missing_ok=True)
             if peer is None:
-                command = [sys.executable, "-m", "benchmarks.compare.ours", name]
+                command = [sys.executable, "-m", "benchmarks.compare.ours"]
             else:
-                command = [str(peer_python(peer[0], directory)), "-m", "benchmarks.compare.trl_runs", peer[1]]
-            command += [str(directory), str(result), str(steps)]
+                command = [str(peer_python(peer, directory)), "-m", "benchmarks.compare.trl_runs"]
+            command += [run, str(directory), str(result), str(steps)]
             measured[library].append(measure(command, result, directory / f"{stem}.log"))
             print(f"{name}, turn {turn + 1}, {library}: {seconds_of(measured[library][-1:], 'cpu'):.2f} s", flush=True)
     return measured
@@ -123,8 +128,8 @@ library of the row. Peak memory is the sum over processes, in which shared pages
 Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""
     lines = [about]
-    for name, found in measured["tasks"].items():
-        lines += ["", f"## {TITLES[name]}", "", *table_of(found)]
+    for name, turns in measured["tasks"].items():
+        lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
     floor = measured["floor"]
     lines += [
         "",
@@ -158,8 +163,8 @@ def main() -> None:
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     task.prepare(directory)
-    found = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
-    first = next(iter(found.get("grpo", next(iter(found.values()))).values()))
+    results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
+    first = next(iter(results.get("grpo", next(iter(results.values()))).values()))
     tokens = statistics.median(step["tokens"] for turn in first for step in turn["steps"])
     command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens)), str(int(tokens / 2))]
     floor = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
@@ -167,7 +172,9 @@ def main() -> None:
     for vocabulary in (32_000, 152_000):
         command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    page = report({"tasks": found, "floor": {"tokens": tokens, **floor}, "head": heads}, options.rounds, options.steps)
+    page = report(
+        {"tasks": results, "floor": {"tokens": tokens, **floor}, "head": heads}, options.rounds, options.steps
+    )
     print(page)
     if options.write:
         options.write.write_text(page)

@@ -25,7 +25,7 @@ class Meter:
         self.peak_bytes = 0
 
     def mark(self, **measured: float) -> None:
-        """End a step, with what was measured in it, and begin the next one."""
+        """End a step, with further figures of it, and begin the next one."""
         now = (time.perf_counter(), self.cpu_seconds())
         if self.started is not None:
             wall, cpu = (after - before for after, before in zip(now, self.started, strict=True))

@@ -1,4 +1,7 @@
-"""Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``."""
+"""Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
+
+TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), ppo, sft or dpo.
+"""
 
 import sys
 from functools import partial
@@ -63,7 +66,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         rows |= {"train": str(directory / "pairs.jsonl")}
         return DPOModule(model, loss=DPOLoss(task.BETA), optimizer=optimizer), PreferenceDataModule(**rows), []
     module: Any
-    if name == "grpo":
+    if name.startswith("grpo"):
         group = task.GROUP
         module = GRPOModule(
             model,
@@ -71,6 +74,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             aggregation=TokenMean(),
             actor_optimizer=optimizer,
             minibatch_size=task.MINIBATCH,
+            keep_groups=name == "grpo-groups",
         )
     else:
         group = 1

@@ -66,9 +66,9 @@ def pairs(count: int, seed: int) -> list[dict[str, str]]:
     rows = []
     for row in problems(count, seed):
         answer = row["answer"]
-        place = draw.choice([i for i, letter in enumerate(answer) if letter.isdigit()])
-        wrong = draw.choice([digit for digit in "0123456789" if digit != answer[place]])
-        rejected = answer[:place] + wrong + answer[place + 1 :]
+        index = draw.choice([i for i, letter in enumerate(answer) if letter.isdigit()])
+        wrong = draw.choice([digit for digit in "0123456789" if digit != answer[index]])
+        rejected = answer[:index] + wrong + answer[index + 1 :]
         rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": rejected})
     return rows
 

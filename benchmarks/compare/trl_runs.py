@@ -89,7 +89,7 @@ def patch_vllm() -> None:
     def sync_weights(self: Any) -> None:
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
         runner.reload_weights(weights_iterator=[(name, p.detach()) for name, p in self._iter_named_params()])
-        for module in runner.model.modules():  # a head that shares the embedding's weight has a copy of its own
+        for module in runner.model.modules():  # a head that shares the embedding's weight has its own copy
             if type(module).__name__ == "ParallelLMHead" and getattr(module, "cpu_linear", None) is not None:
                 module.quant_method.process_weights_after_loading(module)
         self.llm.reset_prefix_cache()

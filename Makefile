@@ -12,7 +12,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 2
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all test-gpu mutants lint lock clean
+.PHONY: help install quickstart test test-all test-gpu mutants benchmark lint lock clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+benchmark: install  ## compare with TRL, which takes half an hour and writes docs/performance.md
+	$(BIN)/python -m benchmarks.compare --write docs/performance.md $(ARGS)
 
 lint: install  ## style, types and spelling
 	$(BIN)/ruff check .

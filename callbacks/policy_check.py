@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.expected_errors import UsageError
@@ -121,12 +120,13 @@ class PolicyCheck(Callback):
     def _scores(self, module: RewardModule, rollout: Rollout) -> Tensor:
         scores = torch.zeros(len(rollout), device=rollout.reward.device)
         reward_model = module.role_strategy.role("reward_model")
-        batches = token_budget_batches(rollout.total_lengths, module.micro_batch_tokens)
-        for rows, _ in module.equalize_over_ranks(batches):
+        for rows, _ in module.micro_batches(rollout):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
+            input_ids, _ = join(part)
             with module.trainer.precision_plugin.forward_context():
-                scores[rows.to(scores.device)] = reward_model(join(part)[0], ends).squeeze(1)
+                outputs = reward_model(input_ids, ends, module.layout.pack(part, input_ids.shape[1]))
+            scores[rows.to(scores.device)] = outputs.squeeze(1)
         return scores
 
     def _report(self, metrics: dict[str, Tensor]) -> None:

@@ -30,6 +30,13 @@ class TensorBatch:
         """(B,) number of tokens of each row if rows are packed without padding."""
         return self.total_lengths
 
+    def prompt_numbers(self) -> Tensor | None:
+        """Return the (3, B) number of each row's prompt and the tokens of prompt and response; None without them.
+
+        Rows with the same number have the same prompt, which a packed row of tokens contains once.
+        """
+        return None
+
     def _rows(self) -> Iterator[Tensor]:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

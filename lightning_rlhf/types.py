@@ -174,6 +174,18 @@ class Rollout(TensorBatch):
         """(B,) tokens of prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
+    def prompt_numbers(self) -> Tensor:
+        """Return the (3, B) number of each row's prompt and the tokens of prompt and response.
+
+        The number is the first row of the group with the same tokens.
+        """
+        first = (self.group.unsqueeze(1) == self.group).long().argmax(dim=1)
+        is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(
+            dim=1
+        )
+        own = torch.arange(len(first), device=first.device)
+        return torch.stack([torch.where(is_same, first, own), self.prompt_lengths, self.response_lengths])
+
 
 @dataclass(frozen=True)
 class Experience(TensorBatch):
@@ -216,6 +228,10 @@ class Experience(TensorBatch):
     def total_lengths(self) -> Tensor:
         """(B,) tokens of prompt and response together."""
         return self.rollout.total_lengths
+
+    def prompt_numbers(self) -> Tensor:
+        """See :meth:`Rollout.prompt_numbers`."""
+        return self.rollout.prompt_numbers()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Distribution of a batch over ranks."""
+"""Distribution of rows over mini-batches and ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from torch import Tensor
 
 
 def balanced_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -23,3 +25,15 @@ def balanced_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         lap, seat = divmod(turn, ranks)
         shares[seat if lap % 2 == 0 else ranks - 1 - seat].append(row)
     return [sorted(share) for share in shares]
+
+
+def by_prompt(order: Tensor, prompts: Tensor) -> Tensor:
+    """Return an order of rows in which the responses to a prompt are neighbours, at the place of the first of them.
+
+    Args:
+        order: (B,) int64 permutation of the rows.
+        prompts: (B,) int64 number of each row's prompt.
+    """
+    in_order = prompts[order]
+    first = (in_order.unsqueeze(1) == in_order).long().argmax(dim=1)
+    return order[first.argsort(stable=True)]

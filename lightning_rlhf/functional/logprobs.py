@@ -1,12 +1,13 @@
 """Log-probability and entropy of tokens from hidden states, without storing all logits at once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-CHUNK_TOKENS = 1024
+CHUNK_BYTES = 16 << 20  # logits that are computed at a time
+KEEP_BYTES = 64 << 20  # probabilities that are kept for the backward pass; it computes the others again
 
 
 class TokenScores(NamedTuple):
@@ -46,23 +47,31 @@ def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> Toke
     return TokenScores(logprobs, entropy, probabilities.detach().square().sum(dim=-1) if squares else None)
 
 
-def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Logits of hidden states: linear head, then the constant scale and the tanh cap that some architectures have.
+def head_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, out: Tensor
+) -> Tensor:
+    """Logits of hidden states: linear head, then the tanh cap and the constant scale that some architectures have.
 
     Args:
         hidden: (N, H).
-        weight: (V, H).
+        weight: (V, H), of the dtype of ``hidden``.
         bias: (V,) or None.
         scale: multiplies the capped logits: 1 / temperature.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); None does not cap.
+        out: (N, V) memory of the result.
 
     Returns:
-        (N, V) in the dtype of ``hidden``.
+        ``out``.
     """
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if out.dtype != hidden.dtype:
+        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
+    elif bias is None:
+        torch.mm(hidden, weight.T, out=out)
+    else:
+        torch.addmm(bias, hidden, weight.T, out=out)
     if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return logits if scale == 1.0 else logits * scale
+        out.div_(softcap).tanh_().mul_(softcap)
+    return out if scale == 1.0 else out.mul_(scale)
 
 
 def chunked_token_scores(
@@ -74,13 +83,16 @@ def chunked_token_scores(
     scale: float = 1.0,
     softcap: float | None = None,
     squares: bool = False,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_bytes: int = CHUNK_BYTES,
+    keep_bytes: int = KEEP_BYTES,
 ) -> TokenScores:
-    """Log-probabilities and entropies of tokens, computed in chunks.
+    """Log-probabilities and entropies of tokens, computed in chunks of bounded memory.
 
-    At most ``chunk_tokens x V`` logits exist at once. With gradients on, the backward pass recomputes each chunk's
-    logits, so the memory of the whole (N, V) matrix is never needed. Detach or drop ``entropy`` where the loss does not
-    contain it: with its graph, it keeps a second copy of a chunk's logits during the backward pass.
+    The backward pass is written by hand: with probabilities p and the gradients g and h of log-probability and entropy,
+
+    d loss / d logits = g (onehot - p) - h p (log p + entropy).
+
+    A loss without the entropy costs nothing for it. Gradients of gradients are not available.
 
     Args:
         hidden: (N, H) hidden states that predict the targets.
@@ -90,20 +102,147 @@ def chunked_token_scores(
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
-        chunk_tokens: tokens in a chunk, at least 1.
+        chunk_bytes: largest memory of the float32 logits of a chunk; a chunk has at least one token.
+        keep_bytes: largest memory of the probabilities that are kept for the backward pass.
 
     Returns:
         (N,) each.
     """
+    if len(hidden) != len(targets):
+        raise ValueError(f"one target for each hidden state expected, got {len(targets)} for {len(hidden)}")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    chunk = max(1, chunk_bytes // (4 * len(weight)))
+    stored_tokens = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() and softcap is None else 0
+    options = (scale, softcap, squares, chunk, stored_tokens)
+    logprobs, entropy, sums = _HeadScores.apply(hidden, weight, bias, targets, *options)
+    return TokenScores(logprobs, entropy, sums)
 
-    def of_chunk(states: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None) -> TokenScores:
-        return token_scores(head_logits(states, weight, bias, scale, softcap), ids, squares)
 
-    parts = []
-    for states, ids in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(of_chunk, states, ids, weight, bias, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(of_chunk(states, ids, weight, bias))
-    logprobs, entropy, sums = zip(*parts, strict=True)
-    return TokenScores(torch.cat(logprobs), torch.cat(entropy), torch.cat(sums) if squares else None)
+class _HeadScores(torch.autograd.Function):
+    """Scores of tokens by chunks; see :func:`chunked_token_scores`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        softcap: float | None,
+        squares: bool,
+        chunk: int,
+        stored_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute log-probs and entropies; store the probabilities of the first ``stored_tokens`` tokens."""
+        parts: list[tuple[Tensor, Tensor, Any]] = []
+        ctx.probabilities = []
+        # Fresh memory for each chunk would cost page faults, and fragments the heap.
+        buffer, spare = _chunk_memory(hidden, weight, chunk), None
+        for states, ids in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
+            largest = logits.amax(dim=-1, keepdim=True)
+            logits.sub_(largest)
+            chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+            stored_tokens -= len(states)
+            if stored_tokens >= 0:
+                weights = logits.exp()
+            else:
+                spare = torch.empty_like(buffer) if spare is None else spare
+                weights = torch.exp(logits, out=spare[: len(states)])
+            total = weights.sum(dim=-1)
+            # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
+            logits.clamp_(min=torch.finfo(logits.dtype).min)
+            mean = _row_products(weights, logits) / total
+            normalizer = total.log()
+            sums = _row_products(weights, weights) / total.square() if squares else None
+            parts.append((chosen - normalizer, normalizer - mean, sums))
+            if stored_tokens >= 0:
+                ctx.probabilities.append(weights.div_(total.unsqueeze(-1)))
+        logprobs, entropies, squared = zip(*parts, strict=True)
+        outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(squared) if squares else None
+        ctx.save_for_backward(hidden, weight, bias, targets, outputs[1])
+        ctx.options = scale, softcap, chunk
+        ctx.set_materialize_grads(False)
+        if squares:
+            ctx.mark_non_differentiable(outputs[2])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None, _: Tensor | None) -> Any:
+        """Compute the gradients of hidden states, weight and bias."""
+        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        scale, softcap, chunk = ctx.options
+        stored = ctx.probabilities
+        ctx.probabilities = []  # this pass overwrites them; a second one computes all again
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight).float() if wants_weight else None
+        bias_gradient = torch.zeros_like(bias).float() if wants_bias else None
+        buffer = None
+        for number, first in enumerate(range(0, len(hidden), chunk)):
+            part = slice(first, first + chunk)
+            states = hidden[part]
+            slope = None
+            if number < len(stored):
+                probabilities = stored[number]
+                stored[number] = None
+            else:
+                buffer = _chunk_memory(hidden, weight, chunk) if buffer is None else buffer
+                logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
+                if softcap is not None:
+                    slope = 1 - (logits / (scale * softcap)).square()
+                probabilities = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
+            gradient = _logits_gradient(
+                probabilities,
+                targets[part],
+                None if of_logprobs is None else of_logprobs[part],
+                None if of_entropy is None else of_entropy[part],
+                entropy[part],
+            )
+            gradient = gradient.mul_(scale) if slope is None else gradient.mul_(slope.mul_(scale))
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0)
+            gradient = gradient.to(states.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[part] = gradient @ weight
+            if weight_gradient is not None:
+                if weight_gradient.dtype == states.dtype:
+                    weight_gradient.addmm_(gradient.T, states)
+                else:
+                    weight_gradient += gradient.T @ states
+        weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        bias_gradient = None if bias_gradient is None else bias_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
+
+
+def _chunk_memory(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """Return (at most chunk, V) uninitialised float32 memory."""
+    return hidden.new_empty(0).float().new_empty(min(chunk, len(hidden)), len(weight))
+
+
+def _row_products(first: Tensor, second: Tensor) -> Tensor:
+    """Return (N,) the products of the rows of two (N, V) tensors, without a third one."""
+    return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).flatten()
+
+
+def _logits_gradient(
+    probabilities: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """Return the gradient of a chunk's logits, in the memory of ``probabilities`` where the entropy has none."""
+    if of_entropy is not None:
+        surprise = torch.xlogy(probabilities, probabilities) + entropy.unsqueeze(-1) * probabilities
+        by_entropy = surprise.mul_(of_entropy.unsqueeze(-1))
+        if of_logprobs is None:
+            return by_entropy.neg_()
+        return _logits_gradient(probabilities, targets, of_logprobs, None, entropy).sub_(by_entropy)
+    if of_logprobs is None:
+        return probabilities.zero_()
+    gradient = probabilities.mul_(-of_logprobs.unsqueeze(-1))
+    return gradient.scatter_add_(1, targets.unsqueeze(-1), of_logprobs.unsqueeze(-1))

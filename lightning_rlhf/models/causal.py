@@ -2,15 +2,17 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rlhf.batching.sequences import pack
+from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
+from lightning_rlhf.models.packed_attention import NAME
 
 
 class CausalLM(nn.Module):
@@ -43,7 +45,7 @@ class CausalLM(nn.Module):
         temperature: float = 1.0,
         squares: bool = False,
         adapters: bool = True,
-        lengths: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> TokenScores:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
@@ -56,21 +58,19 @@ class CausalLM(nn.Module):
             squares: whether to compute ``sum_pi_squared`` too.
             adapters: whether LoRA adapters are active. An argument of the call, because the wrappers that distribute
                 the model act on calls.
-            lengths: (B,) int64 number of tokens of each row. If set, rows are packed into one row without padding and
-                positions restart at each; :func:`~lightning_rlhf.modules.texts.check_packing` checks that the
-                architecture supports this. None computes padded rows.
+            packing: layout of the texts in one row without padding; None computes padded rows.
 
         Returns:
             Tensors of shape (B, T), 0 where the mask is False.
         """
         with nullcontext() if adapters else adapters_disabled(self.lm):
-            hidden, starts = self._hidden(input_ids, lengths)
-        hidden_index = starts.unsqueeze(1) + index
+            hidden = hidden_states(self.lm, input_ids, packing)
+        flat = flat_index(input_ids, index, packing)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
         head = self.lm.get_output_embeddings()
         config = self.lm.config.get_text_config()
         scores = chunked_token_scores(
-            hidden[hidden_index.flatten()[scored]],
+            hidden[flat.flatten()[scored]],
             head.weight,
             head.bias,
             targets.flatten()[scored],
@@ -82,16 +82,6 @@ class CausalLM(nn.Module):
         scattered = (None if values is None else zeros.masked_scatter(mask, values) for values in scores)
         return TokenScores(*scattered)  # type: ignore[arg-type]
 
-    def _hidden(self, input_ids: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the (N, H) hidden states of all rows, and the (B,) index at which each row starts."""
-        if lengths is None:
-            hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-            rows, width = input_ids.shape
-            return hidden.flatten(0, 1), torch.arange(rows, device=input_ids.device) * width
-        packed, positions, starts = pack(input_ids, lengths)
-        hidden = self.lm.base_model(input_ids=packed, position_ids=positions, use_cache=False).last_hidden_state
-        return hidden.squeeze(0), starts
-
     def save_pretrained(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write safetensors and config that ``transformers`` and vLLM load.
 
@@ -101,6 +91,38 @@ class CausalLM(nn.Module):
                 and merges its adapters.
         """
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
+
+
+def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:
+    """Return the (N, H) last hidden states of padded or packed texts.
+
+    Args:
+        lm: model with a backbone.
+        input_ids: (B, L) int64, right-padded.
+        packing: layout of the texts in one row; None computes padded rows, with N = B x L.
+    """
+    if packing is None:
+        states: Tensor = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return states.flatten(0, 1)
+    lengths = {"packed_lengths": packing.lengths} if lm.config._attn_implementation == NAME else {}
+    ids = input_ids.flatten()[packing.tokens].unsqueeze(0)
+    output = lm.base_model(input_ids=ids, position_ids=packing.positions, use_cache=False, **lengths)
+    packed_states: Tensor = output.last_hidden_state
+    return packed_states.squeeze(0)
+
+
+def flat_index(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Tensor:
+    """Return the (B, T) indices of positions in texts within the result of :func:`hidden_states`.
+
+    Args:
+        input_ids: (B, L) int64, right-padded.
+        index: (B, T) int64 positions in the texts.
+        packing: layout of the texts in one row; None for padded rows.
+    """
+    if packing is not None:
+        return packing.row_index(index)
+    rows, width = input_ids.shape
+    return torch.arange(rows, device=input_ids.device).unsqueeze(1) * width + index
 
 
 def _logit_scale(config: object) -> float:

@@ -23,11 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_rlhf.attention import Attention, check_attention_package, set_attention
+from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 from lightning_rlhf.seeding import derive_seed, run_seed
@@ -44,7 +45,8 @@ class Pretrained:
         revision: branch, tag or commit of the hub repository.
         dtype: dtype of the parameters; float32 with a mixed-precision Trainer.
         lora: adapters to train in place of the weights; None trains the weights.
-        attn_implementation: implementation of attention; None uses the default of transformers, sdpa.
+        attn_implementation: implementation of attention; None uses this package's, which needs no padding, or sdpa
+            for architectures with which it was not tested.
     """
 
     path: str
@@ -73,7 +75,7 @@ class Pretrained:
                 raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
             raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
         check_sizes(config, f"the config.json of {self.path!r}")
-        return set_attention(_without_dropout(config), self.attn_implementation)
+        return set_role_attention(_without_dropout(config), self.attn_implementation)
 
     def expect_reachable(self) -> None:
         """Raise if the path is not a model's directory and the hub does not respond.
@@ -180,7 +182,7 @@ class FromConfig:
         except (StrictDataclassError, ValueError, TypeError) as error:
             raise UsageError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
         check_sizes(config, f"the architecture {model_type!r}")
-        set_attention(config)
+        set_role_attention(config)
         model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config

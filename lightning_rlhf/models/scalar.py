@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.causal import flat_index, hidden_states
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -41,18 +43,19 @@ class ScalarModel(nn.Module):
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))
 
-    def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, index: Tensor, packing: Packing | None = None) -> Tensor:
         """Compute the normalised score at each position of ``index``.
 
         Args:
             input_ids: (B, L) int64, right-padded.
             index: (B, T) int64 positions in [0, L).
+            packing: layout of the texts in one row without padding; None computes padded rows.
 
         Returns:
             (B, T) float32 scores, reward units.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        scores = self.lm.score(hidden).squeeze(-1).float().gather(1, index)
+        hidden = hidden_states(self.lm, input_ids, packing)
+        scores = self.lm.score(hidden).squeeze(-1).float()[flat_index(input_ids, index, packing)]
         return (scores - self.score_mean) / self.score_std
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from lightning_rlhf.batching.sequences import concat_texts
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.pairs import PairModule
-from lightning_rlhf.modules.texts import check_packing, text_scores
+from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.objectives.preference_losses import DirectLoss, DPOLoss
 from lightning_rlhf.types import SequenceBatch
 
@@ -31,9 +31,9 @@ class DPOModule(PairModule):
         loss: loss of a pair from its log-ratios.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        packing: lay the texts of a forward pass behind each other without padding, as in
-            :class:`~lightning_rlhf.modules.sft.SFTModule`.
-        micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
+        packing: whether the texts of a forward pass are laid out in one row without padding; see
+            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
@@ -46,25 +46,15 @@ class DPOModule(PairModule):
         loss: DirectLoss = DPOLoss(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        packing: bool = False,
-        micro_batch_tokens: int = 16384,
+        packing: bool = True,
+        micro_batch_tokens: int | None = None,
         max_grad_norm: float | None = 1.0,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm)
+        super().__init__(micro_batch_tokens, max_grad_norm, packing)
         self.set_sources(actor=actor, ref=actor if ref is None else ref)
         self.loss: Any = loss
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.packing = packing
-
-    def on_train_start(self) -> None:
-        """Raise if packed texts would attend to each other."""
-        check_packing(self)
-
-    def on_validation_start(self) -> None:
-        """Raise if packed texts would attend to each other, in a validation without training."""
-        if self.trainer.state.fn == "validate":
-            check_packing(self)
 
     def row_scores(self, rows: Any) -> Sequence[Tensor]:
         """Return (B,) log-ratios of the preferred responses and of the others, then the actor's log-probs of them."""
@@ -74,8 +64,8 @@ class DPOModule(PairModule):
     def answer_scores(self, texts: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Return (B,) each response's log-ratio of actor to reference, and the actor's log-prob. All ranks."""
         with torch.no_grad():
-            reference = text_scores(self, "ref", texts, self.packing)[0].logprobs.sum(dim=1)
-        logprobs = text_scores(self, "actor", texts, self.packing)[0].logprobs.sum(dim=1)
+            reference = text_scores(self, "ref", texts)[0].logprobs.sum(dim=1)
+        logprobs = text_scores(self, "actor", texts)[0].logprobs.sum(dim=1)
         return logprobs - reference, logprobs
 
     def losses(self, rows: Any, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:

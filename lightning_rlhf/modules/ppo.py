@@ -101,7 +101,8 @@ class PPOModule(RLHFModule):
         """Return (B, T) the critic's value before each response token, and (B,) after the last one."""
         input_ids, index = join(rollout)
         after_last = (rollout.total_lengths - 1).unsqueeze(1)
-        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, after_last], dim=1))
+        packing = self.layout.pack(rollout, input_ids.shape[1])
+        values = self.role_strategy.role("critic")(input_ids, torch.cat([index, after_last], dim=1), packing)
         return values[:, :-1], values[:, -1]
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:

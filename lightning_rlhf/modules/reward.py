@@ -28,7 +28,9 @@ class RewardModule(PairModule):
         loss: loss of a pair from its scores.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        micro_batch_tokens: most padded tokens in one forward pass.
+        packing: whether the texts of a forward pass are laid out in one row without padding; see
+            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
@@ -40,10 +42,11 @@ class RewardModule(PairModule):
         loss: PairwiseLoss = PairwiseLoss(),
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        micro_batch_tokens: int = 16384,
+        packing: bool = True,
+        micro_batch_tokens: int | None = None,
         max_grad_norm: float | None = 1.0,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm)
+        super().__init__(micro_batch_tokens, max_grad_norm, packing)
         self.sources = {"reward_model": as_source(reward_model)}
         self.loss = loss
         self.optimizer = optimizer
@@ -52,7 +55,9 @@ class RewardModule(PairModule):
     def row_scores(self, rows: PreferenceBatch) -> Sequence[Tensor]:
         """Return (B,) scores of the preferred texts and of the others, from one forward pass."""
         texts = concat_texts([rows.chosen, rows.rejected])
-        scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, (texts.lengths - 1).unsqueeze(1))
+        packing = self.layout.pack(texts, texts.input_ids.shape[1])
+        ends = (texts.lengths - 1).unsqueeze(1)
+        scores: Tensor = self.role_strategy.role("reward_model")(texts.input_ids, ends, packing)
         return scores.squeeze(1).chunk(2)
 
     def losses(self, rows: PreferenceBatch, scores: Sequence[Tensor], means: MeanAccumulator, prefix: str) -> Tensor:

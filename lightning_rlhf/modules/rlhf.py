@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.batching.shares import balanced_shares
+from lightning_rlhf.batching.shares import balanced_shares, by_prompt
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -59,7 +59,9 @@ class RLHFModule(RoleModule):
         ent_coef: weight of the entropy bonus, at least 0.
         update_epochs: passes over each rollout, at least 1.
         minibatch_size: responses per optimizer step, over all ranks, at least 1.
-        micro_batch_tokens: most padded tokens in one forward pass.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        packing: whether a forward pass has its texts in one row without padding, and the prompt of responses once.
+        keep_groups: whether the responses to a prompt stay in one mini-batch, where they share it in the updates, too.
         max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
         target_kl: bound of KL(old || new), in nats per token, as the mean over a mini-batch and all ranks. The updates
             after the first mini-batch that exceeds it are left out; ``policy/updates`` in the log counts the updates.
@@ -92,11 +94,13 @@ class RLHFModule(RoleModule):
         ent_coef: float = 0.0,
         update_epochs: int = 1,
         minibatch_size: int = 64,
-        micro_batch_tokens: int = 16384,
+        micro_batch_tokens: int | None = None,
+        packing: bool = True,
+        keep_groups: bool = False,
         max_grad_norm: float | None = 1.0,
         target_kl: float | None = None,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm)
+        super().__init__(micro_batch_tokens, max_grad_norm, packing)
         self.has_ref = self.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
         self.set_sources(
             actor=actor, ref=(actor if ref is None else ref) if self.has_ref else None, reward_model=reward_model
@@ -114,6 +118,7 @@ class RLHFModule(RoleModule):
         self.ent_coef = ent_coef
         self.update_epochs = update_epochs
         self.minibatch_size = minibatch_size
+        self.keep_groups = keep_groups
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
         self._rollout: Rollout | None = None
@@ -194,6 +199,8 @@ class RLHFModule(RoleModule):
             step = ("minibatches", self.trainer.global_step)
             generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
             order = torch.randperm(len(rows), generator=generator)
+            if self.keep_groups and (prompts := rows.prompt_numbers()) is not None:
+                order = by_prompt(order, prompts[0].cpu())
             for number, minibatch in enumerate(order.split(size)):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
@@ -242,7 +249,9 @@ class RLHFModule(RoleModule):
             logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.selected_tokens
         )
         policy = policy * self.importance_weights(logprobs, rows, means)
-        loss = policy - self.ent_coef * entropy
+        loss = policy
+        if self.ent_coef > 0:
+            loss = loss - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
             kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, rows.old_logprobs)
             loss = loss + self.kl_loss.coef * kl
@@ -389,7 +398,10 @@ class RLHFModule(RoleModule):
 
         def at_end(rows: Rollout) -> tuple[Tensor]:
             input_ids, _ = join(rows)
-            return (self.role_strategy.role("reward_model")(input_ids, (rows.total_lengths - 1).unsqueeze(1)),)
+            ends = (rows.total_lengths - 1).unsqueeze(1)
+            return (
+                self.role_strategy.role("reward_model")(input_ids, ends, self.layout.pack(rows, input_ids.shape[1])),
+            )
 
         scores: Tensor = self.map_micro_batches(at_end, rollout)[0].squeeze(1)
         return scores
@@ -413,6 +425,7 @@ class RLHFModule(RoleModule):
             temperature=rollout.temperature,
             squares=squares,
             adapters=adapters,
+            packing=self.layout.pack(rollout, input_ids.shape[1]),
         )
         return scores
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies for the Trainer)
-from lightning_rlhf.batching.micro import token_budget_batches
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
@@ -29,6 +28,7 @@ from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.modules.metrics import MeanAccumulator, UpdateResult
 from lightning_rlhf.modules.schedules import RunSchedule
+from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.paths import names_a_path
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.checkpoints.role_state import check_optimizer
@@ -45,25 +45,27 @@ class RoleModule(LightningModule):
     ``trainer.global_step`` counts calls of ``training_step``, and learning rates are scheduled on the same count.
 
     Args:
-        micro_batch_tokens: most tokens in one forward pass, padding included unless rows are packed, positive.
+        micro_batch_tokens: most tokens in one forward pass, positive, padding included unless rows are packed; None is
+            2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that each role's gradient is clipped to; None does not clip.
+        packing: whether the texts of a forward pass are laid out in one row without padding. Texts do not attend to
+            each other, and gradients are the same up to rounding. Architectures that do not allow it are padded.
     """
 
-    packing = False  # whether rows share a forward pass without padding
     reads: type | None = None  # type of the batches, where the data module declares its own
     sources: dict[str, ModelSource]  # of each role that has its own weights
     trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
     frozen_roles: tuple[str, ...] = ()
 
-    def __init__(self, micro_batch_tokens: int, max_grad_norm: float | None) -> None:
+    def __init__(self, micro_batch_tokens: int | None, max_grad_norm: float | None, packing: bool = True) -> None:
         super().__init__()
-        if micro_batch_tokens < 1:
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
             raise UsageError(f"micro_batch_tokens must be positive, got {micro_batch_tokens}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise UsageError(f"max_grad_norm must be positive or null, got {max_grad_norm}")
         self.automatic_optimization = False
         self.strict_loading = False  # frozen roles are not in the checkpoint
-        self.micro_batch_tokens = micro_batch_tokens
+        self.layout = TextLayout(self, micro_batch_tokens, packing)
         self.max_grad_norm = max_grad_norm
         self.logged_names: dict[str, list[str]] = {}  # metrics of each part of a step so far, also in the checkpoint
         self.built = False
@@ -202,6 +204,15 @@ class RoleModule(LightningModule):
             configured.append(entry)
         return configured
 
+    def on_fit_start(self) -> None:
+        """Choose between packed and padded rows; the models have their final form now."""
+        self.layout.check()
+
+    def on_validation_start(self) -> None:
+        """Choose between packed and padded rows, in a validation without training."""
+        if self.trainer.state.fn == TrainerFn.VALIDATING:
+            self.layout.check()
+
     def train(self, mode: bool = True) -> RoleModule:
         """Set the mode of the trained roles; frozen ones stay in evaluation mode."""
         super().train(mode)
@@ -253,8 +264,7 @@ class RoleModule(LightningModule):
 
     def micro_batches(self, batch: TensorBatch) -> list[tuple[Tensor, bool]]:
         """Split a batch by token budget into row numbers; see :meth:`equalize_over_ranks`. All ranks."""
-        lengths = batch.real_lengths if self.packing else batch.total_lengths
-        return self.equalize_over_ranks(token_budget_batches(lengths, self.micro_batch_tokens, self.packing))
+        return self.equalize_over_ranks(self.layout.split(batch))
 
     def map_micro_batches(self, function: Callable[[Any], Sequence[Tensor | None]], batch: TensorBatch) -> list[Any]:
         """Apply a function to micro-batches and return each of its results for the whole batch, in order. All ranks.

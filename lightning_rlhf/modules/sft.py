@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.modules.texts import check_packing, text_scores
+from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.types import SequenceBatch
 
 
@@ -23,11 +23,9 @@ class SFTModule(RoleModule):
         actor: model to train: directory, hub id or ``FromConfig``.
         optimizer: factory of the optimizer.
         lr_scheduler: factory of its scheduler, stepped once per batch; None keeps the rate.
-        packing: whether to concatenate the texts of a forward pass without padding. Texts do not attend to each other,
-            which is tested on the model before the first update, and gradients are the same up to rounding. Faster with
-            attention that skips masked pairs, such as flash_attention_2; sdpa and eager compute all pairs of tokens of
-            a forward pass, so ``micro_batch_tokens`` should then be small.
-        micro_batch_tokens: most tokens in one forward pass; padding counts unless texts are packed.
+        packing: whether the texts of a forward pass are laid out in one row without padding; see
+            :class:`~lightning_rlhf.modules.role_module.RoleModule`.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
         max_grad_norm: global norm that gradients are clipped to; None does not clip.
     """
 
@@ -39,24 +37,14 @@ class SFTModule(RoleModule):
         actor: str | ModelSource,
         optimizer: OptimizerCallable = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01),
         lr_scheduler: LRSchedulerCallable | None = None,
-        packing: bool = False,
-        micro_batch_tokens: int = 16384,
+        packing: bool = True,
+        micro_batch_tokens: int | None = None,
         max_grad_norm: float | None = 1.0,
     ) -> None:
-        super().__init__(micro_batch_tokens, max_grad_norm)
+        super().__init__(micro_batch_tokens, max_grad_norm, packing)
         self.set_sources(actor=actor)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.packing = packing
-
-    def on_train_start(self) -> None:
-        """Raise if packed texts would attend to each other."""
-        check_packing(self)
-
-    def on_validation_start(self) -> None:
-        """Raise if packed texts would attend to each other, in a validation without training."""
-        if self.trainer.state.fn == "validate":
-            check_packing(self)
 
     def training_step(self, batch: SequenceBatch, batch_idx: int) -> None:
         """Update the role on one batch."""
@@ -72,7 +60,7 @@ class SFTModule(RoleModule):
 
     def token_loss(self, rows: SequenceBatch, means: MeanAccumulator, prefix: str = "train") -> Tensor:
         """Compute the negative log-likelihood, summed over the marked tokens of some rows."""
-        (logprobs, entropy, _), mask = text_scores(self, "actor", rows, self.packing)
+        (logprobs, entropy, _), mask = text_scores(self, "actor", rows)
         means.add(f"{prefix}/loss", -logprobs, mask)
         means.add(f"{prefix}/entropy", entropy, mask)
         return -logprobs.sum()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_rlhf.functional.logprobs import CHUNK_TOKENS
+from lightning_rlhf.functional.logprobs import CHUNK_BYTES, KEEP_BYTES
 from lightning_rlhf.planning.architecture import Architecture, Layer
 from lightning_rlhf.planning.setup import Precision
 
 _FLOAT = 4  # norms, attention's normalizers and logits are float32 in every precision
-_CHUNK_COPIES = 6  # logits, clamped logits, probabilities, their product and gradients; measured by a test
+_CHUNK_COPIES = 3  # logits, their exponentials, and the gradient of the logits
 _INDEX_BYTES = 36  # indices and weights of one expert that a token passes
 
 
@@ -59,14 +59,18 @@ class Pass:
         return self.tokens * max(self.layer_bytes(layer) for layer in self.model.layers)
 
     def logits_bytes(self) -> int:
-        """Compute the bytes of the log-probs of one chunk of tokens: 6 x 4 x chunk x vocabulary."""
-        return _CHUNK_COPIES * _FLOAT * min(self.tokens, CHUNK_TOKENS) * self.model.vocabulary
+        """Compute the bytes of the head: probabilities that are kept, logits of a chunk, gradient of the weight."""
+        logits = _FLOAT * self.tokens * self.model.vocabulary
+        stored = min(logits, KEEP_BYTES)
+        chunks = _CHUNK_COPIES * min(logits, CHUNK_BYTES)
+        return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:
         """Compute the bytes per token that one decoder layer keeps for the backward pass.
 
             norms      n (4h + xh + ch) + 4n            input in float32, normalised input, output
             attention  c (2 a/t + 2 k/t) + 4 heads/t    queries, keys, values, output, normalizers
+            packed     c a/t                            outputs of all texts in one row
             latent     (4 + 2c) l + 4 per latent        norm of the latent; attention is c (2 a + v + 2 o) + 4 heads
             eager      (4 + c) heads L, and c a         attention without a fused kernel, for texts of L tokens
             MLP        4 c f/t                          gate, up, their activation, the product
@@ -113,7 +117,7 @@ class Pass:
             return 4 * c * layer.query + layer.heads * self.length * (_FLOAT + probabilities)
         if layer.latents:
             return c * (layer.query + layer.key + layer.value + 2 * layer.output) + _FLOAT * layer.heads
-        size = c * (2 * layer.query + 2 * layer.key) + _FLOAT * layer.heads
+        size = c * (2 * layer.query + 2 * layer.key + layer.packed * layer.query) + _FLOAT * layer.heads
         if layer.head_norm:
             widths = layer.query + layer.key
             size += (_FLOAT + c) * widths + _FLOAT * widths * layer.heads // layer.query

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models import packed_attention
 from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 
 
@@ -62,6 +63,7 @@ class Layer:
         wide_router: whether the router computes in float32, as in DeepSeek-V3.
         gated_shared: whether the output of the shared expert is multiplied by a gate, as in Qwen2-MoE.
         eager: whether attention keeps its (length, length) logits, because no fused kernel computes it.
+        packed: whether attention copies its outputs into one row.
     """
 
     hidden: int
@@ -83,6 +85,7 @@ class Layer:
     wide_router: bool = False
     gated_shared: bool = False
     eager: bool = False
+    packed: bool = False
 
     def cache_elements(self, split: int) -> int:
         """Return the elements per token of an engine's KV cache on each of ``split`` GPUs.
@@ -187,6 +190,7 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         )
     expert = next((shape for shape in down if len(shape) == 3), None)
     norms = [name for name, value in parameters.items() if "norm" in name and "self_attn" not in name]
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     return Layer(
         hidden=config.hidden_size,
         norms=len(norms),
@@ -200,7 +204,8 @@ def _layer(config: Any, parameters: dict[str, nn.Parameter]) -> Layer:
         wide_norms=config.model_type.startswith("gemma"),
         wide_router=expert is not None and config.model_type.startswith("deepseek"),
         gated_shared=any("shared_expert_gate" in name for name in parameters),
-        eager=config._attn_implementation == "eager",
+        eager=config._attn_implementation == "eager" or is_capped,
+        packed=config._attn_implementation == packed_attention.NAME,
         **(_latent_attention(config) if getattr(config, "kv_lora_rank", None) else _attention(config)),
     )
 

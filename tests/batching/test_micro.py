@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.batching.micro import token_budget_batches
+from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
 from tests.helpers import properties
 
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -52,3 +52,33 @@ def test_no_rows_make_no_batches():
 def test_a_budget_must_be_positive(budget):
     with pytest.raises(ValueError, match=rf"^micro_batch_tokens must be positive, got {budget}$"):
         token_budget_batches(torch.tensor([1]), budget)
+
+
+def test_responses_that_share_prompts_worked_by_hand():
+    # Prompt 0 has 3 tokens and responses of 2, 5 and 4: 5 + 4 + 3 = 12, and 3 + 2 = 5 as its own part.
+    # Prompt 1 has 6 tokens and a response of 1: 7 tokens, which fit beside the 5.
+    batches = shared_prompt_batches([3, 6, 3, 3], [2, 1, 5, 4], [0, 1, 0, 0], 12)
+    assert [rows.tolist() for rows in batches] == [[2, 3], [1, 0]]
+
+
+GROUPED = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), min_size=1, max_size=20)
+
+
+@properties
+@given(GROUPED, st.integers(1, 60))
+def test_every_response_once_and_within_the_budget_unless_alone(rows, budget):
+    prompts = [prompt for prompt, _ in rows]
+    lengths = [3 * prompt + 1 for prompt in prompts]
+    responses = [length for _, length in rows]
+    batches = [batch.tolist() for batch in shared_prompt_batches(lengths, responses, prompts, budget)]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    for batch in batches:
+        tokens = sum(responses[row] for row in batch) + sum(
+            3 * prompt + 1 for prompt in {prompts[row] for row in batch}
+        )
+        assert len(batch) == 1 or tokens <= budget
+
+
+def test_the_responses_to_a_prompt_stay_together_where_they_fit():
+    batches = shared_prompt_batches([5] * 6, [4, 3, 2, 4, 3, 2], [0, 0, 0, 1, 1, 1], 20)
+    assert [sorted(rows.tolist()) for rows in batches] == [[0, 1, 2], [3, 4, 5]]

@@ -1,26 +1,56 @@
+"""Places of tokens in a row without padding, with and without prompts that several responses share."""
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.batching.sequences import pack
+from lightning_rlhf.batching.packing import pack_responses, pack_texts
 from tests.helpers import properties
 
 
-def test_a_case_worked_by_hand():
+def test_texts_worked_by_hand():
     ids = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0], [1, 2, 0, 0]])
-    packed, positions, starts = pack(ids, torch.tensor([3, 1, 2]))
-    assert packed.tolist() == [[5, 6, 7, 8, 1, 2]]
-    assert positions.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert starts.tolist() == [0, 3, 4]
+    packing = pack_texts([3, 1, 2], 4)
+    assert ids.flatten()[packing.tokens].tolist() == [5, 6, 7, 8, 1, 2]
+    assert packing.positions.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert packing.lengths == ((3, 1, 2), ((), (), ()))
+    index = torch.tensor([[0, 2, 3], [0, 1, 9], [1, 0, 0]])
+    assert packing.row_index(index).tolist() == [[0, 2, 2], [3, 3, 3], [5, 4, 4]]
+
+
+def test_a_shared_prompt_worked_by_hand():
+    # Rows 0 and 2 have the prompt [5, 6], row 1 has the prompt [8]; the row is 5 6 | 8 9 | 7 | 3 4.
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0], [5, 6, 3, 4]])
+    packing = pack_responses([2, 1, 2], [1, 1, 2], [4, 0, 4], 4)
+    assert ids.flatten()[packing.tokens].tolist() == [5, 6, 8, 9, 7, 3, 4]
+    assert packing.positions.tolist() == [[0, 1, 0, 1, 2, 2, 3]]
+    assert packing.lengths == ((2, 2), ((1, 2), ()))
+    assert packing.lengths.tokens == 7
+    places = packing.row_index(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
+    assert places.tolist() == [[0, 1, 4], [2, 3, 3], [1, 5, 6]]
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=9)
 
 
 @properties
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 3))
-def test_every_token_is_found_again_at_its_row_and_position(lengths, extra):
-    ids = torch.arange(len(lengths) * (max(lengths) + extra)).view(len(lengths), -1)
-    packed, positions, starts = pack(ids, torch.tensor(lengths))
-    assert packed.shape == positions.shape == (1, sum(lengths))
-    for row, length in enumerate(lengths):
-        for place in range(length):
-            assert packed[0, starts[row] + place] == ids[row, place]
-            assert positions[0, starts[row] + place] == place
+@given(ROWS, st.integers(0, 3))
+def test_every_token_is_found_at_the_place_of_its_position(rows, extra):
+    """The prompt of group g has g + 1 tokens; the ids of a row are unlike those of all others, except in its prompt."""
+    groups = [group for group, _ in rows]
+    prompts = [group + 1 for group in groups]
+    responses = [length for _, length in rows]
+    width = max(p + r for p, r in zip(prompts, responses, strict=True)) + extra
+    ids = torch.arange(len(rows) * width).view(len(rows), -1) + 1000
+    for row, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
+        ids[row, :prompt] = torch.arange(prompt) + 10 * group
+    packing = pack_responses(prompts, responses, groups, width)
+    packed = ids.flatten()[packing.tokens]
+    assert packed.shape == packing.positions.shape[1:] == (packing.lengths.tokens,)
+    places = packing.row_index(torch.arange(width).expand(len(rows), -1))
+    for row, total in enumerate(p + r for p, r in zip(prompts, responses, strict=True)):
+        assert torch.equal(packed[places[row, :total]], ids[row, :total])
+        assert packing.positions[0, places[row, :total]].tolist() == list(range(total))
+        assert bool((places[row, total:] == places[row, total - 1]).all())
+    once = sum(group + 1 for group in set(groups))
+    assert packing.lengths.tokens == once + sum(responses)

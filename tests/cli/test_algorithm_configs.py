@@ -16,7 +16,7 @@ from tests.algorithm_tables import BASE, CONFIGS, ROOT, arguments, bounds, pages
 from tests.cli.conftest import LLAMA
 from tests.learning.test_preference_tasks import BOUNDS as PREFERENCE_BOUNDS
 
-PREFERENCES = [path for path in sorted((ROOT / "configs/preferences").glob("*.yaml")) if path.stem != "sft_packed"]
+PREFERENCES = sorted((ROOT / "configs/preferences").glob("*.yaml"))
 PAGES = sorted(path for path in (ROOT / "docs/algorithms").glob("*.md") if path.name != "README.md")
 OVERVIEW = (ROOT / "docs/algorithms/README.md").read_text()
 # What only some algorithms ask of the loop: greedy responses, squared probabilities, chosen tokens, a critic and

@@ -21,6 +21,11 @@ def _head(tokens, seed, bias=True, dtype=torch.float32):
     return hidden, weight, offset, targets
 
 
+def chunk_of(tokens, weight):
+    """Return the bytes of the logits of some tokens."""
+    return 4 * len(weight) * tokens
+
+
 def test_logprobs_and_entropy_of_a_case_worked_by_hand():
     # probabilities 1/8, 2/8, 5/8 and a uniform quarter;  H = ln 8 / 8 + ln 4 / 4 + 5/8 ln 1.6
     logits = torch.tensor([[1.0, 2.0, 5.0, 0.0], [3.0, 3.0, 3.0, 3.0]]).log().clamp(min=-100)
@@ -67,28 +72,33 @@ def test_huge_logits_stay_finite():
     assert_close(entropy, [0.0, math.log(3)], atol=1e-3)
 
 
+def logits_of(hidden, weight, *options):
+    return head_logits(hidden, weight, *options, out=torch.empty(len(hidden), len(weight)))
+
+
 def test_head_caps_before_it_scales():
     hidden, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, -1.0]])
     bias = torch.tensor([0.5, 1.0])
     # 1 + 2 + 0.5 = 3.5;  -2 + 1 = -1
-    assert_close(head_logits(hidden, weight, None, 1.0, None), [[3, -2]])
-    assert_close(head_logits(hidden, weight, bias, 1.0, None), [[3.5, -1]])
-    assert_close(head_logits(hidden, weight, bias, 2.0, None), [[7, -2]])
+    assert_close(logits_of(hidden, weight, None, 1.0, None), [[3, -2]])
+    assert_close(logits_of(hidden, weight, bias, 1.0, None), [[3.5, -1]])
+    assert_close(logits_of(hidden, weight, bias, 2.0, None), [[7, -2]])
     # 2 tanh(1.75) = 1.8827517, 2 tanh(-0.5) = -0.9242343; then halved
-    assert_close(head_logits(hidden, weight, bias, 1.0, 2.0), [[1.8827517, -0.9242343]])
-    assert_close(head_logits(hidden, weight, bias, 0.5, 2.0), [[0.9413759, -0.4621172]])
+    assert_close(logits_of(hidden, weight, bias, 1.0, 2.0), [[1.8827517, -0.9242343]])
+    assert_close(logits_of(hidden, weight, bias, 0.5, 2.0), [[0.9413759, -0.4621172]])
 
 
 @properties
 @given(
     tokens=st.integers(0, 9),
     chunk_tokens=st.integers(1, 12),
+    kept_tokens=st.integers(0, 12),
     bias=st.booleans(),
     scale=st.sampled_from([1.0, 0.7, 2.0]),
     softcap=st.sampled_from([None, 1.5]),
     seed=seeds,
 )
-def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, scale, softcap, seed):
+def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, kept_tokens, bias, scale, softcap, seed):
     *inputs, targets = _head(tokens, seed, bias)
     hidden, weight, offset = inputs
     differentiable = [tensor for tensor in inputs if tensor is not None]
@@ -99,7 +109,14 @@ def test_chunks_change_neither_values_nor_gradients(tokens, chunk_tokens, bias, 
     every = logits.log_softmax(-1)
     expected = every[torch.arange(tokens), targets], -(every.exp() * every).sum(-1)
     actual = chunked_token_scores(
-        hidden, weight, offset, targets, scale=scale, softcap=softcap, chunk_tokens=chunk_tokens
+        hidden,
+        weight,
+        offset,
+        targets,
+        scale=scale,
+        softcap=softcap,
+        chunk_bytes=chunk_of(chunk_tokens, weight),
+        keep_bytes=chunk_of(kept_tokens, weight),
     )[:2]
 
     outer = normal(2, tokens, seed=seed + 3)  # an arbitrary gradient from above, for both outputs
@@ -125,8 +142,8 @@ def test_by_default_logits_are_neither_scaled_nor_capped_and_probabilities_not_s
 
 def test_hidden_states_and_targets_that_do_not_match_are_refused():
     hidden, weight, bias, targets = _head(6, seed=6)
-    with pytest.raises(ValueError, match="zip"):
-        chunked_token_scores(hidden, weight, bias, targets[:4], chunk_tokens=2)
+    with pytest.raises(ValueError, match="one target for each hidden state expected, got 4 for 6"):
+        chunked_token_scores(hidden, weight, bias, targets[:4])
 
 
 def test_no_tokens_still_reach_every_parameter():
@@ -141,9 +158,9 @@ def test_no_tokens_still_reach_every_parameter():
 
 def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
     hidden, weight, bias, targets = _head(5, seed=1)
-    with_graph = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
+    with_graph = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(2, weight))
     with torch.no_grad():
-        without = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=2)
+        without = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(2, weight))
     for first, second in zip(with_graph[:2], without[:2], strict=True):
         assert first.requires_grad
         assert not second.requires_grad
@@ -152,7 +169,9 @@ def test_without_gradients_the_numbers_are_the_same_and_no_graph_is_kept():
 
 def test_a_frozen_head_passes_gradients_on_to_the_hidden_states():
     hidden, weight, bias, targets = _head(5, seed=2)
-    chunked_token_scores(hidden, weight.detach(), bias.detach(), targets, chunk_tokens=2)[0].sum().backward()
+    chunked_token_scores(hidden, weight.detach(), bias.detach(), targets, chunk_bytes=chunk_of(2, weight))[
+        0
+    ].sum().backward()
     assert hidden.grad.abs().sum() > 0
     assert weight.grad is None
 
@@ -162,26 +181,78 @@ def chunk_sizes(monkeypatch):
     """How many rows of logits each call of the head makes."""
     sizes = []
 
-    def spy(hidden, *arguments):
+    def spy(hidden, *arguments, out):
         sizes.append(len(hidden))
-        return head_logits(hidden, *arguments)
+        return head_logits(hidden, *arguments, out=out)
 
     monkeypatch.setattr(module, "head_logits", spy)
     return sizes
 
 
-def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_them_again(chunk_sizes):
+def test_no_more_than_a_chunk_of_logits_is_made_and_backward_makes_those_again_that_were_not_kept(chunk_sizes):
     hidden, weight, bias, targets = _head(7, seed=3)
-    logprobs, _ = chunked_token_scores(hidden, weight, bias, targets, chunk_tokens=3)[:2]
+    chunks = {"chunk_bytes": chunk_of(3, weight), "keep_bytes": chunk_of(5, weight)}
+    logprobs, _ = chunked_token_scores(hidden, weight, bias, targets, **chunks)[:2]
     assert chunk_sizes == [3, 3, 1]
     logprobs.sum().backward()
-    assert sorted(chunk_sizes) == [1, 1, 3, 3, 3, 3]
+    assert chunk_sizes == [3, 3, 1, 3, 1]
 
 
 def test_logits_are_made_once_where_no_gradient_is_wanted(chunk_sizes):
+    hidden, weight, bias, targets = _head(1025, seed=4)
     with torch.no_grad():
-        chunked_token_scores(*_head(1025, seed=4))
-    assert chunk_sizes == [1024, 1]
+        chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(1000, weight))
+    assert chunk_sizes == [1000, 25]
+
+
+def test_a_chunk_has_a_token_however_large_the_vocabulary(chunk_sizes):
+    chunked_token_scores(*_head(3, seed=4), chunk_bytes=1)
+    assert chunk_sizes == [1, 1, 1]
+
+
+def test_a_second_backward_pass_gives_the_same_gradient():
+    head = _head(3, seed=4)
+    logprobs = chunked_token_scores(*head).logprobs
+    first, second = (torch.autograd.grad(logprobs.sum(), head[:2], retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("wanted", ["logprobs", "entropy"])
+def test_a_loss_of_one_output_has_the_gradient_of_that_output(wanted):
+    hidden, weight, bias, targets = _head(5, seed=8)
+    expected = getattr(token_scores(hidden @ weight.T + bias, targets), wanted)
+    expected = torch.autograd.grad(expected.square().sum(), (hidden, weight, bias))
+    actual = getattr(chunked_token_scores(hidden, weight, bias, targets), wanted)
+    actual = torch.autograd.grad(actual.square().sum(), (hidden, weight, bias))
+    for ours, exact in zip(actual, expected, strict=True):
+        assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_padded_with_minus_infinity_has_finite_entropy_and_gradient():
+    hidden = torch.ones(1, 1, requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf])
+    scores = chunked_token_scores(hidden, torch.ones(3, 1), bias, torch.tensor([0]))
+    (scores.logprobs + scores.entropy).sum().backward()
+    assert_close(scores.entropy, torch.tensor([math.log(2)]))
+    assert_close(scores.logprobs, torch.tensor([-math.log(2)]))
+    assert hidden.grad.isfinite().all()
+
+
+def test_under_autocast_the_head_computes_in_bfloat16_and_adds_gradients_in_float32():
+    hidden, weight, bias, targets = _head(64, seed=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = chunked_token_scores(hidden, weight, bias, targets, chunk_bytes=chunk_of(4, weight)).logprobs
+    assert actual.dtype == torch.float32
+    low = [tensor.detach().bfloat16() for tensor in (hidden, weight, bias)]
+    logits = torch.nn.functional.linear(*low).float()
+    assert_close(actual, token_scores(logits, targets).logprobs, atol=1e-5)
+    gradients = torch.autograd.grad(actual.sum(), (hidden, weight, bias))
+    rounded = [tensor.double().requires_grad_() for tensor in low]
+    expected = token_scores(torch.nn.functional.linear(*rounded), targets).logprobs.sum()
+    for ours, exact in zip(gradients, torch.autograd.grad(expected, rounded), strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours - exact).norm() / exact.norm()) < 0.01
 
 
 def test_a_vocabulary_padded_with_minus_infinity_has_finite_entropy_and_gradient():
@@ -203,5 +274,7 @@ def test_the_sum_of_squared_probabilities_is_computed_when_asked_for_and_has_no_
 
 def test_chunks_give_the_sums_of_squared_probabilities_of_all_logits():
     hidden, weight, bias, targets = _head(7, seed=9)
-    ours = chunked_token_scores(hidden, weight, bias, targets, squares=True, chunk_tokens=3).sum_pi_squared
+    ours = chunked_token_scores(
+        hidden, weight, bias, targets, squares=True, chunk_bytes=chunk_of(3, weight)
+    ).sum_pi_squared
     assert_close(ours, ((hidden @ weight.T + bias).double().softmax(-1) ** 2).sum(-1), atol=1e-6)

@@ -31,12 +31,13 @@ def test_gemma_2_caps_its_attention_logits_as_it_was_trained_to(tmp_path):
     assert torch.equal(Pretrained(str(tmp_path)).causal().lm.eval()(IDS).logits, capped)
 
 
-def test_the_actor_the_critic_and_the_engine_beside_them_have_the_same_attention(tmp_path):
+def test_the_roles_and_the_engine_cap_the_logits_of_attention(tmp_path):
     save_architecture(SOURCE, tmp_path)
     engine = TransformersEngine()
     engine.start(EngineSetup(tmp_path, "float32", 40, tmp_path / "log"))
-    for model in (SOURCE.causal().lm, SOURCE.scalar().lm, engine._model):
-        assert model.config._attn_implementation == "eager"
+    for model in (SOURCE.causal().lm, SOURCE.scalar().lm):
+        assert model.config._attn_implementation == "packed"
+    assert engine._model.config._attn_implementation == "eager"  # its attention reads a cache
     assert FromConfig({"model_type": "llama"}).hf_config()._attn_implementation != "eager"
 
 

@@ -1,5 +1,6 @@
 """Packed texts do not see each other: loss, gradients and updates are those of padded ones, on every attention."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_rlhf import DPOModule, FromConfig, SFTModule
-from lightning_rlhf.models import causal
+from lightning_rlhf.batching import packing as layouts
+from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close
@@ -53,7 +55,8 @@ def sft(source, lr=0.1, **options):
 
 def gradients(module, batch, packed):
     """Log-probabilities of the marked tokens, and the gradient of a weighted sum of them."""
-    (logprobs, _, _), mask = text_scores(module, "actor", batch, packed)
+    module.layout.packed = packed
+    (logprobs, _, _), mask = text_scores(module, "actor", batch)
     weights = torch.linspace(-1, 2, mask.numel()).view_as(mask)
     wanted = [p for p in module.actor.parameters() if p.requires_grad]
     return logprobs, torch.autograd.grad((logprobs * weights).sum(), wanted, allow_unused=True, materialize_grads=True)
@@ -77,20 +80,24 @@ def test_log_probabilities_and_gradients_are_those_of_padded_texts(name, attenti
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "gpt2"])
-def test_positions_that_do_not_start_again_would_be_seen(name, attention, monkeypatch):
-    def running_on(input_ids, lengths):
-        packed, positions, starts = causal_pack(input_ids, lengths)
-        return packed, torch.arange(positions.shape[1]).unsqueeze(0), starts
-
-    module = sft(FromConfig(architecture(name, APART[name], attention), seed=3))
-    causal_pack = causal.pack
+def test_positions_that_do_not_start_again_are_seen(attention, monkeypatch, caplog):
+    """The test at the start of a run finds a layout that does not separate texts, here for an unlisted architecture."""
+    source = FromConfig(architecture("gpt2", APART["gpt2"], attention), seed=3)
+    module = sft(source)
     padded, _ = gradients(module, texts(), False)
-    monkeypatch.setattr(causal, "pack", running_on)
+    correct = layouts.pack_responses
+
+    def running_on(*arguments):
+        packing = correct(*arguments)
+        return replace(packing, positions=torch.arange(packing.positions.shape[1]).unsqueeze(0))
+
+    monkeypatch.setattr(layouts, "pack_responses", running_on)
     packed, _ = gradients(module, texts(), True)
     assert float((packed - padded).detach().abs().max()) > 0.1
-    with pytest.raises(ValueError, match=f"with attention '{attention}' does not separate packed texts"):
-        fit(sft(FromConfig(architecture(name, APART[name], attention), seed=3), packing=True), [texts()])
+    module = sft(source)
+    fit(module, [texts()])
+    assert not module.layout.packed
+    assert f"GPT2LMHeadModel with attention '{attention}' does not separate packed texts" in caplog.text
 
 
 def updates(dtype, packing, micro_batch_tokens, attention):
@@ -126,35 +133,50 @@ def test_three_updates_are_those_of_padded_texts_for_any_token_budget(dtype, att
         assert_close(packed_weights, weights, rtol=0, atol=rounding)
 
 
+def padded_instead(caplog, module, run):
+    """Return the warning, after a run that padded its rows."""
+    run()
+    assert not module.layout.packed
+    (record,) = [record for record in caplog.records if "evaluated with padding" in record.getMessage()]
+    return record.getMessage()
+
+
 @pytest.mark.parametrize("name", TOGETHER)
-def test_an_architecture_that_would_mix_texts_is_refused_by_name(name):
-    module = sft(FromConfig(architecture(name, TOGETHER[name]), seed=3), packing=True)
-    weights = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(ValueError, match=r"ForCausalLM with attention 'sdpa' does not separate packed texts") as info:
-        fit(module, [texts()])
-    assert type(module.actor.lm).__name__ in str(info.value)
-    assert str(info.value).endswith("set packing: false")
-    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
+def test_an_architecture_that_would_mix_texts_is_padded_and_named(name, caplog):
+    module = sft(FromConfig(architecture(name, TOGETHER[name]), seed=3))
+    message = padded_instead(caplog, module, lambda: fit(module, [texts()]))
+    kind = type(module.actor.lm).__name__
+    assert message.startswith("The actor is evaluated with padding: ")
+    assert f"{kind} with attention 'sdpa' does not separate packed texts" in message
 
 
-def test_nothing_is_measured_where_texts_would_be_mixed():
-    module = sft(FromConfig(architecture("jamba", {}), seed=3), packing=True)
+def test_a_validation_alone_pads_texts_that_would_be_mixed(caplog):
+    module = sft(FromConfig(architecture("jamba", {}), seed=3))
     loader = DataLoader([texts()], batch_size=None)
-    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not separate packed texts"):
-        quiet_trainer().validate(module, loader, verbose=False)
+    padded_instead(caplog, module, lambda: quiet_trainer().validate(module, loader, verbose=False))
 
 
-def test_a_reference_that_would_mix_texts_is_refused_too():
-    module = DPOModule(TinyModel(), ref=FromConfig(architecture("jamba", {}), seed=3), packing=True)
+def test_a_reference_that_would_mix_texts_is_named(caplog):
+    module = DPOModule(TinyModel(), ref=FromConfig(architecture("jamba", {}), seed=3))
     batch = PreferenceBatch(texts(seed=1), texts(seed=2), torch.zeros(len(LENGTHS)))
-    with pytest.raises(ValueError, match="JambaForCausalLM with attention 'sdpa' does not separate packed texts"):
-        fit(module, [batch])
+    message = padded_instead(caplog, module, lambda: fit(module, [batch]))
+    assert "The ref is evaluated with padding: JambaForCausalLM" in message
 
 
-def test_an_architecture_without_positions_is_refused():
-    mamba = {"model_type": "mamba", **SMALL, "state_size": 8}
-    with pytest.raises(ValueError, match=r"^MambaForCausalLM with .* does not take positions"):
-        fit(sft(FromConfig(mamba, seed=3), packing=True), [texts()])
+def test_an_architecture_without_positions_is_padded(caplog):
+    module = sft(FromConfig({"model_type": "mamba", **SMALL, "state_size": 8}, seed=3))
+    message = padded_instead(caplog, module, lambda: fit(module, [texts()]))
+    assert "MambaForCausalLM" in message
+    assert "does not take positions" in message
+
+
+def test_a_listed_architecture_is_not_tested_again(monkeypatch):
+    calls = []
+    monkeypatch.setattr(TextLayout, "_outputs", lambda *arguments: calls.append(arguments))
+    module = sft(TinyModel())
+    fit(module, [texts()])
+    assert module.layout.packed
+    assert calls == []
 
 
 def test_the_budget_of_packed_texts_counts_real_tokens_only():
@@ -165,7 +187,7 @@ def test_the_budget_of_packed_texts_counts_real_tokens_only():
             lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
         )
         fit(module, [texts((12, 3, 3, 2, 7, 6, 7))])
-        return seen[3:] if packing else seen  # three to try whether texts are kept apart
+        return seen
 
     assert forwards(packing=False) == [12, 14, 18, 2]  # 12; 7 + 7; 6, 3 and 3; 2
     assert forwards(packing=True) == [19, 19, 2]  # 12 + 7; 7 + 6 + 3 + 3; 2

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from lightning_rlhf.batching.packing import pack_texts
+from lightning_rlhf.models import packed_attention
+from lightning_rlhf.models.causal import hidden_states
 from lightning_rlhf.planning.activations import Pass
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.memory import OPTIMIZER, RUNTIME, memory
@@ -29,8 +32,10 @@ def saved(kind, mode, layers, checkpointing=False):
     model = source(kind, MODES[mode][0], num_hidden_layers=layers).causal().train()
     if checkpointing:
         model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+    is_packed = model.lm.config._attn_implementation == packed_attention.NAME
+    packing = pack_texts([LENGTH] * ROWS, LENGTH) if is_packed else None
     with autocast(mode):
-        return saved_by(model, lambda: model.lm.base_model(input_ids=texts(ROWS, LENGTH)[0], use_cache=False))
+        return saved_by(model, lambda: hidden_states(model.lm, texts(ROWS, LENGTH)[0], packing))
 
 
 @pytest.mark.parametrize("mode", MODES)

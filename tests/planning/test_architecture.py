@@ -28,9 +28,12 @@ def test_a_tied_head_is_counted_once():
 
 def test_widths_of_dense_layers_and_of_mixtures():
     dense = architecture(source("qwen2").hf_config())
-    assert dense.layers == (Layer(64, 2, 64, 32, 4, head_norm=False, dense=192),) * 2
+    assert dense.layers == (Layer(64, 2, 64, 32, 4, head_norm=False, dense=192, packed=True),) * 2
     mixture = architecture(source("qwen3_moe").hf_config())
-    assert mixture.layers == (Layer(64, 2, 64, 32, 4, head_norm=True, dense=0, expert=48, experts=8, active=2),) * 2
+    assert (
+        mixture.layers
+        == (Layer(64, 2, 64, 32, 4, head_norm=True, dense=0, expert=48, experts=8, active=2, packed=True),) * 2
+    )
     # Some layers of a mixture may be dense, and every token may pass a shared expert.
     mixed = architecture(source("qwen3_moe", mlp_only_layers=[0]).hf_config())
     assert [(layer.dense, layer.expert) for layer in mixed.layers] == [(192, 0), (0, 48)]

@@ -21,6 +21,7 @@ from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.modules.text_layout import GPU_TOKENS
 from lightning_rlhf.planning import memory
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.plan import GIB, Plan, misfit_message, plan
@@ -159,7 +160,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
             minibatch_size=texts,
             update_epochs=1,
             longest=longest,
-            micro_batch_tokens=module.micro_batch_tokens,
+            micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
             evaluates_old=False,
             mixed=mixed,
             pairs=pairs,
@@ -172,7 +173,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         minibatch_size=module.minibatch_size,
         update_epochs=module.update_epochs,
         longest=longest + loop["max_response_tokens"],
-        micro_batch_tokens=module.micro_batch_tokens,
+        micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
         evaluates_old=not module.correction.bypass,
         mixed=mixed,
     )

@@ -1,0 +1,184 @@
+"""Compare lightning-rlhf with TRL on this machine: ``python -m benchmarks.compare``, or ``make benchmark``.
+
+Each library trains the same model on the same data, in processes that run in turns: ours, peer, ours, peer. A process
+has two warm steps and then those that are counted. The figures are medians over the counted steps of all turns.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.compare import task
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = {"trl": "trl==1.16.0", "trl-ppo": "trl==1.12.0"}  # 1.12 is the last release with PPO
+RUNS = {
+    "grpo": {
+        "lightning-rlhf, vLLM": (None, "grpo"),
+        "TRL, vLLM": ("trl", "grpo-vllm"),
+        "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
+        "TRL, transformers": ("trl", "grpo"),
+    },
+    "ppo": {"lightning-rlhf, vLLM": (None, "ppo"), "TRL 1.12, transformers": ("trl-ppo", "ppo")},
+    "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
+    "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
+}
+TITLES = {
+    "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
+    "ppo": "PPO with critic and reference: 256 prompts, four updates of actor and critic",
+    "sft": "SFT: 64 texts",
+    "dpo": "DPO: 64 pairs",
+}
+
+
+def peer_python(name: str, directory: Path) -> Path:
+    """Return the interpreter of a virtual environment with a peer and the packages of this project's own."""
+    environment = directory / "peers" / name
+    python = environment / "bin" / "python"
+    if not (environment / "installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
+        own = next(path for path in sys.path if path.endswith("site-packages"))
+        (folder,) = environment.glob("lib/python*/site-packages")
+        (folder / "shared.pth").write_text(own + "\n")
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", PEERS[name]]
+        subprocess.run(pip, check=True)
+        (environment / "installed").touch()
+    return python
+
+
+def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
+    """Run a process and return the content of its result file."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("w") as output:
+        ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
+    if not result.exists():
+        raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}, see {log}")
+    measured: dict[str, Any] = json.loads(result.read_text())
+    return measured
+
+
+def compare(name: str, directory: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Return what all libraries measured on a task in turns."""
+    measured: dict[str, list[dict[str, Any]]] = {library: [] for library in RUNS[name]}
+    for turn in range(rounds):
+        for library, (peer, run) in RUNS[name].items():
+            stem = f"{peer or 'ours'}-{run}-{turn}"
+            result = directory / f"{stem}.json"
+            result.unlink(missing_ok=True)
+            if peer is None:
+                command = [sys.executable, "-m", "benchmarks.compare.ours"]
+            else:
+                command = [str(peer_python(peer, directory)), "-m", "benchmarks.compare.trl_runs"]
+            command += [run, str(directory), str(result), str(steps)]
+            measured[library].append(measure(command, result, directory / f"{stem}.log"))
+            print(f"{name}, turn {turn + 1}, {library}: {seconds_of(measured[library][-1:], 'cpu'):.2f} s", flush=True)
+    return measured
+
+
+def seconds_of(turns: list[dict[str, Any]], which: str) -> float:
+    """Return the median of the counted steps."""
+    return statistics.median(step[which] for turn in turns for step in turn["steps"])
+
+
+def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the lines of a table; ratios are those to the first library."""
+    lines = [
+        "| library | CPU s per step | range | ratio | CPU ms per token | ratio | wall s | peak memory MB | reward |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    own: tuple[float, float] | None = None
+    for library, turns in measured.items():
+        steps = [step for turn in turns for step in turn["steps"]]
+        cpu = seconds_of(turns, "cpu")
+        per_token = 1000 * statistics.median(step["cpu"] / step["tokens"] for step in steps)
+        own = own or (cpu, per_token)
+        rewards = (
+            [f"{statistics.mean(turn['steps'][i]['reward'] for turn in turns):.2f}" for i in (0, -1)]
+            if "reward" in steps[0]
+            else []
+        )
+        lines.append(
+            f"| {library} | {cpu:.2f} | {min(s['cpu'] for s in steps):.2f} to {max(s['cpu'] for s in steps):.2f} "
+            f"| {own[0] / cpu:.2f} | {per_token:.3f} | {own[1] / per_token:.2f} | {seconds_of(turns, 'wall'):.2f} "
+            f"| {max(turn['peak_bytes'] for turn in turns) / 2**20:.0f} | {' to '.join(rewards) or '-'} |"
+        )
+    return lines
+
+
+def report(measured: dict[str, Any], rounds: int, steps: int) -> str:
+    """Return the page."""
+    cores = psutil.cpu_count()
+    model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    about = f"""# Performance
+
+Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
+model of 2.4 M parameters on the same data in float32, one thread per process, in {rounds} turns of {steps} steps after
+two that are not counted. CPU seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the
+library of the row. Peak memory is the sum over processes, in which shared pages count several times.
+
+Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
+{platform.python_version()}. Nothing on this page was measured on a GPU."""
+    lines = [about]
+    for name, turns in measured["tasks"].items():
+        lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
+    floor = measured["floor"]
+    lines += [
+        "",
+        "## The matrix products of a step",
+        "",
+        f"A GRPO step of lightning-rlhf had {floor['tokens']:.0f} tokens. The matrix products of one forward pass take",
+        f"{floor['forward']:.2f} CPU s, those of a forward and a backward pass {floor['update']:.2f} CPU s, at a rate",
+        "that was measured in the same minute.",
+        "",
+        "## Memory of log-probabilities",
+        "",
+        "Rise of the peak in an update of the head alone, 4,096 tokens, without the gradient of its weight:",
+        "",
+        "| vocabulary | MB | all logits in float32 MB |",
+        "|---|---|---|",
+        *(f"| {size:,} | {used} | {4096 * size * 4 / 2**20:.0f} |" for size, used in measured["head"].items()),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each library")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are counted in each turn")
+    parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmark")
+    parser.add_argument("--write", type=Path, help="file that the page is written to")
+    options = parser.parse_args()
+    directory = options.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    task.prepare(directory)
+    results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
+    first = next(iter(results.get("grpo", next(iter(results.values()))).values()))
+    tokens = statistics.median(step["tokens"] for turn in first for step in turn["steps"])
+    command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens)), str(int(tokens / 2))]
+    floor = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    heads = {}
+    for vocabulary in (32_000, 152_000):
+        command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
+        heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    page = report(
+        {"tasks": results, "floor": {"tokens": tokens, **floor}, "head": heads}, options.rounds, options.steps
+    )
+    print(page)
+    if options.write:
+        options.write.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

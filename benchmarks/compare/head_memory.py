@@ -1,0 +1,28 @@
+"""Memory of log-probabilities: ``python -m benchmarks.compare.head_memory VOCABULARY``; prints megabytes."""
+
+import resource
+import sys
+
+import torch
+
+from lightning_rlhf.functional.logprobs import chunked_token_scores
+
+TOKENS = 4096
+WIDTH = 128
+
+
+def main(vocabulary: int) -> None:
+    """Print how much the peak of resident memory rises in an update, without the gradient of the weight."""
+    torch.manual_seed(0)
+    weight = torch.randn(vocabulary, WIDTH, requires_grad=True)
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    targets = torch.randint(vocabulary, (TOKENS,))
+    chunked_token_scores(hidden[:8], weight[:8], None, targets[:8] % 8).logprobs.sum().backward()  # libraries load
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chunked_token_scores(hidden, weight, None, targets).logprobs.sum().backward()
+    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(round(rise / 1024 - vocabulary * WIDTH * 4 / 2**20))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

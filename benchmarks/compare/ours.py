@@ -1,0 +1,124 @@
+"""Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
+
+TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), ppo, sft or dpo.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf import launch_environment
+
+launch_environment.apply()  # as the command does before it imports anything else
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from lightning.pytorch import Callback  # noqa: E402
+
+from benchmarks.compare import task  # noqa: E402
+from benchmarks.compare.meter import WARM, Meter  # noqa: E402
+from lightning_rlhf import (  # noqa: E402
+    ConversationDataModule,
+    DPOModule,
+    GRPOModule,
+    PPOModule,
+    PreferenceDataModule,
+    PromptDataModule,
+    SFTModule,
+)
+from lightning_rlhf.callbacks import RolloutLoop, complete  # noqa: E402
+from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
+from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
+from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
+from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
+
+
+class Metered(Callback):
+    """Marks the steps of a run."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin the first step; each further one begins where the one before ended."""
+        if self.meter.started is None:
+            self.meter.mark()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step."""
+        rollout = getattr(pl_module, "last_rollout", None)
+        if rollout is None:
+            self.meter.mark(tokens=int(batch.real_lengths.sum()))
+        else:
+            self.meter.mark(tokens=int(rollout.total_lengths.sum()), reward=float(rollout.reward.mean()))
+
+
+def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
+    """Return module, data and callbacks of a task."""
+    model, tokenizer = str(directory / "model"), str(directory / "tokenizer")
+    optimizer = partial(torch.optim.AdamW, lr=task.LEARNING_RATE, weight_decay=0.0)
+    if name in ("sft", "dpo"):
+        rows: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": task.ROWS, "max_tokens": 128}
+        if name == "sft":
+            rows |= {"train": str(directory / "problems.jsonl"), "columns": {"completion": "answer"}}
+            return SFTModule(model, optimizer=optimizer), ConversationDataModule(**rows), []
+        rows |= {"train": str(directory / "pairs.jsonl")}
+        return DPOModule(model, loss=DPOLoss(task.BETA), optimizer=optimizer), PreferenceDataModule(**rows), []
+    module: Any
+    if name.startswith("grpo"):
+        group = task.GROUP
+        module = GRPOModule(
+            model,
+            kl_loss=KLTerm(0.0),
+            aggregation=TokenMean(),
+            actor_optimizer=optimizer,
+            minibatch_size=task.MINIBATCH,
+            keep_groups=name == "grpo-groups",
+        )
+    else:
+        group = 1
+        module = PPOModule(
+            model,
+            critic=model,
+            kl_reward=KLTerm(0.05, "k1"),
+            vf_coef=0.1,
+            actor_optimizer=optimizer,
+            critic_optimizer=optimizer,
+            minibatch_size=task.MINIBATCH,
+        )
+    data = PromptDataModule(
+        train=str(directory / "problems.jsonl"),
+        tokenizer=tokenizer,
+        batch_size=task.RESPONSES // group,
+        max_tokens=64,
+    )
+    loop = RolloutLoop(
+        [RewardFunction(task.reward)],
+        group_size=group,
+        max_response_tokens=task.RESPONSE_TOKENS,
+        validate_at_ends=False,
+    )
+    return module, data, [loop]
+
+
+def main(name: str, directory: str, result: str, steps: str) -> None:
+    """Train for some warm steps and those that are counted."""
+    L.seed_everything(1)
+    module, data, callbacks = parts_of(name, Path(directory))
+    meter = Meter(Path(result))
+    trainer = L.Trainer(
+        max_steps=WARM + int(steps),
+        callbacks=complete([*callbacks, Metered(meter)]),
+        default_root_dir=Path(directory) / "ours",
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, datamodule=data)
+    meter.write()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,138 @@
+"""The task of the comparison: a chain of additions modulo 10, written out by a model of 2.4 M parameters.
+
+A prompt names a start, an addend and a number of steps; the response writes each step, so that its length is the number
+of steps that the prompt asks for, from 9 to 63 characters. A character is a token.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+
+CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz.?,\n:"
+PAD, BOS, END, UNKNOWN = range(4)
+MAX_STEPS = 7
+RESPONSE_TOKENS = 64
+TEMPLATES = (
+    "begin {a} add {b} n {n:02d}:",
+    "start {a} then add {b} steps {n:02d}:",
+    "please start {a} add {b} count {n:02d}:",
+)
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": END,
+}
+# Shared by all libraries: GRPO and PPO
+PROMPTS = 32
+GROUP = 8
+RESPONSES = PROMPTS * GROUP
+MINIBATCH = 64
+LEARNING_RATE = 1e-4
+# Shared by all libraries: SFT and DPO
+ROWS = 64
+BETA = 0.1
+
+
+def problems(count: int, seed: int) -> list[dict[str, str]]:
+    """Return rows with the columns `prompt` and `answer`."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        steps = min(MAX_STEPS, max(1, round(math.exp(draw.gauss(math.log(3), 0.6)))))
+        start, addend = draw.randrange(10), draw.randrange(10)
+        lines, value = [], start
+        for left in range(steps, 0, -1):
+            result = (value + addend) % 10
+            lines.append(f"{left:02d}:{value}+{addend}={result}")
+            value = result
+        prompt = draw.choice(TEMPLATES).format(a=start, b=addend, n=steps)
+        rows.append({"prompt": prompt, "answer": " ".join(lines)})
+    return rows
+
+
+def pairs(count: int, seed: int) -> list[dict[str, str]]:
+    """Return rows with a right answer and one in which a digit is wrong."""
+    draw = random.Random(seed)
+    rows = []
+    for row in problems(count, seed):
+        answer = row["answer"]
+        index = draw.choice([i for i, letter in enumerate(answer) if letter.isdigit()])
+        wrong = draw.choice([digit for digit in "0123456789" if digit != answer[index]])
+        rejected = answer[:index] + wrong + answer[index + 1 :]
+        rows.append({"prompt": row["prompt"], "chosen": answer, "rejected": rejected})
+    return rows
+
+
+def reward(completions: list[str], answer: list[str], **columns: object) -> list[float]:
+    """Return the share of the answer's characters that are at their place; missing and additional ones are wrong."""
+    return [
+        sum(a == b for a, b in zip(text, expected, strict=False)) / max(len(text), len(expected), 1)
+        for text, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer whose tokens are characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(".|\n"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=512,
+    ).save_pretrained(directory)
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write a JSON Lines file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare(directory: Path, warm_steps: int = 150) -> None:
+    """Write tokenizer, data and the model that all libraries start from, which is trained on answers for a while."""
+    if (directory / "model" / "model.safetensors").exists():
+        return
+    import lightning as L
+    import torch
+
+    from lightning_rlhf import ConversationDataModule, FromConfig, SFTModule
+    from lightning_rlhf.callbacks import complete
+
+    write_tokenizer(directory / "tokenizer")
+    write_rows(directory / "problems.jsonl", problems(20_000, seed=1))
+    write_rows(directory / "pairs.jsonl", pairs(20_000, seed=2))
+    L.seed_everything(1)
+    module = SFTModule(
+        FromConfig(ARCHITECTURE), optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.0)
+    )
+    data = ConversationDataModule(
+        train=str(directory / "problems.jsonl"),
+        tokenizer=str(directory / "tokenizer"),
+        columns={"completion": "answer"},
+        batch_size=ROWS,
+        max_tokens=128,
+    )
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(
+        max_steps=warm_steps, callbacks=complete([]), default_root_dir=directory / "warm", **options, accelerator="cpu"
+    )
+    trainer.fit(module, datamodule=data)
+    module.actor.save_pretrained(directory / "model")

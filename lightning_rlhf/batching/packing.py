@@ -1,0 +1,126 @@
+"""Texts in one row without padding, in which the responses to a prompt can share it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PackedLengths(NamedTuple):
+    """Lengths of the parts of a packed row: first all prompts, then the responses to the first prompt, and so on.
+
+    A token attends to the tokens before it in its part; a response also to its whole prompt. A text that shares nothing
+    is a prompt without responses.
+
+    Args:
+        prompts: number of tokens of each prompt.
+        responses: number of tokens of each response to each prompt.
+    """
+
+    prompts: tuple[int, ...]
+    responses: tuple[tuple[int, ...], ...]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the row."""
+        return sum(self.prompts) + sum(map(sum, self.responses))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Places of the tokens of B texts in one row of N tokens.
+
+    Args:
+        lengths: lengths of the parts of the row.
+        tokens: (N,) int64, place of each token of the row in the flattened (B, L) padded texts.
+        positions: (1, N) int64, position of each token in its text.
+        shared: (B,) int64, number of first tokens of each text that lie in its prompt's part.
+        prompt_starts: (B,) int64, place in the row at which the prompt of each text begins.
+        response_starts: (B,) int64, place in the row at which the rest of each text begins.
+        ends: (B,) int64, last position of each text.
+    """
+
+    lengths: PackedLengths
+    tokens: Tensor
+    positions: Tensor
+    shared: Tensor
+    prompt_starts: Tensor
+    response_starts: Tensor
+    ends: Tensor
+
+    def row_index(self, index: Tensor) -> Tensor:
+        """Return the places in the row of (B, T) positions in the texts, at most the last one of each text."""
+        index = torch.minimum(index, self.ends.unsqueeze(1))
+        in_response = index - self.shared.unsqueeze(1)
+        in_prompt = self.prompt_starts.unsqueeze(1) + index
+        return torch.where(in_response < 0, in_prompt, self.response_starts.unsqueeze(1) + in_response)
+
+
+def pack_texts(lengths: Sequence[int], width: int, device: torch.device | str = "cpu") -> Packing:
+    """Lay out texts one after the other.
+
+    Args:
+        lengths: number of tokens of each of B texts, at least 1.
+        width: L, the width of the padded texts.
+        device: device of the result.
+    """
+    return pack_responses(lengths, [0] * len(lengths), range(len(lengths)), width, device)
+
+
+def pack_responses(
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    groups: Sequence[int],
+    width: int,
+    device: torch.device | str = "cpu",
+) -> Packing:
+    """Lay out each prompt once, and the responses to it; a prompt with one response is laid out as one text.
+
+    Args:
+        prompt_lengths: number of tokens of the prompt of each of B texts, at least 1.
+        response_lengths: number of tokens of each response.
+        groups: number of the prompt of each text; texts with the same number have the same prompt.
+        width: L, the width of the padded texts, in which a response follows its prompt.
+        device: device of the result.
+    """
+    rows_of: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows_of.setdefault(group, []).append(row)
+    totals = [prompt + response for prompt, response in zip(prompt_lengths, response_lengths, strict=True)]
+    shared = {group: prompt_lengths[rows[0]] if len(rows) > 1 else totals[rows[0]] for group, rows in rows_of.items()}
+    order = [row for rows in rows_of.values() for row in rows]
+    parts = [(rows[0], 0, shared[group]) for group, rows in rows_of.items()]
+    parts += [(row, shared[groups[row]], totals[row]) for row in order]
+    starts = [0, *itertools.accumulate(last - first for _, first, last in parts)]
+    prompt_starts = dict(zip(rows_of, starts, strict=False))
+    response_starts = dict(zip(order, starts[len(rows_of) :], strict=False))
+    positions = torch.cat([torch.arange(first, last) for _, first, last in parts])
+    tokens = torch.cat([torch.arange(first, last) + row * width for row, first, last in parts])
+    by_row = torch.tensor(
+        [
+            [shared[group], prompt_starts[group], response_starts[row], totals[row] - 1]
+            for row, group in enumerate(groups)
+        ]
+    )
+    # One copy to the device for all of them.
+    copied = torch.cat([tokens, positions, by_row.T.flatten()]).to(device)
+    tokens, positions, by_row = copied.split([len(tokens), len(positions), by_row.numel()])
+    shared_tokens, prompt_places, response_places, ends = by_row.view(4, -1)
+    responses = tuple(
+        tuple(totals[row] - shared[group] for row in rows if totals[row] > shared[group])
+        for group, rows in rows_of.items()
+    )
+    return Packing(
+        lengths=PackedLengths(tuple(shared.values()), responses),
+        tokens=tokens,
+        positions=positions.unsqueeze(0),
+        shared=shared_tokens,
+        prompt_starts=prompt_places,
+        response_starts=response_places,
+        ends=ends,
+    )

@@ -1,0 +1,301 @@
+"""Causal attention over texts in one row without padding, as an attention function of transformers.
+
+A model uses it as ``attn_implementation`` :data:`NAME`. No mask is registered under that name, so transformers builds
+none; a forward pass of a packed row has the lengths of its parts as the keyword argument ``packed_lengths``, which
+transformers passes to every attention layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from lightning_rlhf.attention import Attention, set_attention
+from lightning_rlhf.batching.packing import PackedLengths
+from lightning_rlhf.expected_errors import UsageError
+
+NAME = "packed"
+# Architectures for which tests compare log-probs and gradients with those of padded texts.
+ARCHITECTURES = {
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
+    "deepseek_v3", "smollm3",
+}  # fmt: skip
+_UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, biases, a cache of earlier tokens
+
+
+def set_role_attention(config: PretrainedConfig, implementation: Attention | None = None) -> PretrainedConfig:
+    """Set and validate the attention of a role's model; by default that of this module, where it is tested.
+
+    Args:
+        config: configuration of a model; changed in place.
+        implementation: implementation that overrides the configuration; None uses the configuration or the default.
+
+    Raises:
+        ValueError: the configuration requests an implementation that is not supported.
+    """
+    is_default = implementation is None and config._attn_implementation is None
+    set_attention(config, implementation)
+    if is_default and config.model_type in ARCHITECTURES:
+        config._attn_implementation = NAME
+    return config
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    packed_lengths: PackedLengths | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute causal attention within each text of a packed row; responses to one prompt may share it.
+
+    Prompts of equal length that follow each other share one call of ``scaled_dot_product_attention``, and so do the
+    responses to a prompt; on a GPU in half precision, all share one call of torch's kernel for variable lengths.
+
+    Args:
+        module: attention layer.
+        query: (1, H, N, D), or (B, H, L, D) for padded texts.
+        key: (1, K, N, D) with K heads, a divisor of H.
+        value: (1, K, N, E).
+        attention_mask: None; padding is on the right, where causal attention needs no mask.
+        dropout: 0.
+        scaling: factor of the logits; None is 1 / sqrt(D).
+        sliding_window: number of tokens that a token attends to, itself included; None is all before it.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None does not cap.
+        is_causal: whether attention is causal; None takes the layer's.
+        packed_lengths: lengths of the parts of the row; None for padded texts.
+        **kwargs: further arguments of the architecture.
+
+    Returns:
+        (1, N, H, E), or (B, L, H, E), and None for the attention weights.
+
+    Raises:
+        NotImplementedError: the architecture needs a mask, dropout, sinks, a bias or a cache.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if not causal or dropout or attention_mask is not None or unsupported:
+        raise NotImplementedError(
+            f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask or dropout'}, which attention over "
+            f"concatenated texts does not support"
+        )
+    texts, _, length, width = query.shape
+    scale = width**-0.5 if scaling is None else scaling
+    options = (scale, sliding_window, softcap)
+    if packed_lengths is None:
+        if softcap is None and (sliding_window is None or length <= sliding_window):
+            output: Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
+            return output, None
+        return _attend(query, key, value, *options).transpose(1, 2), None
+    if texts != 1 or packed_lengths.tokens != length:
+        raise UsageError(f"expected a packed row of {packed_lengths.tokens} tokens, got {texts} rows of {length}")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # norms of queries and keys return float32 beside bfloat16 values
+        dtype = torch.get_autocast_dtype(device)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    if device == "cuda" and query.dtype != torch.float32 and softcap is None:
+        return _varlen(query, key, value, packed_lengths, scale=scale, window=sliding_window), None
+    prompt_tokens = sum(packed_lengths.prompts)
+    # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
+    q_parts, k_parts, v_parts = (
+        tensor.split([prompt_tokens, length - prompt_tokens], dim=2) for tensor in (query, key, value)
+    )
+    outputs = _attend_within(q_parts[0], k_parts[0], v_parts[0], runs_of_equal_length(packed_lengths.prompts), options)
+    if any(packed_lengths.responses):
+        outputs += _attend_to_prompts(query, key, value, packed_lengths, options)
+    return torch.cat(outputs).unsqueeze(0), None
+
+
+def _attend_within(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[tuple[int, int]], options: tuple[Any, ...]
+) -> list[Tensor]:
+    """Return the (tokens, H, E) outputs of each run of texts of equal length."""
+    tokens = [count * size for size, count in runs]
+    outputs = []
+    parts = zip(query.split(tokens, dim=2), key.split(tokens, dim=2), value.split(tokens, dim=2), runs, strict=True)
+    for q, k, v, (size, count) in parts:
+        rows = (_as_rows(q, count, size), _as_rows(k, count, size), _as_rows(v, count, size))
+        outputs.append(_attend(*rows, *options).transpose(1, 2).flatten(0, 1))
+    return outputs
+
+
+def _attend_to_prompts(
+    query: Tensor, key: Tensor, value: Tensor, lengths: PackedLengths, options: tuple[Any, ...]
+) -> list[Tensor]:
+    """Return the (tokens, H, E) outputs of the responses to each prompt, which also attend to the prompt."""
+    outputs = []
+    for index in _group_indices(lengths, query.device):
+        q = _gather(query, index.queries)
+        k = _gather(key, index.keys)
+        v = _gather(value, index.keys)
+        attended = _attend(q, k, v, *options).transpose(1, 2).flatten(0, 1)
+        outputs.append(attended if index.real is None else attended.index_select(0, index.real))
+    return outputs
+
+
+class _GroupIndex(NamedTuple):
+    """Indices of the responses to one prompt in a packed row, padded to the longest response R.
+
+    Args:
+        queries: (G, R) int64 indices of the responses' tokens; padding repeats the last one.
+        keys: (G, P + R) int64 indices of the prompt's tokens and of the response's.
+        real: indices of tokens that are not padding in (G x R); None without padding.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    real: Tensor | None
+
+
+@lru_cache(maxsize=64)
+def _group_indices(lengths: PackedLengths, device: torch.device) -> list[_GroupIndex]:
+    """Return the indices of each group with responses; computed once for all layers."""
+    groups = []
+    prompt_start = 0
+    start = sum(lengths.prompts)
+    with torch.inference_mode(False):  # a validation may make them, and training use them
+        for prompt, responses in zip(lengths.prompts, lengths.responses, strict=True):
+            if responses:
+                sizes = torch.tensor(responses)
+                steps = torch.arange(int(sizes.max()))
+                starts = start + sizes.cumsum(0) - sizes
+                queries = starts.unsqueeze(1) + torch.minimum(steps, sizes.unsqueeze(1) - 1)
+                prompts = torch.arange(prompt_start, prompt_start + prompt).expand(len(responses), -1)
+                real = (steps < sizes.unsqueeze(1)).flatten().nonzero().squeeze(1)
+                padded = len(set(responses)) > 1
+                keys = torch.cat([prompts, queries], dim=1)
+                groups.append(_GroupIndex(queries.to(device), keys.to(device), real.to(device) if padded else None))
+            prompt_start += prompt
+            start += sum(responses)
+    return groups
+
+
+def _gather(tensor: Tensor, index: Tensor) -> Tensor:
+    """Return (G, H, T, D) the tokens of (1, H, N, D) at (G, T) indices."""
+    return tensor.squeeze(0).index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
+
+
+@lru_cache(maxsize=256)
+def runs_of_equal_length(lengths: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return (length, number of texts) of each run of neighbours with the same length."""
+    return tuple((length, len(list(texts))) for length, texts in groupby(lengths))
+
+
+def _as_rows(tensor: Tensor, count: int, length: int) -> Tensor:
+    """Return a (count, H, length, D) view of (1, H, count * length, D)."""
+    return tensor.squeeze(0).unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Compute causal attention of (B, H, L, D) queries to (B, K, M, D) keys, of which the last L are their own."""
+    length = q.shape[2]
+    total = k.shape[2]
+    windowed = window is not None and total > window
+    is_triangle = length == total and not windowed
+    if softcap is None:
+        mask = None if is_triangle else _visible(length, total, window, q.device)
+        shares_keys = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_triangle, scale=scale, enable_gqa=shares_keys
+        )
+    # scaled_dot_product_attention has no soft cap; heads that share a key are neighbours.
+    heads = q.shape[1] // k.shape[1]
+    logits = q.unflatten(1, (-1, heads)) @ k.unsqueeze(2).transpose(3, 4) * scale
+    logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~_visible(length, total, window, q.device), -torch.inf)
+    weights = logits.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
+
+
+@lru_cache(maxsize=64)
+def _visible(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
+    """Return (length, total) whether a query attends to a key: its own, and those before it in the window."""
+    with torch.inference_mode(False):
+        queries = torch.arange(total - length, total, device=device)
+        distance = queries.unsqueeze(1) - torch.arange(total, device=device)
+        return (distance >= 0) & (distance < (total if window is None else window))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: float, window: int | None) -> Tensor:
+    """Compute attention by torch's kernel for variable lengths: a GPU from Ampere on, in float16 or bfloat16.
+
+    Its causal mask is aligned to the last key, so that a response attends to its whole prompt.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = _bounds(lengths, q.device)
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # values of latent attention are narrower than its keys
+        v = functional.pad(v, (0, q.shape[-1] - width))
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (q, k, v))
+    if bounds.keys is not None:
+        keys = keys.index_select(0, bounds.keys)
+        values = values.index_select(0, bounds.keys)
+    output: Any = varlen_attn(
+        queries,
+        keys,
+        values,
+        cu_seq_q=bounds.query_bounds,
+        cu_seq_k=bounds.key_bounds,
+        max_q=bounds.longest_query,
+        max_k=bounds.longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    attended: Tensor = output[..., :width]
+    return attended.unsqueeze(0)
+
+
+class _Bounds(NamedTuple):
+    """Bounds of the parts of a packed row, int32, and the tokens that keys are taken from where prompts are shared."""
+
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
+    keys: Tensor | None
+
+
+@lru_cache(maxsize=8)
+def _bounds(lengths: PackedLengths, device: torch.device) -> _Bounds:
+    """Return the bounds of the parts on a device; copied once for all layers."""
+    queries = list(lengths.prompts)
+    keys = list(lengths.prompts)
+    indices = [torch.arange(sum(lengths.prompts))]
+    prompt_start = 0
+    start = sum(lengths.prompts)
+    for prompt, responses in zip(lengths.prompts, lengths.responses, strict=True):
+        for size in responses:
+            queries.append(size)
+            keys.append(prompt + size)
+            indices += [torch.arange(prompt_start, prompt_start + prompt), torch.arange(start, start + size)]
+            start += size
+        prompt_start += prompt
+    with torch.inference_mode(False):
+        bounds = [
+            torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+            for sizes in (queries, keys)
+        ]
+        shared = torch.cat(indices).to(device) if any(lengths.responses) else None
+    return _Bounds(bounds[0], bounds[1], max(queries), max(keys), shared)
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,137 @@
+"""Layout of the texts of a forward pass: padded rows, or one packed row in which responses share their prompt."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
+from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
+from lightning_rlhf.models import packed_attention
+from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.tensor_batch import TensorBatch
+
+log = logging.getLogger(__name__)
+CPU_TOKENS = 2048
+GPU_TOKENS = 16384
+_TEST_TOKENS = 12
+
+
+class TextLayout:
+    """Splits the rows of a module's batches into micro-batches, and lays out the texts of each.
+
+    Args:
+        module: RoleModule that evaluates the texts.
+        micro_batch_tokens: most tokens in one forward pass; None is 2,048 on a CPU and 16,384 on a GPU.
+        packed: whether the texts of a forward pass are laid out in one row without padding.
+    """
+
+    def __init__(self, module: Any, micro_batch_tokens: int | None, packed: bool) -> None:
+        self.module = module
+        self.micro_batch_tokens = micro_batch_tokens
+        self.packed = packed
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens in one forward pass; small on a CPU, whose caches are small."""
+        return self.micro_batch_tokens or (CPU_TOKENS if self.module.device.type == "cpu" else GPU_TOKENS)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether responses in one forward pass share their prompt: in packed rows with this package's attention."""
+        names = (*self.module.trained_roles, *self.module.frozen_roles)
+        models: list[Any] = [getattr(self.module, name).lm for name in names]
+        return self.packed and all(model.config._attn_implementation == packed_attention.NAME for model in models)
+
+    def split(self, batch: TensorBatch) -> list[Tensor]:
+        """Return the row numbers of each micro-batch, whose texts fit into the token budget."""
+        prompts = batch.prompt_numbers() if self.shares_prompts else None
+        if prompts is not None:
+            numbers, prompt_lengths, response_lengths = prompts.tolist()
+            return shared_prompt_batches(prompt_lengths, response_lengths, numbers, self.token_budget)
+        lengths = batch.real_lengths if self.packed else batch.total_lengths
+        return token_budget_batches(lengths, self.token_budget, self.packed)
+
+    def pack(self, batch: TensorBatch, width: int) -> Packing | None:
+        """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.
+
+        Args:
+            batch: rows of the micro-batch.
+            width: width of the padded texts.
+        """
+        if not self.packed:
+            return None
+        device = self.module.device
+        prompts = batch.prompt_numbers() if self.shares_prompts else None
+        if prompts is None:
+            return pack_texts(batch.total_lengths.tolist(), width, device)
+        numbers, prompt_lengths, response_lengths = prompts.tolist()
+        return pack_responses(prompt_lengths, response_lengths, numbers, width, device)
+
+    def check(self) -> None:
+        """Pad rows from now on if a model does not separate packed texts. All ranks."""
+        if not self.packed:
+            return
+        for name in (*self.module.trained_roles, *self.module.frozen_roles):
+            is_exact = self.module.trainer.precision == "32-true" and self.module.sources[name].dtype == "float32"
+            fault = packing_fault(getattr(self.module, name).lm, partial(self._outputs, name), is_exact)
+            if fault is not None:
+                log.warning("The %s is evaluated with padding: %s", name, fault)
+                self.packed = False
+
+    def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None) -> Tensor:
+        """Return the (B, L) outputs of a role at each position of some texts. All ranks."""
+        role = self.module.role_strategy.role(name)
+        index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        with self.module.trainer.precision_plugin.forward_context():
+            if isinstance(getattr(self.module, name), CausalLM):
+                marked = torch.ones_like(input_ids, dtype=torch.bool)
+                logprobs: Tensor = role(input_ids, index, input_ids, marked, packing=packing).logprobs
+                return logprobs
+            scores: Tensor = role(input_ids, index, packing=packing)
+            return scores
+
+
+@torch.no_grad()
+def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor], is_exact: bool) -> str | None:
+    """Return why texts of a packed row would influence each other, else None. All ranks.
+
+    Architectures that tests have compared with padded texts are accepted. With others, a text is evaluated alone, and
+    packed after each of two other texts. Its outputs must not depend on the other text, nor on packing itself, which
+    would mean that positions do not restart. Attention passes, because transformers derives its mask from the
+    positions; a state that is carried along the row, as in Mamba, does not.
+
+    Args:
+        lm: model of a role.
+        evaluate: function of (B, L) token ids and their layout that returns the role's (B, L) outputs.
+        is_exact: whether the model computes in float32.
+    """
+    if lm.config.model_type in packed_attention.ARCHITECTURES:
+        return None
+    name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
+    if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
+        return f"{name} does not take positions, which separate packed texts"
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = lm.config.get_text_config().vocab_size
+    device = next(lm.parameters()).device
+    one, other, ids = torch.randint(vocabulary, (3, 1, _TEST_TOKENS), generator=generator).to(device)
+    packing = pack_texts([_TEST_TOKENS - 5, _TEST_TOKENS], _TEST_TOKENS, device)
+    alone = evaluate(ids, None)[-1]
+    after_one = evaluate(torch.cat([one, ids]), packing)[-1]
+    after_other = evaluate(torch.cat([other, ids]), packing)[-1]
+    by_neighbour = float((after_one - after_other).abs().max())
+    by_packing = float((after_one - alone).abs().max())
+    # Another batch shape changes the rounding; another neighbour changes no bit, except in mixtures of experts.
+    rounding = 1e-4 if is_exact else 1e-2
+    if by_neighbour <= rounding and by_packing <= 10 * rounding:
+        return None
+    return (
+        f"{name} does not separate packed texts: the outputs of a text change by up to {by_neighbour:.1g} with its "
+        f"neighbour, and by {by_packing:.1g} by packing"
+    )

@@ -1,0 +1,158 @@
+"""Log-probs and gradients of packed rows are those of padded rows, with and without shared prompts."""
+
+import pytest
+import torch
+
+from lightning_rlhf import FromConfig
+from lightning_rlhf.batching.packing import PackedLengths, pack_responses, pack_texts
+from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, packed_attention, runs_of_equal_length
+from tests.helpers import assert_close
+from tests.stand_ins import VOCABULARY
+
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+OPTIONS = {
+    "llama": {}, "mistral": {"sliding_window": 4}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi3": {}, "olmo2": {},
+    "granite": {"attention_multiplier": 0.3}, "gemma2": {"head_dim": 16, "sliding_window": 4},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 4}, "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"head_dim": 16, **EXPERTS}, "deepseek_v3": LATENT, "smollm3": {},
+}  # fmt: skip
+PROMPTS = (5, 5, 5, 3, 3, 7, 2)
+RESPONSES = (6, 2, 9, 4, 4, 3, 5)
+GROUPS = (0, 0, 0, 1, 1, 2, 3)
+WIDTH = max(p + r for p, r in zip(PROMPTS, RESPONSES, strict=True))
+
+
+def source(name, attention=None, **options):
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    return FromConfig({"model_type": name, **SMALL, **OPTIONS.get(name, {}), **options, **chosen}, seed=3)
+
+
+def texts():
+    """Token ids of prompts with responses, the places that predict the responses, the responses and their mask."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = {group: torch.randint(VOCABULARY, (9,), generator=draw) for group in set(GROUPS)}
+    ids = torch.zeros(len(GROUPS), WIDTH, dtype=torch.long)
+    for row, (prompt, response, group) in enumerate(zip(PROMPTS, RESPONSES, GROUPS, strict=True)):
+        ids[row, :prompt] = prompts[group][:prompt]
+        ids[row, prompt : prompt + response] = torch.randint(VOCABULARY, (response,), generator=draw)
+    step = torch.arange(max(RESPONSES))
+    index = torch.stack([step + prompt - 1 for prompt in PROMPTS]).clamp(max=WIDTH - 1)
+    targets = torch.stack([ids[row].roll(-prompt)[: len(step)] for row, prompt in enumerate(PROMPTS)])
+    return ids, index, targets, torch.stack([step < response for response in RESPONSES])
+
+
+def packings():
+    totals = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    return {
+        "texts": pack_texts(totals, WIDTH),
+        "shared prompts": pack_responses(PROMPTS, RESPONSES, GROUPS, WIDTH),
+    }
+
+
+def outputs(model, packing):
+    """Log-probs of the responses, and the gradient of a weighted sum of them for each parameter."""
+    logprobs = model(*texts(), packing=packing).logprobs
+    weights = torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad((logprobs * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return logprobs.detach(), gradients
+
+
+@pytest.mark.parametrize("layout", [None, "texts", "shared prompts"])
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(name, layout):
+    padded = source(name, "eager").causal()
+    packed = source(name).causal()
+    assert packed.lm.config._attn_implementation == NAME
+    expected, gradients = outputs(padded, None)
+    actual, ours = outputs(packed, None if layout is None else packings()[layout])
+    assert_close(actual, expected, atol=3e-6)
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    assert largest > 0.1
+    for one, other in zip(ours, gradients, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-5 * largest)
+
+
+def test_all_tested_architectures_are_listed():
+    assert set(OPTIONS) == ARCHITECTURES
+
+
+@pytest.mark.parametrize("layout", ["texts", "shared prompts"])
+def test_a_scalar_model_has_the_scores_of_padded_rows(layout):
+    model = source("llama").scalar()
+    torch.nn.init.normal_(model.lm.score.weight)
+    ids, index, _, mask = texts()
+    padded = model(ids, index)
+    packed = model(ids, index, packings()[layout])
+    assert_close(packed[mask], padded[mask], atol=1e-6)
+    assert float(padded.detach().abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("layout", ["texts", "shared prompts"])
+def test_activation_checkpointing_passes_the_layout_on(layout):
+    model = source("qwen2").causal()
+    _, expected = outputs(model, packings()[layout])
+    model.train()
+    model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, actual = outputs(model, packings()[layout])
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_under_autocast_packed_rows_are_close_to_float32():
+    model = source("qwen3").causal()
+    exact, _ = outputs(model, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = model(*texts(), packing=packings()["shared prompts"]).logprobs
+    assert float((actual - exact).detach().abs().mean()) < 0.05
+
+
+def test_masks_made_in_a_validation_can_be_used_in_training():
+    model = source("mistral").causal()
+    with torch.inference_mode():
+        model(*texts(), packing=packings()["shared prompts"])
+    outputs(model, packings()["shared prompts"])
+
+
+def test_an_implementation_of_the_configuration_is_used():
+    assert source("llama", "sdpa").causal().lm.config._attn_implementation == "sdpa"
+    assert source("gpt2", n_embd=32, n_head=2, n_layer=2).causal().lm.config._attn_implementation == "sdpa"
+
+
+def test_runs_of_neighbours_with_equal_lengths():
+    assert runs_of_equal_length((4, 4, 2, 4)) == ((4, 2), (2, 1), (4, 1))
+
+
+def attend(**options):
+    module = torch.nn.Module()
+    query = torch.zeros(1, 2, 5, 4)
+    return packed_attention(module, query, query, query, options.pop("attention_mask", None), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"dropout": 0.1}, "a mask or dropout"),
+        ({"is_causal": False}, "a mask or dropout"),
+        ({"attention_mask": torch.zeros(5, 5)}, "a mask or dropout"),
+    ],
+)
+def test_what_it_would_compute_wrongly_is_refused(options, message):
+    with pytest.raises(NotImplementedError, match=rf"needs {message}, which attention over concatenated texts"):
+        attend(**options)
+
+
+def test_a_row_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="expected a packed row of 4 tokens, got 1 rows of 5"):
+        attend(packed_lengths=PackedLengths((3, 1), ((), ())))

@@ -161,7 +161,7 @@ def test_two_layers_of_the_true_width_have_the_whole_model_s_shapes_in_both_kind
     }
 
 
-def test_every_architecture_is_stepped_by_default_and_every_recipe_is_listed():
+def test_every_architecture_is_stepped_and_every_recipe_is_listed():
     by_default = {
         published(model)["model_type"]
         for path in RECIPES

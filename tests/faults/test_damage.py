@@ -103,7 +103,7 @@ def finished_run(forge, tmp_path_factory):
     return directory, config, {path: path.read_bytes() for path in (directory / LAST).rglob("*") if path.is_file()}
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_the_command_names_the_file_and_the_reason_and_touches_nothing(forge, finished_run, damage, message):
     directory, config, whole = finished_run

@@ -33,6 +33,7 @@ def goes_on(step):
     return f"to resume from step {step}, add --ckpt_path last to the same command (run/checkpoints/last.ckpt)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [next(iter(PLACES)), *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
 )

@@ -76,6 +76,7 @@ def test_the_same_seed_gives_the_same_rewards_and_bit_for_bit_the_same_weights(f
     assert all(torch.equal(value, same_weights[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_another_seed_takes_another_way(first, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "STEPS", 2)
     history, _ = run(tmp_path, seed=2)

@@ -93,6 +93,7 @@ def test_value_and_gradient_are_those_of_the_papers_loop(case, mask, seed):
     assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick_cases(7)
 @every_loss
 @properties
 @given(mask=masks(), seed=seeds, columns=st.integers(1, 3))
@@ -121,6 +122,7 @@ def test_micro_batches_do_not_change_the_gradient(case, aggregation, mask, seed,
     assert_close(in_pieces[1], whole[1], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.quick_cases(7)
 @every_loss
 @properties
 @given(mask=masks(), seed=seeds)

@@ -413,6 +413,7 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
     assert stub.version == "two"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")  # what vLLM calls deprecated as it is imported
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")

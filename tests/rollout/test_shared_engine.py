@@ -33,6 +33,7 @@ def test_two_ranks_share_an_engine():
     assert second["calls"] == ["close"]
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
     first, second = run_ranks("tests.rollout.shared_ranks:fail", 2)
     assert first.pop("update") == second.pop("update") == "RuntimeError: NaN is no weight"

@@ -94,6 +94,7 @@ def assert_says_what(model, engine, version, nats=1e-5):
     assert {completion.policy_version for completion in completions} == {version}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [TIED, pytest.param(UNTIED, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_after_every_swap_the_engine_says_what_the_merged_model_says(start, source, tmp_path):
     engine = start(VLLMAdapterEngine, source)
@@ -114,6 +115,7 @@ def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_mode
         assert_says_what(exported(actor, tmp_path / str(version)), engine, version)
 
 
+@pytest.mark.slow
 def test_a_swap_sends_adapters_alone(start):
     engine = start(VLLMAdapterEngine, TIED)
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
@@ -124,6 +126,7 @@ def test_a_swap_sends_adapters_alone(start):
     assert all(".lora_" in name for name in names)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_not_what_was_sent_is_named(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 4)
@@ -136,6 +139,7 @@ def test_an_adapter_that_is_not_what_was_sent_is_named(start):
     assert engine.first_difference([]) is not None
 
 
+@pytest.mark.slow
 def test_new_weights_are_used_without_the_adapter_that_was_for_others(start):
     engine = start(VLLMAdapterEngine, TIED)
     actor = adapted(TIED, 5)

@@ -248,6 +248,7 @@ def test_ddp_and_fsdp2_read_write_and_go_on_with_sizes_that_do_not_divide(world,
         assert back_alone("adamw", tmp_path / f"{way} on") is None, way
 
 
+@pytest.mark.slow
 def test_all_ranks_raise_what_one_rank_found(tmp_path):
     answers = run_ranks("tests.strategies.role_ranks:disagreeing_ranks", 2, str(tmp_path))
     (damaged, elsewhere, failed), other = answers

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from tests.stand_ins import TinyModel
@@ -75,10 +76,16 @@ def _same_start():
     torch.use_deterministic_algorithms(False)
 
 
+def _exact_norm(norm, hidden):
+    """Compute LlamaRMSNorm in the dtype of its input; its own code casts to float32."""
+    return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
 @pytest.fixture
 def exact(monkeypatch):
     """Float64 where the code says float32, so that equality can be shown to twelve digits."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(LlamaRMSNorm, "forward", _exact_norm)
     torch.set_default_dtype(torch.float64)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from lightning_rlhf.tensor_batch import TensorBatch
 
 
 def balanced_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -27,13 +30,21 @@ def balanced_shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def by_prompt(order: Tensor, prompts: Tensor) -> Tensor:
-    """Return an order of rows in which the responses to a prompt are neighbours, at the place of the first of them.
+def shuffled(rows: TensorBatch, seed: int, keep_groups: bool) -> Tensor:
+    """Return a random order of rows.
 
     Args:
-        order: (B,) int64 permutation of the rows.
-        prompts: (B,) int64 number of each row's prompt.
+        rows: B rows.
+        seed: seed of the order.
+        keep_groups: whether the responses to a prompt become neighbours, at the position of the first of them.
+
+    Returns:
+        (B,) int64 permutation.
     """
-    in_order = prompts[order]
-    first = (in_order.unsqueeze(1) == in_order).long().argmax(dim=1)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    prompts = rows.prompt_numbers() if keep_groups else None
+    if prompts is None:  # pairs of responses have no common prompt to share
+        return order
+    numbers = prompts[0].cpu()[order]
+    first = (numbers.unsqueeze(1) == numbers).long().argmax(dim=1)
     return order[first.argsort(stable=True)]

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.attention import Attention, set_attention
 from lightning_rlhf.batching.packing import PackedLengths
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.tensor_batch import expect_shape
 
 NAME = "packed"
 # Architectures for which tests compare log-probs and gradients with those of padded texts.
@@ -94,7 +94,7 @@ def packed_attention(
             f"{type(module).__name__} needs {', '.join(unsupported) or 'a mask or dropout'}, which attention over "
             f"concatenated texts does not support"
         )
-    texts, _, length, width = query.shape
+    _, heads, length, width = query.shape
     scale = width**-0.5 if scaling is None else scaling
     options = (scale, sliding_window, softcap)
     if packed_lengths is None:
@@ -102,8 +102,7 @@ def packed_attention(
             output: Tensor = sdpa_attention_forward(module, query, key, value, None, scaling=scale, is_causal=True)[0]
             return output, None
         return _attend(query, key, value, *options).transpose(1, 2), None
-    if texts != 1 or packed_lengths.tokens != length:
-        raise UsageError(f"expected a packed row of {packed_lengths.tokens} tokens, got {texts} rows of {length}")
+    expect_shape("the query of a packed row", query, (1, heads, packed_lengths.tokens, width))
     device = query.device.type
     if torch.is_autocast_enabled(device):  # norms of queries and keys return float32 beside bfloat16 values
         dtype = torch.get_autocast_dtype(device)

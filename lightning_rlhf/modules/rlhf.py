@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.batching.shares import balanced_shares, by_prompt
+from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
@@ -102,9 +102,8 @@ class RLHFModule(RoleModule):
     ) -> None:
         super().__init__(micro_batch_tokens, max_grad_norm, packing)
         self.has_ref = self.needs_ref or kl_reward.coef > 0 or kl_loss.coef > 0
-        self.set_sources(
-            actor=actor, ref=(actor if ref is None else ref) if self.has_ref else None, reward_model=reward_model
-        )
+        ref = (actor if ref is None else ref) if self.has_ref else None
+        self.set_sources(actor=actor, ref=ref, reward_model=reward_model)
         self.advantages = advantages
         self.policy_loss = policy_loss
         self.aggregation = aggregation
@@ -121,8 +120,7 @@ class RLHFModule(RoleModule):
         self.keep_groups = keep_groups
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
-        self._rollout: Rollout | None = None
-        self._greedy: Rollout | None = None
+        self._received: tuple[Rollout, Rollout | None] | None = None
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -197,10 +195,7 @@ class RLHFModule(RoleModule):
         size = self.minibatch_size * len(rows) // len(experience)  # a row may contain several responses
         for epoch in range(self.update_epochs):
             step = ("minibatches", self.trainer.global_step)
-            generator = torch.Generator().manual_seed(derive_seed(run_seed(), *step, 0, epoch))
-            order = torch.randperm(len(rows), generator=generator)
-            if self.keep_groups and (prompts := rows.prompt_numbers()) is not None:
-                order = by_prompt(order, prompts[0].cpu())
+            order = shuffled(rows, derive_seed(run_seed(), *step, 0, epoch), self.keep_groups)
             for number, minibatch in enumerate(order.split(size)):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
@@ -303,8 +298,7 @@ class RLHFModule(RoleModule):
             rollout: rows of this rank.
             greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
         """
-        self._rollout = rollout.to(self.device)
-        self._greedy = None if greedy is None else greedy.to(self.device)
+        self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
 
     def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
         """Return the rollout of this batch and the greedy one if any, and forget them.
@@ -312,14 +306,13 @@ class RLHFModule(RoleModule):
         Raises:
             RuntimeError: :meth:`receive` was not called for this batch.
         """
-        if self._rollout is None:
+        if self._received is None:
             raise RunError(
                 f"{type(self).__name__} has no rollout for this batch: a callback must call receive() before each step"
             )
-        rollout, greedy = self._rollout, self._greedy
-        self._rollout = self._greedy = None
-        self.last_rollout = rollout
-        return rollout, greedy
+        received, self._received = self._received, None
+        self.last_rollout = received[0]
+        return received
 
     @torch.no_grad()
     def evaluate(self, rollout: Rollout, greedy: Rollout | None = None) -> Experience:
@@ -445,8 +438,7 @@ class RLHFModule(RoleModule):
 
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the reward model, the language models of actor and reference."""
-        source = self.sources[name]
-        return source.scalar() if name == "reward_model" else source.causal()
+        return self.sources[name].scalar() if name == "reward_model" else self.sources[name].causal()
 
     def optimizer_of(self, name: str) -> tuple[OptimizerCallable, LRSchedulerCallable | None]:
         """Return the optimizer and scheduler factories of the actor."""

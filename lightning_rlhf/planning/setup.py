@@ -210,7 +210,7 @@ class Work:
         minibatch_size: texts or pairs of one optimizer step.
         update_epochs: number of times that each text is trained on.
         longest: tokens of the longest text, prompt included.
-        micro_batch_tokens: largest number of padded tokens in one forward pass.
+        micro_batch_tokens: largest number of tokens in one forward pass.
         evaluates_old: whether the actor computes log-probs before the first update.
         mixed: whether the Trainer's precision is ``bf16-mixed``.
         pairs: whether a row is two texts, padded to the longer one and passed through a model together.

@@ -41,7 +41,7 @@ TITLES = {
 
 
 def peer_python(name: str, directory: Path) -> Path:
-    """Return the interpreter of a virtual environment with a peer and the packages of this project's own."""
+    """Return the interpreter of a virtual environment with a peer, which uses this project's packages."""
     environment = directory / "peers" / name
     python = environment / "bin" / "python"
     if not (environment / "installed").exists():
@@ -60,7 +60,7 @@ def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as output:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
-    if not result.exists():
+    if ended.returncode or not result.exists():
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}, see {log}")
     measured: dict[str, Any] = json.loads(result.read_text())
     return measured
@@ -130,14 +130,16 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
-    floor = measured["floor"]
+    if floor := measured["floor"]:
+        lines += [
+            "",
+            "## The matrix products of a GRPO step",
+            "",
+            f"A step of lightning-rlhf had {floor['tokens']:.0f} tokens, shared prompts counted in full. Their matrix",
+            f"products take {floor['forward']:.2f} CPU s in a forward pass and {floor['update']:.2f} CPU s in a",
+            "forward and a backward pass, at the rate that was measured after the runs.",
+        ]
     lines += [
-        "",
-        "## The matrix products of a step",
-        "",
-        f"A GRPO step of lightning-rlhf had {floor['tokens']:.0f} tokens. The matrix products of one forward pass take",
-        f"{floor['forward']:.2f} CPU s, those of a forward and a backward pass {floor['update']:.2f} CPU s, at a rate",
-        "that was measured in the same minute.",
         "",
         "## Memory of log-probabilities",
         "",
@@ -164,17 +166,18 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     task.prepare(directory)
     results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
-    first = next(iter(results.get("grpo", next(iter(results.values()))).values()))
-    tokens = statistics.median(step["tokens"] for turn in first for step in turn["steps"])
-    command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens)), str(int(tokens / 2))]
-    floor = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    floor = None
+    if "grpo" in results:
+        own = next(iter(results["grpo"].values()))
+        tokens = statistics.median(step["tokens"] for turn in own for step in turn["steps"])
+        command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens))]
+        output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        floor = {"tokens": tokens, **json.loads(output)}
     heads = {}
     for vocabulary in (32_000, 152_000):
         command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    page = report(
-        {"tasks": results, "floor": {"tokens": tokens, **floor}, "head": heads}, options.rounds, options.steps
-    )
+    page = report({"tasks": results, "floor": floor, "head": heads}, options.rounds, options.steps)
     print(page)
     if options.write:
         options.write.write_text(page)

@@ -4,7 +4,6 @@ Runs in the virtual environment of the peers. GRPO, SFT and DPO are those of TRL
 release that has it, and its reward function takes the place of the reward model.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -238,13 +237,12 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
 
     meter = Meter(Path(result))
     total = WARM + int(steps)
-    with contextlib.suppress(KeyboardInterrupt):
-        if name.startswith("grpo"):
-            grpo(Path(directory), meter, total, name.endswith("vllm"))
-        elif name == "ppo":
-            ppo(Path(directory), meter, total)
-        else:
-            texts(name, Path(directory), meter, total)
+    if name.startswith("grpo"):
+        grpo(Path(directory), meter, total, name.endswith("vllm"))
+    elif name == "ppo":
+        ppo(Path(directory), meter, total)
+    else:
+        texts(name, Path(directory), meter, total)
     meter.write(version=trl.__version__)
     sys.stdout.flush()
     os._exit(0)  # vLLM's threads would keep the process

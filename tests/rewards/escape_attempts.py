@@ -354,9 +354,9 @@ if os.fork() == 0:
         "never",
         "import time\nif os.fork() == 0:\n    while True:\n        os.fork() and os._exit(0)\n        time.sleep(0.05)",
     )
-    yield "children that nobody fetches", "never", "for _ in range(500):\n    if os.fork() == 0: os._exit(0)"
+    yield "leave zombie processes", "never", "for _ in range(500):\n    if os.fork() == 0: os._exit(0)"
     yield (
-        "be its own parent's child",
+        "adopt its descendants",
         "never",
         "libc.prctl(36, 1, 0, 0, 0); libc.prctl(1, 0, 0, 0, 0)\nimport time; os.fork(); time.sleep(600)",
     )

@@ -30,7 +30,7 @@ SCRATCH = 16 * 2**20 + os.getpid()  # stands on the command line of every sandbo
 LIMITS = Limits(seconds=SECONDS, scratch_bytes=SCRATCH)
 LONG = {  # seconds, until a limit ends them; one of each kind remains in make test
     "recurse in Python", "overflow the stack", "stop itself", "stop its parent", "compute in C for ever",
-    "compute for ever in children", "children that nobody fetches", "wait for more input", "be its own parent's child",
+    "compute for ever in children", "leave zombie processes", "wait for more input", "adopt its descendants",
     "sleep and ignore every signal", "close everything and sleep", "two gigabytes bit by bit",
 }  # fmt: skip
 SECRET = f"secret-{uuid.uuid4()}"

@@ -28,6 +28,7 @@ from lightning_rlhf import (  # noqa: E402
     SFTModule,
 )
 from lightning_rlhf.callbacks import RolloutLoop, complete  # noqa: E402
+from lightning_rlhf.objectives.advantages import GAE  # noqa: E402
 from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
 from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
 from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
@@ -81,6 +82,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         module = PPOModule(
             model,
             critic=model,
+            advantages=GAE(gamma=1.0, gae_lambda=1.0),
             kl_reward=KLTerm(0.05, "k1"),
             vf_coef=0.1,
             actor_optimizer=optimizer,

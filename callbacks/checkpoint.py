@@ -214,6 +214,9 @@ class RunCheckpoint(ModelCheckpoint):
         if self._state is None or self.saved_step == trainer.global_step:
             return
         self._save_in_foreground(trainer)
+        for callback in trainer.callbacks:
+            if complete := getattr(callback, "complete_snapshot", None):
+                complete(self._state)
         trainer.strategy.save_checkpoint(self._state, self.path)
         self._finish(trainer)
         self._saved_step = trainer.global_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,12 +12,16 @@ from torch import Tensor
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.types import Rollout
+
+if TYPE_CHECKING:
+    from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 # Largest difference of log-probs for 99 of 100 tokens, nats. The bound of float32 on a GPU was not measured.
@@ -82,6 +87,62 @@ def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]
         report = data.reports[name]
         lines += reward.missing_columns([row.columns for row in examples], report.name, report.locations)
     return lines
+
+
+def check_rollouts(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
+    """Validate loop, module, data and strategy; warn about doubtful settings.
+
+    Raises:
+        ValueError: the settings are incompatible.
+    """
+    data = trainer.datamodule
+    if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
+        raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+    if not loop.rewards and "reward_model" not in module.sources:
+        raise UsageError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
+    labels = [reward.label for reward in loop.rewards]
+    if loop.val_metric is not None and loop.val_metric not in labels:
+        raise UsageError(f"val_metric must be the name of a reward, one of {labels}, got {loop.val_metric!r}")
+    if loop.dynamic_sampling is not None:
+        loop.dynamic_sampling.check(data.batch_size, loop.group_size, loop.rewards, module)
+    check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)
+    roles = {f"the {name}": source for name, source in module.sources.items()}
+    check_positions(roles, data.longest_text, loop.max_response_tokens)
+    check_reward_functions(loop.rewards, loop.reward_executor, data)
+    splitting = tensor_ranks(trainer, module)
+    if loop.chosen_engine is not None and loop.chosen_engine.ranks % splitting:
+        raise UsageError(
+            f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
+            f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
+        )
+    if loop.max_staleness and module.correction.level is None and not module.correction.bypass:
+        log.warning(
+            "max_staleness is %d, so responses are from older weights, and the module does not correct for that: set "
+            "correction of the module to RolloutCorrection with level token or sequence",
+            loop.max_staleness,
+        )
+
+
+def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
+    """Validate that the engine can generate while the module learns; warn if it generates before instead.
+
+    Args:
+        engine: engine of the run.
+        max_staleness: argument of RolloutLoop.
+
+    Raises:
+        ValueError: the engine sleeps while the module learns.
+    """
+    name = type(engine).__name__
+    if max_staleness and engine.sleeps:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, {name} generates while the module learns, so it cannot sleep then: "
+            f"remove sleep_while_learning, or set max_staleness to 0"
+        )
+    if max_staleness and not engine.overlaps:
+        log.warning(
+            "max_staleness %d saves no time with %s, which generates in the trainer's process", max_staleness, name
+        )
 
 
 def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, group_size: int) -> None:

@@ -79,7 +79,7 @@ class RolloutLog(Callback):
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
                     "kl": kl[i].item(),
                     "truncated": bool(rollout.truncated[i]),
-                    "policy_version": int(rollout.policy_version[i]),
+                    "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": int(rollout.group[i]),
                 }
             )

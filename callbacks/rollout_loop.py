@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,36 +12,36 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
-from lightning_rlhf.compat import run_validation
+from lightning_rlhf.compat import is_taking_snapshot, run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.loading import save_architecture
-from lightning_rlhf.models.positions import check_positions, max_positions
+from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
+from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import (
-    CompletionCheck,
     EngineSetup,
-    OnFinished,
     RolloutEngine,
     engine_dtype,
     limit_gpu_memory,
     visible_gpu,
 )
-from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
-from .checks import check_at_least, check_batch_sizes, check_engine, check_reward_functions, tensor_ranks
-from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
+from .checks import check_at_least, check_engine, check_overlap, check_rollouts, tensor_ranks
+from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
+from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
+from .sampling import Sampler, StepRollouts
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
 _FAST_DEV_TOKENS = 16
+_REQUESTS = "lightning_rlhf_requests"  # name in checkpoints
 
 
 class RolloutLoop(Callback):
@@ -70,6 +69,9 @@ class RolloutLoop(Callback):
             a mixture of experts, whose routers amplify rounding.
         stop_token_ids: tokens that end a response in addition to the tokenizer's end token.
         dynamic_sampling: replaces prompts whose responses all have the same reward; None trains on every prompt.
+        max_staleness: number of steps by which the weights that sampled a token may be older than those that the step
+            starts from, at least 0. With 0, generation and learning take turns. With k, the engine generates the
+            responses of the next k steps while the module learns; docs/rollouts.md describes the schedule.
     """
 
     provides_rollouts = True
@@ -89,9 +91,10 @@ class RolloutLoop(Callback):
         max_logprob_diff: float | None = None,
         stop_token_ids: list[int] | None = None,
         dynamic_sampling: DynamicSampling | None = None,
+        max_staleness: int = 0,
     ) -> None:
         check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
-        check_at_least(0, check_rows=check_rows)
+        check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
         if not temperature > 0:
             raise UsageError(f"temperature must be positive, got {temperature}")
         if max_logprob_diff is not None and not max_logprob_diff > 0:
@@ -109,14 +112,15 @@ class RolloutLoop(Callback):
         self.max_logprob_diff = max_logprob_diff
         self.stop_token_ids = list(stop_token_ids or [])
         self.dynamic_sampling = dynamic_sampling
+        self.max_staleness = max_staleness
         self._engine_choice = engine
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self.tokens_per_s = 0.0  # generated in the last step, over all ranks
         self._synced_step: int | None = None  # step whose weights the engine has
-        self._vocabulary = 0  # tokens of the actor
         self._validated_step: int | None = None
-        self._stop_token_ids: tuple[int, ...] = ()
+        self._sampler: Sampler | None = None
+        self._ahead = RequestsAhead()
         self._validation: Validation | None = None
 
     # -- start and end ----------------------------------------------------------------------------------------
@@ -128,12 +132,12 @@ class RolloutLoop(Callback):
         """
         if trainer.fast_dev_run:
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
-        self._check(trainer, pl_module)
+        check_rollouts(self, trainer, pl_module)
         self._synced_step = self._validated_step = None  # the callback may have been used in an earlier run
+        self._ahead = RequestsAhead()
         self.engine_description = ""
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
         tokenizer = trainer.datamodule.tokenizer
-        self._stop_token_ids = (tokenizer.eos_token_id, *self.stop_token_ids)
         source = pl_module.sources["actor"]
         reason = "chosen in the configuration"
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
@@ -145,9 +149,16 @@ class RolloutLoop(Callback):
         log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self.engine.check(sampling)
+        check_overlap(self.engine, self.max_staleness)
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
-        self._vocabulary = vocab_size(source)
+        self._sampler = Sampler(
+            engine=self.engine,
+            tokenizer=tokenizer,
+            max_tokens=self.max_response_tokens,
+            stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
+            vocabulary=vocab_size(source),
+        )
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
         setup = EngineSetup(
@@ -165,32 +176,10 @@ class RolloutLoop(Callback):
             limit_gpu_memory(device, self.engine.gpu_share)
             self._let_engine_sleep(device)
 
-    def _check(self, trainer: Trainer, module: RLHFModule) -> None:
-        """Validate loop, module, data and strategy; warn about doubtful settings.
-
-        Raises:
-            ValueError: the settings are incompatible.
-        """
-        data = trainer.datamodule
-        if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
-            raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
-        if not self.rewards and "reward_model" not in module.sources:
-            raise UsageError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
-        labels = [reward.label for reward in self.rewards]
-        if self.val_metric is not None and self.val_metric not in labels:
-            raise UsageError(f"val_metric must be the name of a reward, one of {labels}, got {self.val_metric!r}")
-        if self.dynamic_sampling is not None:
-            self.dynamic_sampling.check(data.batch_size, self.group_size, self.rewards, module)
-        check_batch_sizes(module, data, self.prompts_per_step(data), self.group_size)
-        roles = {f"the {name}": source for name, source in module.sources.items()}
-        check_positions(roles, data.longest_text, self.max_response_tokens)
-        check_reward_functions(self.rewards, self.reward_executor, data)
-        splitting = tensor_ranks(trainer, module)
-        if self._engine_choice != "auto" and self._engine_choice.ranks % splitting:
-            raise UsageError(
-                f"{splitting} ranks split the actor between them and have the same prompts, so they must share one "
-                f"engine: set engine: auto, or wrap it in SharedEngine with ranks: {splitting}"
-            )
+    @property
+    def chosen_engine(self) -> RolloutEngine | None:
+        """Engine of the configuration; None if :meth:`setup` chooses it."""
+        return None if self._engine_choice == "auto" else self._engine_choice
 
     def prompts_per_step(self, data: PromptDataModule) -> int:
         """Return the number of prompts that a step trains on."""
@@ -231,31 +220,82 @@ class RolloutLoop(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int) -> None:
         """Sync weights, generate, score, and pass the rollout to the module."""
-        clock = Clock()
-        ranks = pl_module.data_ranks
-        with clock("time/sync_s"):
-            self.sync_weights(trainer, pl_module)
-        sampling = _Sampling(self, trainer, pl_module, clock)
+        step = trainer.global_step
+        rollouts = StepRollouts(self._responses, self.reward_executor, self._ahead, trainer, pl_module)
+        clock = rollouts.clock
+        if step not in self._ahead or self._synced_step is None:
+            with clock("time/sync_s"):
+                self.sync_weights(trainer, pl_module)
+        rollouts.requests = self._ahead.pop(step) or self._requests(rollouts, batch)
+        with clock("time/generate_s"):
+            self._ahead.wait(rollouts.requests)
         metrics: dict[str, float] = {}
-        if self.dynamic_sampling is None:
-            rollout = sampling.rollout(batch, self.group_size, self.temperature)
-        else:
-            generate = partial(sampling.rollout, samples=self.group_size, temperature=self.temperature)
-            rollout, counts = self.dynamic_sampling(batch, generate, ranks.size, sampling.any_rank)
-            metrics = self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, pl_module.device))
-        greedy = sampling.rollout(batch, 1, 0.0) if pl_module.advantages.needs_greedy else None
-        with clock("time/check_s"):
-            self.verify(pl_module, rollout)
+        if self.max_staleness:
+            metrics |= self._ahead.idle_shares()
+            with clock("time/sync_s"):
+                self.sync_weights(trainer, pl_module)
+            self._check_push(rollouts, batch)
+            for later_step, prompts in upcoming_batches(trainer, batch_idx, self.max_staleness):
+                if later_step not in self._ahead:
+                    self._ahead.add(self._requests(rollouts, prompts, later_step))
+        rollout, greedy, counts = self._rollout(rollouts, batch)
+        if rollouts.are_current:
+            with clock("time/check_s"):
+                self.verify(pl_module, rollout)
         if not rollout.rollout_logprobs.isfinite().all():
             raise RunError("the engine returned log-probabilities that are not finite: its weights are damaged")
         self._let_engine_sleep(pl_module.device)
         pl_module.receive(rollout, greedy)
-        metrics |= max_over_ranks(clock.seconds, ranks, pl_module.device)  # all ranks wait for the slowest
-        tokens = sum_over_ranks({"tokens": float(sampling.tokens)}, ranks, pl_module.device)["tokens"]
-        self.tokens_per_s = tokens / metrics["time/generate_s"]
-        metrics["rollout/tokens_per_s"] = self.tokens_per_s
-        metrics |= means_over_ranks(sampling.reward_metrics if pl_module.role_strategy.is_group_leader else [])
+        metrics |= counts | rollouts.metrics(rollout, self.max_staleness)
+        self.tokens_per_s = metrics["rollout/tokens_per_s"]
         pl_module.log_step("rollout", metrics)
+
+    @property
+    def _responses(self) -> Sampler:
+        assert self._sampler is not None
+        return self._sampler
+
+    @property
+    def _version(self) -> int:
+        assert self._synced_step is not None
+        return self._synced_step
+
+    def _requests(self, rollouts: StepRollouts, batch: PromptBatch, step: int | None = None) -> list[RolloutRequest]:
+        """Request the responses to a batch, or to the first prompts of it that dynamic sampling generates.
+
+        Args:
+            rollouts: rollouts of the current step.
+            batch: prompts of this rank.
+            step: later step that trains on the responses; None for the current step.
+        """
+        first, request = batch, partial(rollouts.request, version=self._version, step=step)
+        if self.dynamic_sampling is not None:
+            first = batch[: self.dynamic_sampling.prompts_per_step // rollouts.module.data_ranks.size]
+        requests = [request(first, self.group_size, self.temperature)]
+        if rollouts.module.advantages.needs_greedy:
+            requests.append(request(batch, 1, 0.0))
+        return requests
+
+    def _rollout(self, rollouts: StepRollouts, batch: PromptBatch) -> tuple[Rollout, Rollout | None, dict[str, float]]:
+        """Return the rollout, the greedy rollout if the estimator needs it, and metrics of dynamic sampling."""
+        module, ranks = rollouts.module, rollouts.module.data_ranks
+        generate = partial(rollouts.rollout, version=self._version)
+        if self.dynamic_sampling is None:
+            rollout = generate(batch, self.group_size, self.temperature)
+            return rollout, generate(batch, 1, 0.0) if module.advantages.needs_greedy else None, {}
+        generate = partial(generate, samples=self.group_size, temperature=self.temperature)
+        rollout, counts = self.dynamic_sampling(batch, generate, ranks.size, rollouts.any_rank)
+        return rollout, None, self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, module.device))
+
+    def _check_push(self, rollouts: StepRollouts, batch: PromptBatch) -> None:
+        """Compare log-probs on a few short responses, if those of the step are from older weights.
+
+        With ``max_staleness`` above 1 the engine is still generating, and these would have to wait for it.
+        """
+        if self.check_rows and not rollouts.are_current and self.max_staleness == 1:
+            with rollouts.clock("time/check_s"):
+                short = self._responses.short_rollout(batch[: self.check_rows], self.temperature, self._version)
+                self.verify(rollouts.module, short)
 
     def sync_weights(self, trainer: Trainer, module: RLHFModule) -> None:
         """Copy the actor's weights to the engine, unless it has them; the version is the number of steps taken."""
@@ -280,31 +320,6 @@ class RolloutLoop(Callback):
             self._synced_step = None  # sleep discards the weights
             limit_gpu_memory(device, 0.0)
 
-    def _generate(
-        self,
-        batch: PromptBatch,
-        purpose: str,
-        *,
-        samples: int,
-        temperature: float,
-        on_finished: OnFinished | None,
-        epoch: int = 0,
-    ) -> list[Completion]:
-        """Return ``samples`` completions of each prompt, grouped by prompt, each from a different seed."""
-        assert self.engine is not None
-        prompts = [ids for ids in batch.token_ids for _ in range(samples)]
-        seeds = [derive_seed(run_seed(), purpose, epoch, i, k) for i in batch.indices for k in range(samples)]
-        sampling = SamplingParams(self.max_response_tokens, temperature, stop_token_ids=self._stop_token_ids)
-        assert self._synced_step is not None
-        check = CompletionCheck(self.max_response_tokens, self._synced_step, self._vocabulary)
-        completions = self.engine.generate(prompts, sampling, seeds, check.before(on_finished))
-        check.check_all(completions, len(prompts))
-        return completions
-
-    def _collector(self, trainer: Trainer, batch: PromptBatch, size: int) -> Collector:
-        state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
-        return Collector(batch, self.reward_executor, trainer.datamodule.tokenizer, size, state)
-
     def verify(self, module: RLHFModule, rollout: Rollout) -> None:
         """Compare log-probs of engine and actor on a few responses, to find damaged weights before the update.
 
@@ -321,6 +336,7 @@ class RolloutLoop(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Sync weights and reset the metrics."""
+        self._ahead.wait_for_all()  # responses must not be continued with an average of weights
         if not _averages(trainer):
             self.sync_weights(trainer, pl_module)
         self._validated_step = trainer.global_step
@@ -343,15 +359,17 @@ class RolloutLoop(Callback):
             self.sync_weights(trainer, pl_module)
         size = self.val_samples
         roles = pl_module.role_strategy
-        collector = self._collector(trainer, batch, 1 + size)
+        state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
+        collector = Collector(batch, self.reward_executor, trainer.datamodule.tokenizer, 1 + size, state)
+        generate = partial(self._responses.generate, batch, "validation", version=self._version)
 
         def score(first: int, number: int, completion: Completion) -> None:
             samples = size if first else 1
             if roles.is_group_leader:
                 collector.add(number // samples * (1 + size) + first + number % samples, completion)
 
-        greedy = self._generate(batch, "validation", samples=1, temperature=0.0, on_finished=partial(score, 0))
-        sampled = self._generate(batch, "validation", samples=size, temperature=1.0, on_finished=partial(score, 1))
+        greedy = generate(samples=1, temperature=0.0, on_finished=partial(score, 0))
+        sampled = generate(samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
@@ -381,51 +399,28 @@ class RolloutLoop(Callback):
             shown = name in ("val/greedy", "val/sampled")
             pl_module.log(name, value, prog_bar=shown, batch_size=1)
 
+    # -- checkpoints ------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
+        """Add the responses that were requested for later steps, whose weights a resumed run does not have."""
+        if self.max_staleness:
+            self._ahead.take_snapshot()
+            if not is_taking_snapshot():
+                self.complete_snapshot(checkpoint)
+
+    def complete_snapshot(self, checkpoint: dict[str, Any]) -> None:
+        """Wait for the requested responses and add them to the last checkpoint that was not written at once."""
+        if self.max_staleness:
+            checkpoint[_REQUESTS] = self._ahead.snapshot_state()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
+        """Store the responses for later steps."""
+        self._ahead.load_state(checkpoint.get(_REQUESTS, []))
+
     @property
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
         return [] if self._validation is None else self._validation.samples
-
-
-@dataclass
-class _Sampling:
-    """Rollouts of one training step, with their tokens and reward metrics."""
-
-    loop: RolloutLoop
-    trainer: Trainer
-    module: RLHFModule
-    clock: Clock
-    tokens: int = 0
-    reward_metrics: list[MetricSums] = field(default_factory=list)
-
-    def rollout(self, prompts: PromptBatch, samples: int, temperature: float) -> Rollout:
-        """Generate and score responses. All ranks that share an engine.
-
-        Args:
-            prompts: prompts of this rank.
-            samples: responses per prompt.
-            temperature: temperature of the sampling.
-        """
-        roles = self.module.role_strategy
-        collector = self.loop._collector(self.trainer, prompts, samples)
-        with self.clock("time/generate_s"):
-            on_finished = collector.add if roles.is_group_leader else None
-            completions = self.loop._generate(
-                prompts, "train", epoch=prompts.epoch, samples=samples, temperature=temperature, on_finished=on_finished
-            )
-        self.tokens += sum(len(completion.token_ids) for completion in completions)
-        with self.clock("time/reward_s"):  # rewards that were not computed during generation
-            rollout, scored = roles.run_on_group_leader(partial(collector.rollout, completions, temperature))
-        self.reward_metrics.append(scored.metrics)
-        return rollout
-
-    def any_rank(self, needs_more: bool) -> bool:
-        """Return whether any rank that shares the engine needs another round; then all of them generate."""
-        assert self.loop.engine is not None
-        ranks = self.module.data_ranks
-        if self.loop.engine.ranks <= tensor_ranks(self.trainer, self.module):
-            return needs_more
-        return bool(ranks.max(torch.tensor(float(needs_more), device=self.module.device)))
 
 
 def _averages(trainer: Trainer) -> bool:

@@ -21,7 +21,7 @@ from .rollout_loop import RolloutLoop
 
 # Settings that determine which rows precede a checkpoint's position in the data.
 WHICH_ROWS = ("seed_everything", "training rows", "order of the data", "batch_size")
-_ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling")
+_ROLLOUTS = ("group_size", "max_response_tokens", "temperature", "stop_token_ids", "dynamic_sampling", "max_staleness")
 _IGNORED = ("micro_batch_tokens", "kl_coef")  # the first does not change the result, KLControl restores the second
 
 

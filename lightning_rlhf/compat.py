@@ -5,6 +5,7 @@ Checked against lightning 2.6.6; tests/test_compat.py fails when a name is missi
 
 import copy
 import traceback
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -146,9 +147,25 @@ def save_checkpoint_now(checkpoint: ModelCheckpoint, trainer: Trainer) -> bool:
     return True
 
 
+_TAKES_SNAPSHOT: ContextVar[bool] = ContextVar("takes snapshot", default=False)
+
+
+def is_taking_snapshot() -> bool:
+    """Return whether ``on_save_checkpoint`` was called by :func:`checkpoint_state`."""
+    return _TAKES_SNAPSHOT.get()
+
+
 def checkpoint_state(trainer: Trainer) -> dict[str, Any]:
-    """Return a copy of the state that ``Trainer.save_checkpoint`` would write; role strategies exclude the models."""
-    state = trainer._checkpoint_connector.dump_checkpoint(False)
+    """Return a copy of the state that ``Trainer.save_checkpoint`` would write; role strategies exclude the models.
+
+    It is written only if the run ends before the next step: a callback can leave out state that takes time to compute,
+    and add it in ``complete_snapshot``.
+    """
+    token = _TAKES_SNAPSHOT.set(True)
+    try:
+        state = trainer._checkpoint_connector.dump_checkpoint(False)
+    finally:
+        _TAKES_SNAPSHOT.reset(token)
     for name in ("callbacks", "loops", "lr_schedulers"):  # they may contain dictionaries that callbacks change later
         state[name] = copy.deepcopy(state[name])
     return state

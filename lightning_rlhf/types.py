@@ -59,13 +59,16 @@ class Completion:
         token_ids: sampled tokens, including the stop token, at least one.
         logprobs: log-probability of each token under the sampling distribution, same length.
         finish_reason: ``stop`` after a stop token, ``length`` when the limit cut the response.
-        policy_version: number of weight syncs before the response was sampled.
+        policy_version: version of the policy that sampled the first token.
+        later_versions: (index, version) for each push while the response was sampled: the tokens from this index on
+            have this version.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     policy_version: int
+    later_versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
@@ -76,6 +79,14 @@ class Completion:
         for i, value in enumerate(self.logprobs):
             if value > _ROUNDING:  # NaN is reported later, with the name of the damaged weight
                 raise UsageError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the policy that sampled each token."""
+        versions = [self.policy_version] * len(self.token_ids)
+        for start, version in self.later_versions:
+            versions[start:] = [version] * (len(versions) - start)
+        return versions
 
 
 @dataclass(frozen=True)
@@ -138,7 +149,8 @@ class Rollout(TensorBatch):
         reward: (B,) float32, weighted sum of the applicable rewards, reward units.
         group: (B,) int64, equal for responses to the same prompt of this data rank.
         truncated: (B,) bool, True where the length limit cut the response.
-        policy_version: (B,) int64, number of weight syncs before each response was sampled.
+        policy_version: (B, T) int64, version of the policy that sampled each token, which is the number of steps before
+            its weights were pushed; 0 where the mask is False.
         included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
         position: (B,) int64, position among the responses of all ranks, which determines the order of mini-batches.
         temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
@@ -162,7 +174,8 @@ class Rollout(TensorBatch):
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
-        shapes = {"prompt_ids": self.prompt_ids.shape, "response_mask": tokens, "rollout_logprobs": tokens}
+        shapes = {"prompt_ids": self.prompt_ids.shape}
+        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "response_ids":
                 expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))

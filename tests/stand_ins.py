@@ -108,7 +108,7 @@ def rollout_of(
         reward=reward,
         group=torch.arange(len(rows)),
         truncated=torch.tensor([row.truncated for row in rows]),
-        policy_version=torch.arange(len(rows)),
+        policy_version=torch.arange(len(rows)).unsqueeze(1) * mask,
         included=torch.ones(len(rows), dtype=torch.bool),
         position=torch.arange(len(rows)),
         temperature=temperature,

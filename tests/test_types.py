@@ -33,7 +33,7 @@ def rollout():
         reward=row.float(),
         group=torch.tensor([0, 1, 1]),
         truncated=torch.tensor([True, False, False]),
-        policy_version=torch.tensor([7, 7, 8]),
+        policy_version=torch.tensor([[7], [7], [8]]) * (torch.arange(TOKENS) < torch.tensor([[4], [3], [1]])),
         included=torch.tensor([True, False, True]),
         position=torch.tensor([4, 2, 3]),
         temperature=0.7,
@@ -149,7 +149,7 @@ def test_moving_passes_options_on(experience):
         ("reward", (ROWS, TOKENS), (ROWS,)),
         ("group", (), (ROWS,)),
         ("truncated", (1,), (ROWS,)),
-        ("policy_version", (ROWS + 1,), (ROWS,)),
+        ("policy_version", (ROWS,), (ROWS, TOKENS)),
     ],
 )
 def test_a_rollout_with_a_wrong_shape_names_the_field_and_both_shapes(rollout, name, shape, expected):
@@ -216,7 +216,7 @@ def test_prompts_are_sliced_with_their_messages():
 
 
 def test_a_mask_picks_the_rows_where_it_is_true(rollout):
-    assert rollout[rollout.truncated].policy_version.tolist() == [7]
+    assert rollout[rollout.truncated].policy_version.tolist() == [[7] * TOKENS]
     assert rollout[~rollout.truncated].group.tolist() == [1, 1]
 
 

@@ -37,7 +37,11 @@ class EpochOrder:
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        return iter(shuffle(self.size, self.seed, self.epoch) if self.shuffle else range(self.size))
+        return iter(self.rows(self.epoch))
+
+    def rows(self, epoch: int) -> Sequence[int]:
+        """Return the row numbers of an epoch in order."""
+        return shuffle(self.size, self.seed, epoch) if self.shuffle else range(self.size)
 
 
 class SamplerOrder(EpochOrder):
@@ -60,18 +64,23 @@ class SamplerOrder(EpochOrder):
         self._seed = seed
         super().__init__(len(sampler.order(keys, lengths, seed, 0)), seed, shuffle=False)
 
-    def __iter__(self) -> Iterator[int]:
-        order = [int(row) for row in self._sampler.order(self._keys, self._lengths, self._seed, self.epoch)]
+    def rows(self, epoch: int) -> Sequence[int]:
+        """Return the row numbers of an epoch in order.
+
+        Raises:
+            ValueError: the sampler returned row numbers that are not valid.
+        """
+        order = [int(row) for row in self._sampler.order(self._keys, self._lengths, self._seed, epoch)]
         name, rows = type(self._sampler).__name__, len(self._keys)
         if len(order) != self.size:
-            raise UsageError(f"{name} returned {len(order)} rows in epoch {self.epoch}, but {self.size} in epoch 0")
+            raise UsageError(f"{name} returned {len(order)} rows in epoch {epoch}, but {self.size} in epoch 0")
         if invalid := [row for row in order if not 0 <= row < rows]:
-            raise UsageError(f"{name} returned row {invalid[0]} in epoch {self.epoch}, expected 0 to {rows - 1}")
+            raise UsageError(f"{name} returned row {invalid[0]} in epoch {epoch}, expected 0 to {rows - 1}")
         repetitions = Counter[int]()
         for position, row in enumerate(order):
             order[position] += rows * repetitions[row]
             repetitions[row] += 1
-        return iter(order)
+        return order
 
 
 class _RankBatches:
@@ -92,11 +101,20 @@ class _RankBatches:
         return len(self.sampler) // self.batch_size
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order, lengths = list(self.sampler), self._lengths
+        order = list(self.sampler)
         for batch in range(self.start, len(self)):
-            numbers = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            positions = balanced_shares([lengths[number % len(lengths)] for number in numbers], self._ranks)[self._rank]
-            yield [(position, numbers[position]) for position in positions]
+            yield self.rows_of_batch(order, batch)
+
+    def rows_of_batch(self, order: Sequence[int], batch: int) -> list[tuple[int, int]]:
+        """Return this rank's rows of a batch.
+
+        Args:
+            order: row numbers of the epoch in order.
+            batch: number of the batch in the epoch.
+        """
+        numbers = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        lengths = [self._lengths[number % len(self._lengths)] for number in numbers]
+        return [(position, numbers[position]) for position in balanced_shares(lengths, self._ranks)[self._rank]]
 
 
 class _IdentityDataset:
@@ -156,10 +174,13 @@ class ResumableLoader(DataLoader[Any]):
         lengths = [1] * len(rows) if lengths is None else lengths
         self._batches = _RankBatches(self._order, batch_size, lengths, rank, ranks)
 
-        def collate_rows(drawn: list[tuple[int, int]]) -> Any:
+        def collate_rows(drawn: list[tuple[int, int]], epoch: int | None = None) -> Any:
             positions, numbers = (list(column) for column in zip(*drawn, strict=True))
-            return collate([rows[number % len(rows)] for number in numbers], numbers, positions, self._order.epoch)
+            epoch = self._order.epoch if epoch is None else epoch
+            return collate([rows[number % len(rows)] for number in numbers], numbers, positions, epoch)
 
+        self._collate_rows = collate_rows
+        self._last_order: tuple[int, Sequence[int]] = (-1, [])  # epoch and its rows, of the last call of batch_at
         super().__init__(
             _IdentityDataset(),  # type: ignore[arg-type]
             batch_sampler=self._batches,
@@ -175,6 +196,17 @@ class ResumableLoader(DataLoader[Any]):
         for batch in super().__iter__():
             self._position += 1
             yield batch
+
+    def batch_at(self, epoch: int, batch: int) -> Any:
+        """Return this rank's part of any batch; the position in the data does not change.
+
+        Args:
+            epoch: number of completed passes over the data.
+            batch: number of the batch in the epoch.
+        """
+        if self._last_order[0] != epoch:
+            self._last_order = epoch, list(self._order.rows(epoch))
+        return self._collate_rows(self._batches.rows_of_batch(self._last_order[1], batch), epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of batches of the current epoch that were yielded."""

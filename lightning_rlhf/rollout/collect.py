@@ -86,6 +86,8 @@ class Collector:
         mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
         logprobs = torch.zeros(response_ids.shape)
         logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
+        versions = torch.zeros_like(response_ids)
+        versions[mask] = torch.tensor([version for completion in completions for version in completion.token_versions])
         columns = self._columns(range(len(completions)), completions)
         scored = self._executor.score(columns, self._state, self._started)
         terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
@@ -100,7 +102,7 @@ class Collector:
             reward=weighted_sum(terms, len(completions)),
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
-            policy_version=torch.tensor([completion.policy_version for completion in completions]),
+            policy_version=versions,
             included=torch.ones(len(completions), dtype=torch.bool),
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,32 @@ OnFinished = Callable[[int, Completion], None]  # called with the index of a pro
 
 class EngineDied(RunError):
     """Error for an engine that has ended; the message contains the cause and the path of its log."""
+
+
+class Generation:
+    """Completions that an engine generates while its caller continues.
+
+    Args:
+        wait: function that waits for the completions and returns them in the order of the prompts; called once.
+    """
+
+    def __init__(self, wait: Callable[[], list[Completion]]) -> None:
+        self._wait: Callable[[], list[Completion]] | None = wait
+        self._completions: list[Completion] = []
+        self.requested_at = time.perf_counter()
+        self.finished_at: float | None = None  # time of the last completion, as of time.perf_counter(), if known
+
+    def completions(self) -> list[Completion]:
+        """Wait for the completions and return them.
+
+        Raises:
+            EngineDied: the engine has ended.
+        """
+        if self._wait is not None:
+            self._completions = self._wait()
+            self._wait = None
+            self.finished_at = self.finished_at or time.perf_counter()
+        return self._completions
 
 
 @dataclass(frozen=True)
@@ -119,6 +146,16 @@ class RolloutEngine(ABC):
         All ranks of the engine call this between rollouts, when no request is running.
         """
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the engine generates while the trainer computes; otherwise :meth:`submit` generates at once."""
+        return False
+
+    @property
+    def mixes_versions(self) -> bool:
+        """Whether weights are loaded while responses are generated, so that their tokens have several versions."""
+        return False
+
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 (most engines support all parameters)
         """Validate the sampling parameters before the engine starts.
 
@@ -186,6 +223,30 @@ class RolloutEngine(ABC):
             EngineDied: the engine has ended.
         """
 
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> Generation:
+        """Start to generate one completion per prompt with the weights of the last push.
+
+        Later pushes do not change these completions, unless the engine ``mixes_versions``. Ranks that share the engine
+        must wait for their generations in the same order.
+
+        Args:
+            prompts: token ids.
+            sampling: sampling parameters.
+            seeds: one per prompt, in [0, 2**63).
+            on_finished: callback as for :meth:`generate`, but possibly called in another thread; all calls have
+                returned when :meth:`Generation.completions` returns.
+        """
+        completions = self.generate(prompts, sampling, seeds, on_finished)
+        generation = Generation(lambda: completions)
+        generation.completions()
+        return generation
+
     @abstractmethod
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter whose value differs in the engine; None if no difference is known."""
@@ -201,13 +262,15 @@ class CompletionCheck:
 
     Args:
         max_tokens: largest number of tokens in a response.
-        version: version of the policy that was pushed last.
+        version: version of the policy that was pushed last before the request.
         vocabulary: V, number of tokens of the actor.
+        allows_newer: whether tokens of later versions are valid, as from an engine that ``mixes_versions``.
     """
 
     max_tokens: int
     version: int
     vocabulary: int
+    allows_newer: bool = False
 
     def check_one(self, completion: Completion) -> None:
         """Validate one completion.
@@ -216,7 +279,8 @@ class CompletionCheck:
             RuntimeError: the completion is too long, from another policy version, or has a token unknown to the actor.
         """
         ids = completion.token_ids
-        if completion.policy_version != self.version:
+        versions = {completion.policy_version, *(version for _, version in completion.later_versions)}
+        if min(versions) < self.version or (max(versions) > self.version and not self.allows_newer):
             raise RunError(
                 f"the engine returned a completion of policy version {completion.policy_version}, but the last pushed "
                 f"version is {self.version}: its weights are not the actor's"

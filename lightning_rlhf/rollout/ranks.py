@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied, OnFinished
+from lightning_rlhf.rollout.engine import EngineDied, Generation, OnFinished
 from lightning_rlhf.types import Completion, SamplingParams
 
 S = TypeVar("S")
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # rollouts have no time limit; dead ranks are detected by their closed connections
-_Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], list[Completion]]
+_Submit = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], Generation]
 _ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, ValueError, RuntimeError)}
 
 
@@ -128,30 +128,28 @@ class RankGroup:
             ) from error
 
 
-def generate_together(
+def submit_together(
     group: RankGroup,
-    generate: _Generate,
+    submit: _Submit,
     *,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
-) -> list[Completion]:
-    """Generate the completions of all ranks on the first one; identical requests of several ranks only once.
+) -> Generation:
+    """Request the completions of all ranks on the first one; identical requests of several ranks only once.
 
     Args:
         group: ranks that share the engine.
-        generate: :meth:`RolloutEngine.generate` of the engine, called on the first rank.
+        submit: function that requests completions from the engine, called on the first rank.
         prompts: prompts of this rank.
         sampling: sampling parameters, the same on all ranks.
         seeds: seeds of this rank, one per prompt.
         on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
 
     Returns:
-        This rank's completions.
-
-    Raises:
-        ValueError: the sampling parameters differ between ranks.
+        This rank's completions. All ranks must wait for them, in the same order as for others; an error of the first
+        rank is raised there, on all ranks.
     """
     requests = group.gather(([list(prompt) for prompt in prompts], list(seeds), sampling))
 
@@ -159,7 +157,7 @@ def generate_together(
         if on_finished is not None and index < len(prompts):  # the first rank's requests are the first ones
             on_finished(index, completion)
 
-    def generate_for_all() -> list[list[Completion]]:
+    def submit_for_all() -> Callable[[], list[list[Completion]]]:
         if any(other != sampling for _, _, other in requests):
             raise UsageError(
                 f"ranks that share an engine must have equal sampling parameters, got {[p for _, _, p in requests]}"
@@ -167,8 +165,23 @@ def generate_together(
         unique = [request for index, request in enumerate(requests) if request not in requests[:index]]
         all_prompts = [prompt for rank_prompts, _, _ in unique for prompt in rank_prompts]
         all_seeds = [seed for _, rank_seeds, _ in unique for seed in rank_seeds]
-        completions = iter(generate(all_prompts, sampling, all_seeds, on_any_finished))
-        by_request = [[next(completions) for _ in rank_prompts] for rank_prompts, _, _ in unique]
-        return [by_request[unique.index(request)] for request in requests]
+        generation = submit(all_prompts, sampling, all_seeds, on_any_finished)
 
-    return group.scatter_from_first(generate_for_all)
+        def by_rank() -> list[list[Completion]]:
+            completions = iter(generation.completions())
+            by_request = [[next(completions) for _ in rank_prompts] for rank_prompts, _, _ in unique]
+            return [by_request[unique.index(request)] for request in requests]
+
+        return by_rank
+
+    if not group.is_first:
+        return Generation(lambda: group.scatter_from_first(list))
+    try:
+        by_rank = submit_for_all()
+    except Exception as error:
+        failure = error
+
+        def by_rank() -> list[list[Completion]]:
+            raise failure
+
+    return Generation(lambda: group.scatter_from_first(by_rank))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, generate_together
+from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, submit_together
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -54,6 +56,16 @@ class SharedEngine(RolloutEngine):
     def sleeps(self) -> bool:
         """See :meth:`RolloutEngine.sleeps`."""
         return self._engine.sleeps
+
+    @property
+    def overlaps(self) -> bool:
+        """See :meth:`RolloutEngine.overlaps`."""
+        return self._engine.overlaps
+
+    @property
+    def mixes_versions(self) -> bool:
+        """See :meth:`RolloutEngine.mixes_versions`."""
+        return self._engine.mixes_versions
 
     def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`; all ranks wait until the engine sleeps."""
@@ -108,10 +120,26 @@ class SharedEngine(RolloutEngine):
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`; ranks without prompts must call it too."""
-        return generate_together(
-            self._running, self._engine.generate, prompts=prompts, sampling=sampling, seeds=seeds,
-            on_finished=on_finished,
-        )  # fmt: skip
+
+        def generate(*request: Any) -> Generation:
+            return Generation(partial(self._engine.generate, *request))
+
+        generation = submit_together(
+            self._running, generate, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
+        )
+        return generation.completions()
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> Generation:
+        """See :meth:`RolloutEngine.submit`; ranks without prompts must call it too."""
+        return submit_together(
+            self._running, self._engine.submit, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
+        )
 
     def close(self) -> None:
         """End the engine; not collective."""

@@ -33,7 +33,7 @@ DEATHS = {
     "with the new manifest and both versions": (_MANIFEST + "_put", 1, "after"),
     "while leftovers are removed": ("shutil:rmtree", 1, "before"),
     "before the new version is begun": (_MANIFEST + "begin", 2, "before"),
-    "in the middle of generation": (_LOOP + "_generate", 3, "after"),
+    "in the middle of generation": (_LOOP + "_requests", 3, "after"),
     "behind the last batch": (_SAVE + "on_train_batch_end", 6, "after"),
     "in the last validation": (_LOOP + "on_validation_batch_end", 1, "before"),
     "before the export": (_EXPORT + "_write", 1, "before"),

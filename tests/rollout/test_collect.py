@@ -44,7 +44,7 @@ def test_two_responses_to_each_of_two_prompts():
     assert rollout.rewards["position"].tolist() == rollout.reward.tolist() == [0, 1, 2, 3]
     assert rollout.group.tolist() == [0, 0, 1, 1]
     assert rollout.truncated.tolist() == [False, True, False, True]
-    assert rollout.policy_version.tolist() == [3, 3, 3, 4]
+    assert rollout.policy_version.tolist() == [[3, 3, 3, 0], [3, 0, 0, 0], [3, 0, 0, 0], [4, 4, 4, 4]]
     assert rollout.temperature == 0.7
 
 

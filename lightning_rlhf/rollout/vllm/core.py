@@ -8,6 +8,7 @@ from typing import Any
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.vllm.sync import Slot
@@ -41,7 +42,7 @@ class VLLMCore:
             self._asleep = True
 
     def load(self, weights: dict[str, Any], version: int) -> None:
-        """Load new weights from shared memory and reset the prefix cache.
+        """Load new weights from shared memory; running requests continue with them.
 
         For a sleeping engine, memory for weights is allocated before they are loaded, and memory for the cache after
         that, because loading needs temporary memory.
@@ -51,7 +52,7 @@ class VLLMCore:
             version: version of the policy.
 
         Raises:
-            RuntimeError: the prefix cache could not be reset because requests are running.
+            RuntimeError: vLLM did not wake up, or did not reset its prefix cache.
         """
         if self._asleep:
             self._llm.wake_up(["weights"])
@@ -61,28 +62,33 @@ class VLLMCore:
                 raise RunError("vLLM did not wake up: it could not allocate all of its memory")
             self._asleep = False
         self._adapter = None  # vLLM removes adapters when base weights are loaded
-        self._reset_prefix_cache()
-        self._version = version
+        self._begin_version(version)
 
     def swap(self, adapter: str, version: int) -> None:
-        """Load a LoRA adapter for all later requests and reset the prefix cache.
+        """Load a LoRA adapter for all later requests.
 
         Args:
             adapter: directory in peft's format; it may be overwritten after the call.
             version: version of the policy.
 
         Raises:
-            RuntimeError: vLLM rejected the adapter, or could not reset the prefix cache because requests are running.
+            RuntimeError: vLLM rejected the adapter, or did not reset its prefix cache.
         """
         if not self._engine.add_lora(LoRARequest("policy", 1, adapter, load_inplace=True)):
             raise RunError(f"vLLM rejected the adapter in {adapter}")
         self._adapter = LoRARequest("policy", 1, adapter)
-        self._reset_prefix_cache()
-        self._version = version
+        self._begin_version(version)
 
-    def _reset_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RunError("vLLM kept its prefix cache because requests are running; push weights between rollouts")
+    def _begin_version(self, version: int) -> None:
+        """Label later tokens with the version and reset the prefix cache.
+
+        While requests are running, vLLM does not reset it: their keys and values remain, and new requests have another
+        cache salt, so that they do not find those of old weights.
+        """
+        if not self.busy and not self._llm.reset_prefix_cache():
+            raise RunError("vLLM kept the prefix cache of the old weights")
+        self._version = version
+        self._engine.set_weight_version(str(version))
 
     def first_lost(self, weights: dict[str, Any]) -> str | None:
         """Load the same weights again and check that all of them are read.
@@ -119,7 +125,7 @@ class VLLMCore:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=request["prompt"])
+        prompt = TokensPrompt(prompt_token_ids=request["prompt"], cache_salt=str(self._version))
         self._engine.add_request(request["id"], prompt, sampling, lora_request=self._adapter)
 
     @property
@@ -131,11 +137,26 @@ class VLLMCore:
         """Advance all requests by one token and yield the finished completions."""
         for output in self._engine.step():
             if output.finished:
-                sample = output.outputs[0]
-                yield {
-                    "id": output.request_id,
-                    "token_ids": list(sample.token_ids),
-                    "logprobs": [float(value) for value in sample.logprobs.logprobs],
-                    "finish_reason": "length" if sample.finish_reason == "length" else "stop",
-                    "policy_version": self._version,
-                }
+                yield _completion(output)
+
+    def cut(self) -> Iterator[dict[str, Any]]:
+        """End the running requests that have tokens, and yield their completions, which are truncated."""
+        states = list(self._engine.output_processor.request_states.values())
+        started = [state for state in states if state.detokenizer.num_output_tokens()]
+        outputs = [state.make_request_output([], None, FinishReason.LENGTH, None) for state in started]
+        self._engine.abort_request([state.request_id for state in started], internal=True)
+        yield from map(_completion, outputs)
+
+
+def _completion(output: Any) -> dict[str, Any]:
+    """Return the completion in a finished output of vLLM as a message."""
+    sample = output.outputs[0]
+    first, *later = sample.weight_versions
+    return {
+        "id": output.request_id,
+        "token_ids": list(sample.token_ids),
+        "logprobs": [float(value) for value in sample.logprobs.logprobs],
+        "finish_reason": "length" if sample.finish_reason == "length" else "stop",
+        "policy_version": int(first.version),
+        "later_versions": [[span.start, int(span.version)] for span in later],
+    }

@@ -6,9 +6,12 @@ import importlib.util
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from importlib import metadata
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +21,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageE
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.models.lora import LoRA, save_adapter
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine, visible_gpu
+from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
@@ -79,6 +82,11 @@ class VLLMEngine(RolloutEngine):
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for use by the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU
             yet.
+        unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
+            ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
+            loads them at once, and the responses continue with the new weights and the keys and values of the old
+            ones; ``cut`` loads them at once and ends the responses as truncated. With the last two, responses depend
+            on the speed of the machine, so a run cannot be repeated exactly.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class VLLMEngine(RolloutEngine):
         arguments: dict[str, Any] | None = None,
         deterministic: bool = False,
         sleep_while_learning: bool = False,
+        unfinished: Literal["finish", "continue", "cut"] = "finish",
     ) -> None:
         if not vllm_installed():
             raise MissingPackageError(
@@ -100,12 +109,17 @@ class VLLMEngine(RolloutEngine):
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
+        if unfinished not in ("finish", "continue", "cut"):
+            raise UsageError(f"unfinished must be finish, continue or cut, got {unfinished!r}")
         self._gpu_memory_utilization = gpu_memory_utilization
         self._tensor_parallel_size = tensor_parallel_size
         self._cpu_threads = cpu_threads
         self._arguments = dict(arguments or {})
         self._deterministic = deterministic
         self._sleeps = sleep_while_learning
+        self._unfinished = unfinished
+        self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
+        self._generating = set[Future[Completion]]()
         self._sender = WeightSender()
         self._process: EngineProcess | None = None
 
@@ -120,6 +134,16 @@ class VLLMEngine(RolloutEngine):
     def sleeps(self) -> bool:
         """See :meth:`RolloutEngine.sleeps`."""
         return self._sleeps
+
+    @property
+    def overlaps(self) -> bool:
+        """See :meth:`RolloutEngine.overlaps`."""
+        return True
+
+    @property
+    def mixes_versions(self) -> bool:
+        """See :meth:`RolloutEngine.mixes_versions`."""
+        return self._unfinished != "finish"
 
     def sleep(self) -> None:
         """See :meth:`RolloutEngine.sleep`."""
@@ -198,6 +222,8 @@ class VLLMEngine(RolloutEngine):
         }
         if self._sleeps:
             arguments["enable_sleep_mode"] = True
+        if self.mixes_versions:
+            arguments["async_scheduling"] = False  # it returns tokens one step later, labelled with the newer version
         if torch.cuda.is_available():
             arguments["gpu_memory_utilization"] = self._gpu_memory_utilization
         else:
@@ -223,11 +249,24 @@ class VLLMEngine(RolloutEngine):
         return f"vLLM {ready['version']} in process {ready['pid']} on {device} in {self._dtype}, cache of {cache}"
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`RolloutEngine.update_weights`."""
+        """See :meth:`RolloutEngine.update_weights`; does not wait for responses that are still generated."""
         self._running.results([self._running.ready], _START)
+        self._finish_loading()  # the engine reads the memory that is written next
         weights = self._sender.write(self._converted(parameters))
-        loading = self._running.command("load", weights=weights, version=version)
-        self._running.results([loading], "the engine to load new weights")
+        self._load("load", weights=weights, version=version)
+
+    def _load(self, kind: str, **fields: Any) -> None:
+        """Send a command that changes the weights; wait for it, unless responses are still generated."""
+        in_flight = {"in_flight": self.mixes_versions, "cut": self._unfinished == "cut"}
+        self._loading = self._running.command(kind, **fields, **in_flight)
+        if not self._generating:
+            self._finish_loading()
+
+    def _finish_loading(self) -> None:
+        """Wait until the engine has loaded the last push."""
+        if self._loading is not None:
+            self._running.results([self._loading], "the engine to load new weights")
+            self._loading = None
 
     def _converted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters with the names and dtype that vLLM loads."""
@@ -246,8 +285,41 @@ class VLLMEngine(RolloutEngine):
             if on_finished is not None:
                 on_finished(index, as_completion(message))
 
+        self._finish_loading()
         futures = self._running.generate(as_requests(prompts, sampling, seeds))
         return [as_completion(message) for message in self._running.results(futures, "completions", on_result)]
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> Generation:
+        """See :meth:`RolloutEngine.submit`; ``on_finished`` is called in another thread."""
+        completions: list[Future[Completion]] = [Future() for _ in prompts]
+        missing = set(completions)
+
+        def on_reply(own: Future[Completion], index: int, reply: Future[dict[str, Any]]) -> None:
+            missing.discard(own)
+            self._generating.discard(own)
+            if not missing:
+                generation.finished_at = time.perf_counter()
+            try:
+                completion = as_completion(reply.result())
+                if on_finished is not None:
+                    on_finished(index, completion)
+            except Exception as error:  # raised where the completions are read
+                own.set_exception(error)
+            else:
+                own.set_result(completion)
+
+        generation = Generation(lambda: self._running.results(completions, "completions"))
+        self._generating |= missing
+        replies = self._running.generate(as_requests(prompts, sampling, seeds))
+        for index, (own, reply) in enumerate(zip(completions, replies, strict=True)):
+            reply.add_done_callback(partial(on_reply, own, index))
+        return generation
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""
@@ -326,9 +398,9 @@ class VLLMAdapterEngine(VLLMEngine):
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_adapters`."""
         self._pushed = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters}
+        self._finish_loading()  # the engine reads the file that is written next
         save_adapter(self._lora, self._pushed, self._directory)
-        swapping = self._running.command("swap", adapter=str(self._directory), version=version)
-        self._running.results([swapping], "the engine to load new adapters")
+        self._load("swap", adapter=str(self._directory), version=version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first adapter tensor that differs from the last push; None if all are equal."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.rollout.engine import EngineSetup, OnFinished
+from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests
 from lightning_rlhf.rollout.vllm.sync import PublishedNames
@@ -56,6 +56,11 @@ class InProcessVLLMEngine(VLLMEngine):
 
             self._core = VLLMCore(self.llm_arguments(setup))
 
+    @property
+    def overlaps(self) -> bool:
+        """See :meth:`RolloutEngine.overlaps`."""
+        return False
+
     def wait(self) -> str:
         """See :meth:`RolloutEngine.wait`."""
         import vllm
@@ -88,6 +93,8 @@ class InProcessVLLMEngine(VLLMEngine):
                     if on_finished is not None:
                         on_finished(index, completions[index])
         return [completions[index] for index in range(len(prompts))]
+
+    submit = RolloutEngine.submit
 
     def _first_lost(self) -> str | None:
         with _preserved_random_state():

@@ -51,7 +51,9 @@ def as_completion(message: dict[str, Any]) -> Completion:
         fields = [message[name] for name in ("token_ids", "logprobs", "finish_reason", "policy_version")]
     except KeyError as error:
         raise RunError(f"vLLM's completion lacks {error}; it has {', '.join(sorted(message))}") from None
-    return Completion(*fields)
+    later_versions = tuple((start, version) for start, version in message.get("later_versions", []))
+    token_ids, logprobs, finish_reason, policy_version = fields
+    return Completion(token_ids, logprobs, finish_reason, policy_version, later_versions)
 
 
 def as_completed_with_heartbeat(futures: Collection[Future[T]], seconds: float) -> Iterator[Future[T] | None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.launch_environment import LAUNCHER_PREFIXES
@@ -25,6 +25,7 @@ from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.rollout.vllm.requests import as_completed_with_heartbeat
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # A launcher's variables would make the child join the trainer's process group, the seed would reseed it.
 _NOT_INHERITED = (
@@ -96,14 +97,14 @@ class EngineProcess:
 
     def results(
         self,
-        futures: Sequence[Future[dict[str, Any]]],
+        futures: Sequence[Future[T]],
         description: str,
-        on_result: Callable[[int, dict[str, Any]], None] | None = None,
-    ) -> list[dict[str, Any]]:
+        on_result: Callable[[int, T], None] | None = None,
+    ) -> list[T]:
         """Wait for all futures without a time limit; log a line every minute.
 
         Args:
-            futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`.
+            futures: futures from :attr:`ready`, :meth:`command` or :meth:`generate`, or made of these.
             description: description of the futures for the log, after "Waiting for".
             on_result: callback with the index of a future and its result, called as soon as it is available.
 

@@ -1,5 +1,9 @@
 """Main program of the engine process, which runs vLLM for one trainer. Started by :mod:`.supervisor`.
 
+Commands are executed in order. Those that change the weights wait until all requests are finished, and later commands
+wait for them, so the completions of a request do not depend on when later weights arrive. Weights with ``in_flight``
+are loaded at once: unfinished responses continue with them, or end if ``cut`` is set.
+
 Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``,
 ``add``, ``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (a command failed), ``fatal`` (the
 engine failed and the process ends).
@@ -12,10 +16,12 @@ import json
 import os
 import signal
 import sys
+from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_NEED_IDLE_ENGINE = ("load", "swap", "sleep", "trace")
 
 
 def main(descriptor: int) -> int:
@@ -38,12 +44,14 @@ def main(descriptor: int) -> int:
 
         core = VLLMCore(arguments)
         send("ready", version=version, pid=os.getpid(), **core.cache_size)
+        commands = deque[Any]()
         while True:
-            while connection.poll(0 if core.busy else None):
-                message = json.loads(connection.recv_bytes())
-                if message["kind"] == "close":
+            while connection.poll(0 if core.busy or commands else None):
+                commands.append(json.loads(connection.recv_bytes()))
+                if commands[-1]["kind"] == "close":
                     return 0
-                _execute(core, message, send)
+            while commands and not (core.busy and _needs_idle_engine(commands[0])):
+                _execute(core, commands.popleft(), send)
             for completion in core.step():
                 send("finished", **completion)
     except EOFError:
@@ -53,6 +61,10 @@ def main(descriptor: int) -> int:
         raise
 
 
+def _needs_idle_engine(message: dict[str, Any]) -> bool:
+    return message["kind"] in _NEED_IDLE_ENGINE and not message.get("in_flight")
+
+
 def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
     """Execute one command; send its error to the trainer and keep the engine running."""
     ids = [request["id"] for request in message["requests"]] if message["kind"] == "add" else [message["id"]]
@@ -60,6 +72,9 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
         if message["kind"] == "add":
             core.add(message["requests"])
         elif message["kind"] == "load":
+            if message.get("cut"):
+                for completion in core.cut():
+                    send("finished", **completion)
             core.load(message["weights"], message["version"])
             send("reply", id=message["id"])
         elif message["kind"] == "swap":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, generate_together, world_size
+from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.ranks import RankGroup, submit_together, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
@@ -23,6 +26,9 @@ _COMPARED_KEYS = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
+
+
+_GENERATIONS = 8  # largest number of concurrent generations of one rank
 
 
 class VLLMServerEngine(RolloutEngine):
@@ -51,11 +57,18 @@ class VLLMServerEngine(RolloutEngine):
         self._server: VLLMServer | None = None
         self._push: WeightPush | None = None
         self._version = -1
+        self._threads = ThreadPoolExecutor(_GENERATIONS, "generation")
+        self._generating = set[Future[list[Completion]]]()
 
     @property
     def ranks(self) -> int:
         """See :meth:`RolloutEngine.ranks`."""
         return self._ranks
+
+    @property
+    def overlaps(self) -> bool:
+        """See :meth:`RolloutEngine.overlaps`."""
+        return True
 
     def check(self, sampling: SamplingParams) -> None:
         """See :meth:`RolloutEngine.check`."""
@@ -147,6 +160,8 @@ class VLLMServerEngine(RolloutEngine):
 
     def update_weights(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_weights`; the first rank sends the parameters, all ranks exhaust them."""
+        wait(self._generating)
+        self._generating.clear()
         self._all_ranks.gather(None)  # barrier: push only after all ranks have received their responses
         self._version = version
 
@@ -172,10 +187,40 @@ class VLLMServerEngine(RolloutEngine):
         Raises:
             EngineDied: the server has ended, or generated with weights other than those of the last push.
         """
-        return generate_together(
-            self._sharing_ranks, self._request_all, prompts=prompts, sampling=sampling, seeds=seeds,
+
+        def generate(*request: Any) -> Generation:
+            return Generation(partial(self._request_all, *request))
+
+        generation = submit_together(
+            self._sharing_ranks, generate, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
+        )
+        return generation.completions()
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> Generation:
+        """See :meth:`RolloutEngine.submit`; ``on_finished`` is called in another thread."""
+        return submit_together(
+            self._sharing_ranks, self._submit_all, prompts=prompts, sampling=sampling, seeds=seeds,
             on_finished=on_finished,
         )  # fmt: skip
+
+    def _submit_all(self, *request: Any) -> Generation:
+        """Send the requests in another thread; the next push waits for their responses."""
+
+        def request_all() -> list[Completion]:
+            completions = self._request_all(*request)
+            generation.finished_at = time.perf_counter()
+            return completions
+
+        future = self._threads.submit(request_all)
+        generation = Generation(future.result)
+        self._generating.add(future)
+        return generation
 
     def _request_all(
         self,

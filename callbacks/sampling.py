@@ -1,0 +1,240 @@
+"""Requests of responses from the engine, and the rollouts of one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Literal
+
+import torch
+from lightning.pytorch import Trainer
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
+from lightning_rlhf.rewards.function import TrainerState
+from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
+
+from .checks import tensor_ranks
+from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
+from .rollout_requests import RequestsAhead, RolloutRequest, covered
+
+_CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Source of responses with the sampling settings of a run.
+
+    Args:
+        engine: engine that generates.
+        tokenizer: tokenizer that decodes responses for reward functions.
+        max_tokens: longest response.
+        stop_token_ids: tokens that end a response.
+        vocabulary: V, number of tokens of the actor.
+    """
+
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    vocabulary: int
+
+    def generate(
+        self,
+        prompts: PromptBatch,
+        purpose: Literal["train", "validation", "check"],
+        *,
+        samples: int,
+        temperature: float,
+        version: int,
+        on_finished: OnFinished | None = None,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
+        """Return ``samples`` completions of each prompt, grouped by prompt, each from a different seed.
+
+        Args:
+            prompts: prompts of this rank.
+            purpose: purpose of the responses, from which their seeds are derived.
+            samples: responses per prompt.
+            temperature: temperature of the sampling.
+            version: version of the policy that was pushed last.
+            on_finished: argument of :meth:`RolloutEngine.generate`.
+            max_tokens: longest response; None is that of the run.
+        """
+        check = self.check(version, max_tokens)
+        sampling = SamplingParams(check.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
+        ids = [ids for ids in prompts.token_ids for _ in range(samples)]
+        seeds = self.seeds(prompts, purpose, samples)
+        completions = self.engine.generate(ids, sampling, seeds, check.before(on_finished))
+        check.check_all(completions, len(ids))
+        return completions
+
+    def submit(
+        self, prompts: PromptBatch, *, samples: int, temperature: float, version: int, on_finished: OnFinished | None
+    ) -> Generation:
+        """Start to generate training responses; arguments and completions as of :meth:`generate`, not validated."""
+        sampling = SamplingParams(self.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
+        ids = [ids for ids in prompts.token_ids for _ in range(samples)]
+        before = self.check(version).before(on_finished)
+        return self.engine.submit(ids, sampling, self.seeds(prompts, "train", samples), before)
+
+    def check(self, version: int, max_tokens: int | None = None) -> CompletionCheck:
+        """Return the validation of completions that are requested after a push of this version."""
+        longest = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        return CompletionCheck(longest, version, self.vocabulary, self.engine.mixes_versions)
+
+    def seeds(self, prompts: PromptBatch, purpose: str, samples: int) -> list[int]:
+        """Return the seed of each response; validations have the same seeds every time."""
+        epoch = prompts.epoch if purpose == "train" else 0
+        return [derive_seed(run_seed(), purpose, epoch, i, k) for i in prompts.indices for k in range(samples)]
+
+    def short_rollout(self, prompts: PromptBatch, temperature: float, version: int) -> Rollout:
+        """Return a rollout of one short response to each prompt, without rewards."""
+        completions = self.generate(
+            prompts, "check", samples=1, temperature=temperature, version=version, max_tokens=_CHECKED_TOKENS
+        )
+        with RewardExecutor([]) as executor:
+            return Collector(prompts, executor, self.tokenizer).rollout(completions, temperature)[0]
+
+
+@dataclass
+class StepRollouts:
+    """Rollouts for the training steps, with the tokens and reward metrics of the current step.
+
+    Args:
+        sampler: source of responses.
+        executor: executor of the reward functions.
+        ahead: requests for later steps.
+        trainer: trainer of the run.
+        module: module of the run.
+        clock: clock of the current step.
+        requests: requests for the current step.
+        reward_metrics: metrics of the reward functions in the current step.
+    """
+
+    sampler: Sampler
+    executor: RewardExecutor
+    ahead: RequestsAhead
+    trainer: Trainer
+    module: RLHFModule
+    clock: Clock = field(default_factory=Clock)
+    requests: list[RolloutRequest] = field(default_factory=list)
+    reward_metrics: list[MetricSums] = field(default_factory=list)
+
+    def request(
+        self, prompts: PromptBatch, samples: int, temperature: float, *, version: int, step: int | None = None
+    ) -> RolloutRequest:
+        """Request responses. All ranks that share an engine.
+
+        Args:
+            prompts: prompts of this rank.
+            samples: responses per prompt.
+            temperature: temperature of the sampling.
+            version: version of the policy that was pushed last.
+            step: later step that trains on the responses, which are then generated while the trainer continues; None
+                for the current step.
+        """
+        is_ahead = step is not None
+        step = self.trainer.global_step if step is None else step
+        state = TrainerState(step, self.trainer.max_steps, float(prompts.epoch))
+        collector = Collector(prompts, self.executor, self.sampler.tokenizer, samples, state)
+        stored = self.ahead.restored(step, prompts, samples, temperature)
+        on_finished = collector.add if self.module.role_strategy.is_group_leader else None
+        submit = partial(
+            self.sampler.submit,
+            prompts,
+            samples=samples,
+            temperature=temperature,
+            version=version,
+            on_finished=on_finished,
+        )
+        if stored is not None:
+            generation = Generation(lambda: stored)
+        elif is_ahead:
+            generation = submit()
+        else:
+            generation = Generation(partial(self.sampler.generate, prompts, "train", **submit.keywords))
+        self.ahead.track(generation)
+        return RolloutRequest(
+            step=step,
+            prompts=prompts,
+            samples=samples,
+            temperature=temperature,
+            generation=generation,
+            collector=collector,
+            check=self.sampler.check(version) if stored is None else None,
+            is_ahead=is_ahead or stored is not None,
+        )
+
+    @property
+    def are_current(self) -> bool:
+        """Whether all responses of the step are from the weights that it starts from. The same on all ranks."""
+        return not any(request.is_ahead for request in self.requests)
+
+    def rollout(self, prompts: PromptBatch, samples: int, temperature: float, version: int) -> Rollout:
+        """Return the rollout of some prompts, from :attr:`requests` or a new request. All ranks that share an engine.
+
+        Args:
+            prompts: prompts of this rank.
+            samples: responses per prompt.
+            temperature: temperature of the sampling.
+            version: version of the policy that was pushed last.
+        """
+        wanted = prompts.indices, samples, temperature
+        known = [own for own in self.requests if (own.prompts.indices, own.samples, own.temperature) == wanted]
+        if not known:
+            known = [self.request(prompts, samples, temperature, version=version)]
+            self.requests += known
+        request = known[0]
+        with self.clock("time/generate_s"):
+            self.ahead.wait([request])
+        with self.clock("time/reward_s"):  # rewards that were not computed during generation
+            rollout, scored = self.module.role_strategy.run_on_group_leader(request.rollout)
+        self.reward_metrics.append(scored.metrics)
+        return rollout
+
+    def metrics(self, rollout: Rollout, max_staleness: int) -> dict[str, float]:
+        """Return times, speed, staleness and reward metrics of the step over all ranks. All ranks.
+
+        Args:
+            rollout: rollout of the step.
+            max_staleness: largest allowed difference of the step and the version of a token.
+
+        Raises:
+            RuntimeError: a token is from older weights than allowed.
+        """
+        ranks, device = self.module.data_ranks, self.module.device
+        tokens = sum(len(each.token_ids) for request in self.requests for each in request.completions())
+        largest = {**self.clock.seconds, "generation": self.clock.seconds["time/generate_s"]}
+        if not self.are_current:
+            largest["generation"] = covered([request.interval for request in self.requests], -inf, inf)
+        summed = {"tokens": float(tokens)}
+        if max_staleness:
+            staleness = self.trainer.global_step - rollout.policy_version[rollout.response_mask].double()
+            largest["rollout/staleness_max"] = float(staleness.max())
+            summed |= {"staleness": float(staleness.sum()), "trained": float(len(staleness))}
+        metrics = max_over_ranks(largest, ranks, device)  # all ranks wait for the slowest
+        total = sum_over_ranks(summed, ranks, device)
+        metrics["rollout/tokens_per_s"] = total["tokens"] / metrics.pop("generation")
+        if max_staleness:
+            metrics["rollout/staleness_mean"] = total["staleness"] / total["trained"]
+            if metrics["rollout/staleness_max"] > max_staleness:
+                raise RunError(
+                    f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
+                    f"max_staleness {max_staleness} allows"
+                )
+        is_leader = self.module.role_strategy.is_group_leader
+        return metrics | means_over_ranks(self.reward_metrics if is_leader else [])
+
+    def any_rank(self, needs_more: bool) -> bool:
+        """Return whether any rank that shares the engine needs another round; then all of them generate."""
+        ranks = self.module.data_ranks
+        if self.sampler.engine.ranks <= tensor_ranks(self.trainer, self.module):
+            return needs_more
+        return bool(ranks.max(torch.tensor(float(needs_more), device=self.module.device)))

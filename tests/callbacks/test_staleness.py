@@ -1,0 +1,249 @@
+"""Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_rlhf import PromptDataModule
+from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
+from lightning_rlhf.modules.algorithms import ReMaxModule
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from tests.stand_ins import ScriptedEngine
+
+CORRECTION = {"correction": RolloutCorrection(level="token")}
+
+
+class Recorder(Callback):
+    """Stores the rollout of each step."""
+
+    def __init__(self):
+        self.rollouts = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.rollouts.append(pl_module.last_rollout)
+
+    def versions(self):
+        return [sorted(set(own.policy_version[own.response_mask].tolist())) for own in self.rollouts]
+
+    def prompts(self):
+        return [own.prompt_ids.tolist() for own in self.rollouts]
+
+
+class Requested(ScriptedEngine):
+    """Scripted engine that stores (version, prompts, seeds) of each request."""
+
+    def __init__(self, texts, tokenizer):
+        super().__init__(texts, tokenizer)
+        self.requests = []
+
+    def generate(self, prompts, sampling, seeds, on_finished=None):
+        self.requests.append((self.version, [list(prompt) for prompt in prompts], list(seeds)))
+        return super().generate(prompts, sampling, seeds, on_finished)
+
+
+def recorded(run, max_staleness, steps=5, loop=(), engine=Requested, **parts):
+    recorder = Recorder()
+    trainer = {"max_steps": steps, "max_epochs": -1, **parts.pop("trainer", {})}
+    made = run(
+        loop={"max_staleness": max_staleness, "validate_at_ends": False, **dict(loop)},
+        trainer=trainer,
+        callbacks=[recorder],
+        **{"model": CORRECTION, **parts},
+    )
+    if engine is not None:
+        made.loop._engine_choice = made.engine = engine(made.engine.texts, made.engine.tokenizer)
+    made.fit()
+    made.recorder = recorder
+    return made
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "versions"),
+    [(0, [0, 1, 2, 3, 4]), (1, [0, 0, 1, 2, 3]), (2, [0, 0, 0, 1, 2]), (9, [0, 0, 0, 0, 0])],
+)
+def test_the_version_of_a_step_is_a_function_of_the_step(run, max_staleness, versions):
+    assert recorded(run, max_staleness).recorder.versions() == [[version] for version in versions]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_each_step_trains_on_its_own_prompts_with_the_same_seeds_in_every_epoch(run, max_staleness):
+    on_policy, ahead = recorded(run, 0), recorded(run, max_staleness)
+    assert ahead.recorder.prompts() == on_policy.recorder.prompts()
+    assert [own[1:] for own in ahead.engine.requests] == [own[1:] for own in on_policy.engine.requests]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "steps"),
+    [
+        ({"max_steps": 3}, 3),
+        ({"max_steps": -1, "max_epochs": 2}, 4),
+        ({"max_steps": -1, "max_epochs": 2, "limit_train_batches": 1}, 2),
+    ],
+    ids=["steps", "epochs", "limited epochs"],
+)
+def test_nothing_is_requested_for_steps_after_the_end(run, trainer, steps):
+    made = recorded(run, 2, trainer=trainer)
+    assert len(made.recorder.rollouts) == len(made.engine.requests) == steps
+
+
+def test_the_check_of_a_push_uses_short_responses_of_the_new_weights(run):
+    made = recorded(run, 1, steps=3, loop={"check_rows": 1, "max_logprob_diff": 1e9})
+    checks = [(version, len(prompts)) for version, prompts, _ in made.engine.requests if len(prompts) == 1]
+    assert checks == [(1, 1), (2, 1)]  # step 0 compares its own responses
+
+
+def test_a_damaged_push_is_found_although_the_responses_are_older(run):
+    class Damaged(TransformersEngine):
+        def update_weights(self, parameters, version):
+            scale = 3.0 if version else 1.0
+            super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
+
+    with pytest.raises(RuntimeError, match="the first parameter that differs is"):
+        recorded(run, 1, engine=lambda *_: Damaged(), loop={"check_rows": 2})
+
+
+def test_later_rounds_of_dynamic_sampling_are_from_current_weights(run):
+    rewards = [RewardFunction(lambda completions: [float("a" in text) for text in completions], name="first")]
+    made = recorded(
+        run,
+        1,
+        steps=2,
+        texts=("b", "b", "b", "b", "a", "b"),
+        loop={
+            "rewards": rewards,
+            "val_metric": None,
+            "group_size": 2,
+            "dynamic_sampling": DynamicSampling(prompts_per_step=1),
+        },
+        model={**CORRECTION, "minibatch_size": 2},
+    )
+    assert [(version, len(prompts)) for version, prompts, _ in made.engine.requests] == [
+        (0, 2),  # first round of step 0
+        (0, 2),  # first round of step 1, requested ahead
+        (0, 2),  # second round of step 0
+        (1, 2),  # second round of step 1
+    ]
+
+
+def test_greedy_responses_are_requested_ahead_too(run, tmp_path):
+    received = []
+
+    class Stored(ReMaxModule):
+        def receive(self, rollout, greedy=None):
+            received.append((rollout.policy_version[0, 0].item(), greedy.policy_version[0, 0].item()))
+            super().receive(rollout, greedy)
+
+    made = run(loop={"max_staleness": 1, "validate_at_ends": False}, trainer={"max_steps": 3, "max_epochs": -1})
+    actor = made.module.sources["actor"]
+    made.module = Stored(actor=actor, minibatch_size=2, correction=RolloutCorrection(level="token"))
+    made.fit()
+    assert received == [(0, 0), (0, 0), (1, 1)]
+
+
+def test_staleness_and_idle_shares_are_metrics(run):
+    metrics = recorded(run, 1).metrics
+    assert metrics["rollout/staleness_mean"] == metrics["rollout/staleness_max"] == 1
+    assert 0 <= metrics["perf/trainer_idle_share"] <= 1
+    assert 0 <= metrics["perf/engine_idle_share"] <= 1
+
+
+def test_a_run_without_staleness_logs_none(run):
+    assert not [name for name in recorded(run, 0).metrics if "staleness" in name or "idle" in name]
+
+
+def test_a_token_that_is_too_old_ends_the_run(run, monkeypatch):
+    made = run(loop={"max_staleness": 1}, model=CORRECTION)
+    generate = made.engine.generate
+    made.engine.generate = lambda *request: [replace(own, policy_version=-2) for own in generate(*request)]
+    monkeypatch.setattr(
+        "lightning_rlhf.rollout.engine.CompletionCheck.check_all", lambda self, completions, prompts: None
+    )
+    with pytest.raises(RuntimeError, match="a token is from weights that are 2 steps old, more than max_staleness 1"):
+        made.fit()
+    assert made.trainer.global_step == 0
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+class Interrupt(Callback):
+    """Ends the run with KeyboardInterrupt after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def sampled(run, directory, max_staleness, resume=None, interrupted_after=None):
+    """(versions, tokens) of each step of a run whose responses depend on the weights."""
+    recorder = Recorder()
+    made = run(
+        loop={"max_staleness": max_staleness, "engine": TransformersEngine(), "validate_at_ends": False},
+        model=CORRECTION,
+        trainer={"max_steps": 7, "max_epochs": -1, "enable_checkpointing": True, "default_root_dir": directory},
+        callbacks=[recorder, RunCheckpoint(every_n_steps=4), Interrupt(interrupted_after)],
+    )
+    torch.manual_seed(0)
+    if interrupted_after is None:
+        made.fit(ckpt_path=resume)
+    else:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            made.fit()
+    return [(own.policy_version.tolist(), own.response_ids.tolist()) for own in recorder.rollouts]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, tmp_path, max_staleness):
+    whole = sampled(run, tmp_path / "whole", max_staleness)
+    sampled(run, tmp_path / "cut", max_staleness, interrupted_after=5)
+    last = str(tmp_path / "cut" / "checkpoints" / "last.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    resumed = sampled(run, tmp_path / "cut", max_staleness, resume=last)
+    assert resumed == whole[4:]
+    assert len({str(own) for own in whole}) == 7
+
+
+# -- errors and warnings ------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_does_not_correct_for_older_weights_is_a_warning(run, caplog):
+    recorded(run, 1, model={})
+    assert "max_staleness is 1, so responses are from older weights, and the module does not correct" in caplog.text
+
+
+def test_an_engine_that_does_not_overlap_is_a_warning(run, caplog):
+    recorded(run, 1)
+    assert "max_staleness 1 saves no time with Requested, which generates in the trainer's process" in caplog.text
+
+
+def test_an_engine_that_sleeps_while_learning_raises(run):
+    class Sleeping(ScriptedEngine):
+        sleeps = True
+
+    with pytest.raises(ValueError, match="generates while the module learns, so it cannot sleep then"):
+        recorded(run, 1, engine=Sleeping)
+
+
+def test_a_data_loader_whose_later_batches_are_unknown_raises(run):
+    class Plain(PromptDataModule):
+        def train_dataloader(self):
+            loader = super().train_dataloader()
+            return DataLoader(list(loader), batch_size=None)
+
+    made = run(loop={"max_staleness": 1}, model=CORRECTION)
+    made.data.__class__ = Plain
+    with pytest.raises(ValueError, match="max_staleness requests the prompts of later steps"):
+        made.fit()
+
+
+def test_a_negative_staleness_raises():
+    with pytest.raises(ValueError, match="max_staleness must be at least 0, got -1"):
+        RolloutLoop(max_staleness=-1)

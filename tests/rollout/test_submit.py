@@ -1,0 +1,174 @@
+"""Generation while the caller continues: weights that are pushed meanwhile, errors, callbacks."""
+
+import threading
+import time
+
+import pytest
+
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied, Generation
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
+from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
+from lightning_rlhf.types import Completion, SamplingParams
+from tests.rollout.engines import END, largest_gap, prompts_of, pushed, setup_of, source_of
+
+vllm = pytest.mark.vllm
+SAMPLING = SamplingParams(150, stop_token_ids=(END,))
+PROMPTS = prompts_of(24)
+
+
+# -- generations and versions -------------------------------------------------------------------------------------
+
+
+def test_a_generation_waits_once():
+    waits = []
+    generation = Generation(lambda: waits.append(1) or [Completion([1], [-1.0], "stop", 0)])
+    assert generation.finished_at is None
+    assert generation.completions() is generation.completions()
+    assert len(waits) == 1
+    assert generation.finished_at >= generation.requested_at
+
+
+def test_an_engine_in_the_trainers_process_generates_at_once(tmp_path):
+    engine = TransformersEngine()
+    engine.start(setup_of(source_of(), tmp_path))
+    pushed(engine, source_of(seed=1), version=1)
+    expected = engine.generate(PROMPTS[:4], SAMPLING, range(4))
+    finished = []
+    generation = engine.submit(PROMPTS[:4], SAMPLING, range(4), lambda *result: finished.append(result))
+    pushed(engine, source_of(seed=2), version=2)
+    assert generation.completions() == expected
+    assert finished == list(enumerate(expected))
+    assert not engine.overlaps
+
+
+@pytest.mark.parametrize(
+    ("later", "versions"),
+    [((), [3, 3, 3, 3]), (((2, 5),), [3, 3, 5, 5]), (((1, 4), (2, 5)), [3, 4, 5, 5])],
+)
+def test_each_token_has_a_version(later, versions):
+    assert Completion([7] * 4, [-1.0] * 4, "stop", 3, later).token_versions == versions
+
+
+def test_tokens_of_later_versions_are_valid_only_where_the_engine_mixes_versions():
+    mixed = Completion([1, 2], [-1.0] * 2, "stop", 3, ((1, 4),))
+    CompletionCheck(2, 3, 9, allows_newer=True).check_one(mixed)
+    with pytest.raises(RunError, match="policy version"):
+        CompletionCheck(2, 3, 9).check_one(mixed)
+    with pytest.raises(RunError, match="policy version"):
+        CompletionCheck(2, 4, 9, allows_newer=True).check_one(mixed)
+
+
+# -- vLLM ---------------------------------------------------------------------------------------------------------
+
+
+@vllm
+@pytest.mark.timeout(600)
+def test_a_push_waits_until_the_responses_before_it_are_finished(engines):
+    engine = engines.tied
+    first = pushed(engine, source_of(seed=1), version=1)
+    expected = engine.generate(PROMPTS, SAMPLING, range(24))
+    generation = engine.submit(PROMPTS, SAMPLING, range(24))
+    second = pushed(engine, source_of(seed=2), version=2)  # returns while the engine generates
+    later = engine.submit(PROMPTS, SAMPLING, range(24))
+    assert generation.completions() == expected
+    assert largest_gap(first, PROMPTS, expected) < 1e-5
+    assert {completion.policy_version for completion in later.completions()} == {2}
+    assert largest_gap(second, PROMPTS, later.completions()) < 1e-5
+
+
+@vllm
+@pytest.mark.timeout(600)
+def test_completions_are_passed_on_before_all_are_finished_in_another_thread(engines):
+    pushed(engines.tied, source_of())
+    calls = {}
+
+    def on_finished(index, completion):
+        calls[index] = completion, threading.current_thread() is threading.main_thread()
+        time.sleep(0.001)
+
+    generation = engines.tied.submit(PROMPTS, SAMPLING, range(24), on_finished)
+    completions = generation.completions()
+    assert [calls[index] for index in range(24)] == [(completion, False) for completion in completions]
+    assert generation.finished_at > generation.requested_at
+
+
+@vllm
+@pytest.mark.timeout(600)
+def test_an_error_of_the_callback_is_raised_where_the_completions_are_read(engines):
+    pushed(engines.tied, source_of())
+
+    def fail(index, completion):
+        raise RunError(f"no {index}")
+
+    with pytest.raises(RunError, match="no 0"):
+        engines.tied.submit(PROMPTS[:2], SAMPLING, range(2), fail).completions()
+    assert engines.tied.generate(PROMPTS[:1], SAMPLING, [0])
+
+
+@vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("unfinished", ["continue", pytest.param("cut", marks=pytest.mark.slow)])
+def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, unfinished):
+    engine = VLLMEngine(unfinished=unfinished)
+    assert engine.mixes_versions
+    engine.start(setup_of(source_of(), tmp_path))
+    try:
+        first = pushed(engine, source_of(seed=1), version=1)
+        longest = SamplingParams(150)  # never stops by itself
+        whole = engine.generate(PROMPTS, longest, range(24))
+        generation = engine.submit(PROMPTS, longest, range(24))
+        time.sleep(0.1)
+        second = pushed(engine, source_of(seed=2), version=2)
+        mixed = generation.completions()
+        after = engine.generate(PROMPTS, SAMPLING, range(24))
+    finally:
+        engine.close()
+    assert largest_gap(second, PROMPTS, after) < 1e-5  # the prefix cache of the old weights is not used
+    assert all(completion.finish_reason == "length" for completion in mixed)
+    for completion, other in zip(mixed, whole, strict=True):
+        versions = completion.token_versions
+        assert versions == sorted(versions)
+        old = versions.count(1)
+        assert completion.token_ids[:old] == other.token_ids[:old]
+        assert completion.logprobs[:old] == other.logprobs[:old]
+    if unfinished == "cut":
+        started = [completion for completion in mixed if 1 in completion.token_versions]
+        assert started
+        assert all(len(own.token_ids) < 150 and set(own.token_versions) == {1} for own in started)
+        assert largest_gap(first, PROMPTS[: len(started)], mixed[: len(started)]) < 1e-5
+    else:
+        assert all(len(completion.token_ids) == 150 for completion in mixed)
+        assert any(set(completion.token_versions) == {1, 2} for completion in mixed)
+        assert largest_gap(first, PROMPTS, mixed) > 1e-2
+
+
+@vllm
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+def test_the_death_of_the_engine_is_raised_where_the_completions_are_read(tmp_path):
+    engine = VLLMEngine()
+    engine.start(setup_of(source_of(), tmp_path))
+    try:
+        pushed(engine, source_of())
+        generation = engine.submit(PROMPTS, SamplingParams(150), range(24))
+        engine._running.process.kill()
+        with pytest.raises(EngineDied, match="killed by signal 9"):
+            generation.completions()
+    finally:
+        engine.close()
+
+
+@vllm
+def test_which_engines_overlap():
+    assert VLLMEngine().overlaps
+    assert VLLMAdapterEngine().overlaps
+    assert not InProcessVLLMEngine().overlaps
+    assert not VLLMEngine().mixes_versions
+
+
+@vllm
+def test_an_unknown_treatment_of_unfinished_responses_raises():
+    with pytest.raises(ValueError, match="unfinished must be finish, continue or cut, got 'stop'"):
+        VLLMEngine(unfinished="stop")

@@ -239,8 +239,8 @@ class RolloutLoop(Callback):
                 if later_step not in self._ahead:
                     self._ahead.add(self._requests(rollouts, prompts, later_step))
         rollout, greedy, counts = self._rollout(rollouts, batch)
-        if rollouts.are_current:
-            with clock("time/check_s"):
+        with clock("time/check_s"):
+            if rollouts.are_current:
                 self.verify(pl_module, rollout)
         if not rollout.rollout_logprobs.isfinite().all():
             raise RunError("the engine returned log-probabilities that are not finite: its weights are damaged")

@@ -75,7 +75,8 @@ class RequestsAhead:
 
     _requests: dict[int, list[RolloutRequest]] = field(default_factory=dict)
     _restored: dict[_Prompt, list[Completion]] = field(default_factory=dict)
-    _snapshot: list[RolloutRequest] = field(default_factory=list)
+    _loaded: list[dict[str, Any]] = field(default_factory=list)  # the same for all ranks, without requested steps
+    _snapshot: tuple[list[dict[str, Any]], list[RolloutRequest]] = field(default_factory=lambda: ([], []))
     _generations: list[Generation] = field(default_factory=list)  # of the current window
     _window_start: float | None = None
     _waited: float = 0.0  # in the current window, seconds
@@ -130,19 +131,22 @@ class RequestsAhead:
 
     def take_snapshot(self) -> None:
         """Keep the current requests for :meth:`snapshot_state`, without waiting for them."""
-        self._snapshot = self._all()
+        self._snapshot = self._loaded, self._all()
 
     def snapshot_state(self) -> list[dict[str, Any]]:
         """Wait for the requests of the last snapshot; return their completions as values and tensors. All ranks."""
-        self.wait(self._snapshot)
-        return [part for own in ranks.from_all_ranks([_packed(each) for each in self._snapshot]) for part in own]
+        loaded, requests = self._snapshot
+        self.wait(requests)
+        return [*loaded, *(part for own in ranks.from_all_ranks([_packed(each) for each in requests]) for part in own)]
 
     def load_state(self, state: list[dict[str, Any]]) -> None:
         """Store completions of a checkpoint, for :meth:`restored`."""
+        self._loaded = state
         self._restored = {key: completions for part in state for key, completions in _unpacked(part)}
 
     def restored(self, step: int, prompts: PromptBatch, samples: int, temperature: float) -> list[Completion] | None:
         """Return the completions of a checkpoint for a request and forget them; None if it has none."""
+        self._loaded = [part for part in self._loaded if part["step"] != step]
         keys = [(step, samples, temperature, index) for index in prompts.indices]
         if not all(key in self._restored for key in keys):
             return None

@@ -29,13 +29,25 @@ class Generation:
 
     Args:
         wait: function that waits for the completions and returns them in the order of the prompts; called once.
+        source: generation of several ranks, of which this is a part; None without one.
     """
 
-    def __init__(self, wait: Callable[[], list[Completion]]) -> None:
+    def __init__(self, wait: Callable[[], list[Completion]], source: Generation | None = None) -> None:
         self._wait: Callable[[], list[Completion]] | None = wait
+        self._source = source
         self._completions: list[Completion] = []
+        self._finished_at: float | None = None
         self.requested_at = time.perf_counter()
-        self.finished_at: float | None = None  # time of the last completion, as of time.perf_counter(), if known
+
+    @property
+    def finished_at(self) -> float | None:
+        """Time of the last completion, as of ``time.perf_counter()``; None if it is not finished, or not known."""
+        known = self._finished_at if self._source is None else self._source.finished_at
+        return known or self._finished_at
+
+    def finish(self) -> None:
+        """Set the time of the last completion, if it is not set."""
+        self._finished_at = self._finished_at or time.perf_counter()
 
     def completions(self) -> list[Completion]:
         """Wait for the completions and return them.
@@ -46,7 +58,7 @@ class Generation:
         if self._wait is not None:
             self._completions = self._wait()
             self._wait = None
-            self.finished_at = self.finished_at or time.perf_counter()
+            self.finish()
         return self._completions
 
 

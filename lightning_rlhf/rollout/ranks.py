@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -157,31 +158,30 @@ def submit_together(
         if on_finished is not None and index < len(prompts):  # the first rank's requests are the first ones
             on_finished(index, completion)
 
-    def submit_for_all() -> Callable[[], list[list[Completion]]]:
+    unique = [request for index, request in enumerate(requests) if request not in requests[:index]]
+
+    def submit_for_all() -> Generation:
         if any(other != sampling for _, _, other in requests):
             raise UsageError(
                 f"ranks that share an engine must have equal sampling parameters, got {[p for _, _, p in requests]}"
             )
-        unique = [request for index, request in enumerate(requests) if request not in requests[:index]]
         all_prompts = [prompt for rank_prompts, _, _ in unique for prompt in rank_prompts]
         all_seeds = [seed for _, rank_seeds, _ in unique for seed in rank_seeds]
-        generation = submit(all_prompts, sampling, all_seeds, on_any_finished)
+        return submit(all_prompts, sampling, all_seeds, on_any_finished)
 
-        def by_rank() -> list[list[Completion]]:
-            completions = iter(generation.completions())
-            by_request = [[next(completions) for _ in rank_prompts] for rank_prompts, _, _ in unique]
-            return [by_request[unique.index(request)] for request in requests]
-
-        return by_rank
+    def by_rank() -> list[list[Completion]]:
+        completions = iter(generation.completions())
+        by_request = [[next(completions) for _ in rank_prompts] for rank_prompts, _, _ in unique]
+        return [by_request[unique.index(request)] for request in requests]
 
     if not group.is_first:
         return Generation(lambda: group.scatter_from_first(list))
     try:
-        by_rank = submit_for_all()
+        generation = submit_for_all()
     except Exception as error:
-        failure = error
+        generation = Generation(partial(_raise, error))
+    return Generation(lambda: group.scatter_from_first(by_rank), generation)
 
-        def by_rank() -> list[list[Completion]]:
-            raise failure
 
-    return Generation(lambda: group.scatter_from_first(by_rank))
+def _raise(error: Exception) -> list[Completion]:
+    raise error

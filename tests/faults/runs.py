@@ -79,9 +79,16 @@ def checkpoints(every, best, background):
     return [callback("RunCheckpoint", background=background, **arguments) for arguments in both]
 
 
-def ppo(every=2, engine="TransformersEngine", background=True, **trainer):
+CORRECTION = {
+    "class_path": "lightning_rlhf.objectives.corrections.RolloutCorrection",
+    "init_args": {"level": "token"},
+}
+
+
+def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, **trainer):
     """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
     module = "transformers" if engine == "TransformersEngine" else "vllm.engine"
+    ahead = {"max_staleness": max_staleness} if max_staleness else {}
     return {
         "seed_everything": 7,
         "model": {
@@ -95,6 +102,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, **trainer):
                 "critic_lr_scheduler": _DECAY,
                 "update_epochs": 2,
                 "minibatch_size": 4,
+                **({"correction": CORRECTION} if max_staleness else {}),
             },
         },
         "data": {"class_path": "lightning_rlhf.PromptDataModule", "init_args": data("prompts", "Problems")},
@@ -109,6 +117,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, **trainer):
                     group_size=2,
                     max_response_tokens=6,
                     val_samples=2,
+                    **ahead,
                 ),
                 callback(
                     "KLControl",

@@ -74,6 +74,25 @@ def test_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path, kil
     killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)
 
 
+@pytest.mark.parametrize("max_staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_kills_of_a_run_with_rollouts_ahead_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+    config = ppo(3, max_staleness=max_staleness)
+    names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
+             "in the middle of generation")  # fmt: skip
+    assert forge.finish(tmp_path, config, [{"place": DEATHS[name]} for name in names]) == 4
+    assert_same(tmp_path, undisturbed(config, calls=0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_kills_at_random_points_of_a_run_with_rollouts_ahead_leave_no_trace(
+    forge, undisturbed, tmp_path, max_staleness
+):
+    config = ppo(3, max_staleness=max_staleness)
+    killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, 10, seed=max_staleness)
+
+
 def test_kills_at_four_points_of_one_run_leave_no_trace(forge, undisturbed, tmp_path):
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",
              "behind an epoch's last batch")  # fmt: skip
@@ -186,6 +205,7 @@ def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(und
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
-def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path):
-    config = ppo(1, engine="VLLMEngine")
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+    config = ppo(1, engine="VLLMEngine", max_staleness=max_staleness)
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, kills=10, seed=0)

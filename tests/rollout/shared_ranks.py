@@ -86,6 +86,16 @@ def said(action):
     return "nothing"
 
 
+def submitted(engine, rank):
+    """Tokens and version of two generations, with a push after the first; the second sampling differs between ranks."""
+    first = engine.submit([[7 + rank]], SAMPLING, [1])
+    engine.update_weights(Parameters(), 8)
+    second = engine.submit([[5]], SAMPLING, [2])
+    wrong = engine.submit([[5]], SamplingParams(8 + rank), [2])
+    results = [(own.completions()[0].token_ids, own.completions()[0].policy_version) for own in (first, second)]
+    return [*results, said(wrong.completions), engine.overlaps]
+
+
 def share():
     """Everything that goes well."""
     rank = joined()
@@ -99,6 +109,7 @@ def share():
     found["same"] = [c.token_ids for c in engine.generate([[5], [6]], SAMPLING, [8, 9])]
     found["other_seeds"] = [c.token_ids for c in engine.generate([[5]], SAMPLING, [rank])]
     found["one_has_none"] = [c.token_ids for c in engine.generate([[5]] * rank, SAMPLING, [3] * rank)]
+    found["submitted"] = submitted(engine, rank)
     parameters = Parameters()
     found["difference"], found["compared"] = engine.first_difference(parameters), parameters.taken
     engine.close()

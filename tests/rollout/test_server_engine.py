@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 import time
 
 import pytest
@@ -129,6 +130,29 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
         "ignore_eos": True,
     }
     assert engine.generate([], SAMPLING, []) == []
+
+
+def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub):
+    answer, requested, answered = stub.answers["/inference/v1/generate"], threading.Event(), threading.Event()
+
+    def slow(body):
+        requested.set()
+        answered.wait(20)
+        return answer(body)
+
+    stub.answers["/inference/v1/generate"] = slow
+    finished = []
+    generation = engine.submit([[5], [6, 1]], SAMPLING, [1, 2], lambda *result: finished.append(result))
+    requested.wait(20)
+    assert engine.overlaps
+    assert generation.finished_at is None
+    threading.Timer(0.2, answered.set).start()
+    engine.update_weights(PARAMETERS, 8)
+    assert generation.finished_at is not None
+    assert "/pause?mode=wait" in stub.paths()[stub.paths().index("/inference/v1/generate") :]
+    assert [(own.token_ids, own.policy_version) for own in generation.completions()] == [([5], 7), ([6, 6], 7)]
+    assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.completions()))
+    assert engine.submit([[5]], SAMPLING, [1]).completions()[0].policy_version == 8
 
 
 @pytest.mark.parametrize("label", ["default", "run of another, version 7"])

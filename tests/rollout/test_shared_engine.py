@@ -29,7 +29,12 @@ def test_two_ranks_share_an_engine():
     assert (first["one_has_none"], second["one_has_none"]) == ([], [[5, 3]])
     assert first["difference"] == second["difference"] == "w0"
     generated = [[[1], [2, 2, 2], [11]], [[5], [6]], [[5], [5]], [[5]]]
-    assert first["calls"] == ["start", "wait", "update", *generated, "difference", "close"]
+    submitted = [[[7], [8]], "update", [[5]]]
+    assert first["calls"] == ["start", "wait", "update", *generated, *submitted, "difference", "close"]
+    for rank, (before, after, refused, overlaps) in enumerate((first["submitted"], second["submitted"])):
+        assert (before, after) == ([[7 + rank, 1], 7], [[5, 2], 8])
+        assert "must have equal sampling parameters" in refused
+        assert not overlaps
     assert second["calls"] == ["close"]
 
 

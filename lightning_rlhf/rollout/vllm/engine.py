@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import os
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -304,7 +303,7 @@ class VLLMEngine(RolloutEngine):
             missing.discard(own)
             self._generating.discard(own)
             if not missing:
-                generation.finished_at = time.perf_counter()
+                generation.finish()
             try:
                 completion = as_completion(reply.result())
                 if on_finished is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -214,7 +213,7 @@ class VLLMServerEngine(RolloutEngine):
 
         def request_all() -> list[Completion]:
             completions = self._request_all(*request)
-            generation.finished_at = time.perf_counter()
+            generation.finish()
             return completions
 
         future = self._threads.submit(request_all)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,9 +19,6 @@ from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.types import Rollout
-
-if TYPE_CHECKING:
-    from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 # Largest difference of log-probs for 99 of 100 tokens, nats. The bound of float32 on a GPU was not measured.
@@ -89,8 +86,13 @@ def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]
     return lines
 
 
-def check_rollouts(loop: RolloutLoop, trainer: Trainer, module: RLHFModule) -> None:
+def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     """Validate loop, module, data and strategy; warn about doubtful settings.
+
+    Args:
+        loop: RolloutLoop of the run, whose module imports this one.
+        trainer: trainer of the run.
+        module: module of the run.
 
     Raises:
         ValueError: the settings are incompatible.

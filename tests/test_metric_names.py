@@ -57,8 +57,8 @@ def votes(completions):
     return [text[:1] for text in completions]
 
 
-def run(directory, module, data, callbacks):
-    trainer = quiet_trainer(default_root_dir=directory, callbacks=callbacks, max_steps=1, val_check_interval=1)
+def run(directory, module, data, callbacks, steps=1):
+    trainer = quiet_trainer(default_root_dir=directory, callbacks=callbacks, max_steps=steps, val_check_interval=1)
     trainer.fit(module, datamodule=data)
     return trainer.callback_metrics
 
@@ -86,6 +86,14 @@ def dynamic_sampling(directory):
     )  # fmt: skip
     data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=4, max_tokens=4)
     return run(directory, RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4), data, [loop])
+
+
+def rollouts_ahead(directory):
+    engine = ScriptedEngine("ab", LETTERS.load())
+    loop = RolloutLoop([RewardFunction(right)], engine, max_response_tokens=4, check_rows=0, max_staleness=1)
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, batch_size=2, max_tokens=4)
+    module = RLHFModule(TinyModel(), correction=RolloutCorrection("token"), minibatch_size=2)
+    return run(directory, module, data, [loop], steps=2)
 
 
 def policy_losses(directory):
@@ -135,7 +143,7 @@ def rollout():
     return made
 
 
-RUNS = (a_whole_ppo_run, dynamic_sampling, policy_losses, corrections, supervised, preferences)
+RUNS = (a_whole_ppo_run, dynamic_sampling, rollouts_ahead, policy_losses, corrections, supervised, preferences)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 # Where every error is caught: the engine's process sends it to the trainer to be raised there, and what a reward
 # function raises is counted or ends the run, by the policy of the reward; threads give it to whoever waits.
 PASSED_ON = {
+    "lightning_rlhf/rollout/ranks.py": 1,
+    "lightning_rlhf/rollout/vllm/engine.py": 1,
     "lightning_rlhf/rollout/vllm/worker.py": 1,
     "lightning_rlhf/rewards/function.py": 1,
     "lightning_rlhf/rewards/executor.py": 1,

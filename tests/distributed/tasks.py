@@ -36,6 +36,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
@@ -125,9 +126,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     Args:
         kind: ``sft``, ``rm``, ``ppo``, ``dpo``, ``kto`` or ``online_dpo``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
-            of a batch, further arguments of the module.
+            of a batch, ``max_staleness`` of rollouts, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
+    max_staleness = options.pop("max_staleness", 0)
+    if max_staleness:
+        options["correction"] = RolloutCorrection(level="token")
     if options.pop("resampling", False):
         options["resampling"] = ScoreResampling()
     reward = by_chance if options.pop("by_chance", False) else share_of_a
@@ -158,6 +162,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             check_rows=0,
             val_metric=reward.__name__,
             validate_at_ends=False,
+            max_staleness=max_staleness,
         )
         if kind == "online_dpo":
             return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **given), data, [loop]
@@ -201,7 +206,8 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Args:
         runs: each ``kind``, ``strategy`` (see :func:`strategy_of`), and if wanted ``weights`` (file for the trained
-            ones), ``module`` and ``trainer`` (options), ``ckpt`` (to resume from), ``save`` (checkpoint to write).
+            ones), ``module`` and ``trainer`` (options), ``ckpt`` (to resume from), ``save`` (checkpoint to write),
+            ``save_at`` (step after which it is written; None is the last).
 
     Returns:
         Of each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are as they were).
@@ -217,6 +223,7 @@ def _train(
     trainer: dict[str, Any] | None = None,
     ckpt: str | None = None,
     save: str | None = None,
+    save_at: int | None = None,
 ) -> dict[str, Any]:
     L.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
@@ -227,7 +234,7 @@ def _train(
         options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "devices": ranks, "default_root_dir": folder}
         options |= {"val_check_interval": 1, "use_distributed_sampler": False, "callbacks": [*callbacks, record]}
         fitting = quiet_trainer(strategy=strategy_of(strategy), **(options | (trainer or {})))
-        fitting.callbacks.append(Keep(weights, save))
+        fitting.callbacks.append(Keep(weights, save, save_at))
         fitting.fit(made, datamodule=data, ckpt_path=ckpt)
         keep = fitting.callbacks[-1]
     return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen}
@@ -236,8 +243,8 @@ def _train(
 class Keep(Callback):
     """Writes the trained roles' whole weights at the end of a run, and compares the frozen ones with what they were."""
 
-    def __init__(self, weights: str | None, save: str | None) -> None:
-        self.weights, self.save = weights, save
+    def __init__(self, weights: str | None, save: str | None, save_at: int | None = None) -> None:
+        self.weights, self.save, self.save_at = weights, save, save_at
         self.before: dict[str, Tensor] = {}
         self.frozen = True
 
@@ -250,7 +257,11 @@ class Keep(Callback):
         trained = whole(pl_module, pl_module.trained_roles)
         if self.weights and trainer.is_global_zero:
             save_file(trained, self.weights)
-        if self.save:
+        if self.save and self.save_at is None:
+            trainer.save_checkpoint(self.save)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.save and trainer.global_step == self.save_at:
             trainer.save_checkpoint(self.save)
 
 

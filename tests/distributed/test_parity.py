@@ -104,6 +104,30 @@ def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_rollouts_ahead_are_those_of_one_process_also_after_resuming_on_another_number_of_ranks(tmp_path):
+    files = {name: str(tmp_path / f"{name}.safetensors") for name in ("one", "two", "two to one", "one to two")}
+    run = {"kind": "ppo", "strategy": "rlhf_fsdp", "module": {"max_staleness": 1}, "trainer": {"max_steps": 4}}
+    saved = {ranks: {**run, "save": str(tmp_path / f"{ranks}.ckpt"), "save_at": 2} for ranks in (1, 2)}
+
+    def train(ranks, runs):
+        return run_ranks("tests.distributed.tasks:train", ranks, runs)[0]
+
+    def resumed(name, ranks):
+        return {**run, "trainer": {"max_steps": 4}, "ckpt": str(tmp_path / f"{ranks}.ckpt"), "weights": files[name]}
+
+    (two,) = train(2, [{**saved[2], "weights": files["two"]}])
+    one, two_to_one = train(1, [{**saved[1], "weights": files["one"]}, resumed("two to one", 2)])
+    (one_to_two,) = train(2, [resumed("one to two", 1)])
+    assert [step["rollout/staleness_mean"] for step in one["steps"]] == [0, 1, 1, 1]
+    assert_equal_metrics(two, one)
+    for answer in (two_to_one, one_to_two):
+        assert answer["steps"][0]["rollout/staleness_mean"] == 1  # the responses of the checkpoint
+        assert len(answer["steps"]) == 2
+    for name in ("two", "two to one", "one to two"):
+        assert max(largest_differences(files[name], files["one"]).values()) <= WEIGHTS, name
+
+
+@pytest.mark.slow
 def test_ranks_that_split_tensors_learn_from_one_judgement():
     """Each would get another reward; were each asked, their halves of one model would learn different things."""
     strategy = STRATEGIES["rlhf_fsdp, tensor parallel 2"]

@@ -26,6 +26,7 @@ RUNS = {
         "lightning-rlhf, vLLM": (None, "grpo"),
         "TRL, vLLM": ("trl", "grpo-vllm"),
         "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
+        "lightning-rlhf, vLLM, `max_staleness: 1`": (None, "grpo-ahead"),
         "TRL, transformers": ("trl", "grpo"),
     },
     "ppo": {"lightning-rlhf, vLLM": (None, "ppo"), "TRL 1.12, transformers": ("trl-ppo", "ppo")},
@@ -92,24 +93,26 @@ def seconds_of(turns: list[dict[str, Any]], which: str) -> float:
 def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the lines of a table; ratios are those to the first library."""
     lines = [
-        "| library | CPU s per step | range | ratio | CPU ms per token | ratio | wall s | peak memory MB | reward |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| library | CPU s per step | range | ratio | CPU ms per token | ratio | wall s | ratio | peak MB | reward |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    own: tuple[float, float] | None = None
+    own: tuple[float, float, float] | None = None
     for library, turns in measured.items():
         steps = [step for turn in turns for step in turn["steps"]]
         cpu = seconds_of(turns, "cpu")
         per_token = 1000 * statistics.median(step["cpu"] / step["tokens"] for step in steps)
-        own = own or (cpu, per_token)
+        wall = seconds_of(turns, "wall")
+        own = own or (cpu, per_token, wall)
         rewards = (
             [f"{statistics.mean(turn['steps'][i]['reward'] for turn in turns):.2f}" for i in (0, -1)]
             if "reward" in steps[0]
             else []
         )
+        peak = max(turn["peak_bytes"] for turn in turns) / 2**20
         lines.append(
             f"| {library} | {cpu:.2f} | {min(s['cpu'] for s in steps):.2f} to {max(s['cpu'] for s in steps):.2f} "
-            f"| {own[0] / cpu:.2f} | {per_token:.3f} | {own[1] / per_token:.2f} | {seconds_of(turns, 'wall'):.2f} "
-            f"| {max(turn['peak_bytes'] for turn in turns) / 2**20:.0f} | {' to '.join(rewards) or '-'} |"
+            f"| {own[0] / cpu:.2f} | {per_token:.3f} | {own[1] / per_token:.2f} | {wall:.2f} "
+            f"| {own[2] / wall:.2f} | {peak:.0f} | {' to '.join(rewards) or '-'} |"
         )
     return lines
 

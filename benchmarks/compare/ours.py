@@ -1,6 +1,7 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), ppo, sft or dpo.
+TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), grpo-ahead (they are generated while the
+module learns), ppo, sft or dpo.
 """
 
 import sys
@@ -30,6 +31,7 @@ from lightning_rlhf import (  # noqa: E402
 from lightning_rlhf.callbacks import RolloutLoop, complete  # noqa: E402
 from lightning_rlhf.objectives.advantages import GAE  # noqa: E402
 from lightning_rlhf.objectives.aggregation import TokenMean  # noqa: E402
+from lightning_rlhf.objectives.corrections import RolloutCorrection  # noqa: E402
 from lightning_rlhf.objectives.kl_controllers import KLTerm  # noqa: E402
 from lightning_rlhf.objectives.preference_losses import DPOLoss  # noqa: E402
 from lightning_rlhf.rewards.function import RewardFunction  # noqa: E402
@@ -76,6 +78,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             actor_optimizer=optimizer,
             minibatch_size=task.MINIBATCH,
             keep_groups=name == "grpo-groups",
+            correction=RolloutCorrection("token") if name == "grpo-ahead" else None,
         )
     else:
         group = 1
@@ -100,6 +103,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         group_size=group,
         max_response_tokens=task.RESPONSE_TOKENS,
         validate_at_ends=False,
+        max_staleness=int(name == "grpo-ahead"),
     )
     return module, data, [loop]
 

@@ -21,6 +21,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import KLControl, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.modules.role_module import use_fused_kernels
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -122,3 +123,30 @@ def test_mixed_devices_are_refused_and_reading_a_value_is_a_wait():
         there.to("cpu"), there.sum().item(), float(there[0]), there.tolist(), there[there > 0]
         there.masked_fill(there > 0, 0), there[1:], there.copy_(here)
         assert sum(waits.values()) == 5
+
+
+def optimizer_settings(optimizer, device, **arguments):
+    with pretended_cuda():
+        made = optimizer([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))], **arguments)
+        for group in made.param_groups:
+            group["params"] = [parameter.data.to(device) for parameter in group["params"]]
+        use_fused_kernels(made)
+    return made.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "arguments", "fused"),
+    [
+        (torch.optim.AdamW, CUDA, {}, True),
+        (torch.optim.Adam, CUDA, {}, True),
+        (torch.optim.AdamW, "cpu", {}, None),
+        (torch.optim.AdamW, CUDA, {"foreach": True}, None),
+        (torch.optim.AdamW, CUDA, {"fused": False}, False),
+        (torch.optim.SGD, CUDA, {}, None),
+    ],
+    ids=["AdamW", "Adam", "CPU", "foreach", "not fused", "SGD"],
+)
+def test_adam_steps_in_fused_kernels_on_a_gpu_unless_another_implementation_is_chosen(
+    optimizer, device, arguments, fused
+):
+    assert optimizer_settings(optimizer, device, lr=0.1, **arguments) == fused

@@ -20,6 +20,7 @@ from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
 from lightning_rlhf.rollout.vllm.sync import WeightSender
 from tests.callbacks.conftest import ROWS, Run
+from tests.gpu_simulated.pretend import CUDA, pretended_cuda
 from tests.stand_ins import ScriptedEngine
 
 GIB = 1 << 30
@@ -246,6 +247,8 @@ def core(monkeypatch):
         ("vllm.lora", ()),
         ("vllm.lora.request", ("LoRARequest",)),
         ("vllm.sampling_params", ("RequestOutputKind",)),
+        ("vllm.v1", ()),
+        ("vllm.v1.engine", ("FinishReason",)),
     ):
         module = types.ModuleType(name)
         module.__dict__.update(dict.fromkeys(names, object))
@@ -255,6 +258,7 @@ def core(monkeypatch):
 
     core = VLLMCore.__new__(VLLMCore)
     core._llm, core._version, core._asleep, core._adapter = StandInLLM(), -1, False, None
+    core._engine = types.SimpleNamespace(has_unfinished_requests=lambda: False, set_weight_version=lambda version: None)
     yield core
     sys.modules.pop("lightning_rlhf.rollout.vllm.core", None)
 
@@ -311,3 +315,32 @@ def test_weights_are_loaded_by_the_workers_own_method():
     worker.receive_weights(**sender.write([("a", torch.tensor([1.0, 2.0]))]))
     assert worker.loaded["a"].tolist() == [1.0, 2.0]
     sender.close()
+
+
+@pytest.mark.parametrize(("device", "error", "locks"), [(CUDA, 0, 1), (CUDA, 2, 1), ("cpu", 0, 0)])
+def test_weights_of_a_gpu_are_pushed_through_page_locked_memory(monkeypatch, caplog, device, error, locks):
+    calls = []
+
+    def register(pointer, nbytes, flags):
+        calls.append(("lock", pointer, nbytes))
+        return error
+
+    cudart = types.SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda pointer: calls.append(("unlock", pointer))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("synchronize",)))
+    sender, worker = WeightSender(), Worker()
+    with pretended_cuda():
+        for value in (1.0, 2.0):
+            tensor = torch.full((3,), value).to(device)
+            message = sender.write([("a", tensor)])
+            worker.receive_weights(**message)
+            assert worker.loaded["a"].tolist() == [value] * 3
+    pointer = sender._memory.data_ptr()
+    sender.close()
+    assert [call for call in calls if call[0] == "lock"] == [("lock", pointer, message["nbytes"])] * locks
+    locked = locks and not error
+    assert calls.count(("synchronize",)) == (2 if locked else 0)
+    assert calls.count(("unlock", pointer)) == (1 if locked else 0)
+    assert ("could not lock it (error 2)" in caplog.text) == bool(error)

@@ -6,6 +6,7 @@ Receivers open it as ``/proc/<trainer>/fd/<n>``.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.tensors import whole_tensors
 
+log = logging.getLogger(__name__)
 SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
 _ALIGNMENT = 64
 
@@ -141,6 +143,7 @@ class WeightSender:
         self._file = -1
         self._slots: list[Slot] = []
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False  # whether the memory is page-locked, so that a GPU copies to it directly
 
     def write(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Copy all parameters into the memory.
@@ -159,6 +162,8 @@ class WeightSender:
             self._replace_all(parameters)
         else:
             self._append_all(parameters)
+        if self._pinned:
+            torch.cuda.synchronize()  # copies from the GPU do not wait
         return self.message
 
     @property
@@ -173,7 +178,7 @@ class WeightSender:
             slot = next(slots, None)
             if slot is None or slot != Slot.for_tensor(name, tensor, slot.offset):
                 raise _changed_parameter(Slot.for_tensor(name, tensor), slot)
-            slot.view(self._memory).copy_(tensor)
+            slot.view(self._memory).copy_(tensor, non_blocking=self._pinned)
             del tensor  # free it before the next one is gathered
         if (missing := next(slots, None)) is not None:
             raise _changed_parameter(None, missing)
@@ -189,7 +194,10 @@ class WeightSender:
             self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
             slot.view(self._memory).copy_(tensor)
             self._slots.append(slot)
+            from_gpu = tensor.is_cuda
             del tensor
+        if self._slots and from_gpu:
+            self._pinned = page_lock(self._memory)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last write; None if all are equal."""
@@ -202,11 +210,24 @@ class WeightSender:
 
     def close(self) -> None:
         """Unmap and free the memory."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            self._pinned = False
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
             self._slots = []
             self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def page_lock(memory: Tensor) -> bool:
+    """Lock mapped memory, so that a GPU copies to it at the full speed of the bus; return whether this worked."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        log.warning(
+            "Weights are pushed through pageable memory, because CUDA could not lock it (error %d).", int(error)
+        )
+    return not int(error)
 
 
 def _changed_parameter(new: Slot | None, old: Slot | None) -> RuntimeError:

@@ -74,6 +74,11 @@ class PPOModule(RLHFModule):
         self.critic_warmup_steps = critic_warmup_steps
         self.resampling = resampling
 
+    @property
+    def selects_rows(self) -> bool:
+        """Whether ``resampling`` leaves out or repeats responses."""
+        return self.resampling is not None
+
     def select_training_rows(self, experience: Experience) -> Experience:
         """Return all responses, or those that ``resampling`` draws."""
         if self.resampling is None:

@@ -19,6 +19,8 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.models.loading import ModelSource
+from lightning_rlhf.modules.algorithm_checks import check_algorithm
+from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.modules.metrics import MeanAccumulator, StepTimes, UpdateResult, describe
 from lightning_rlhf.modules.role_module import RoleModule, SummedLoss
 from lightning_rlhf.objectives.aggregation import Aggregation, TokenMean
@@ -73,6 +75,7 @@ class RLHFModule(RoleModule):
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     experience: Experience  # of the last step, for callbacks
     actor_updates = 0  # in the last step
+    first_forward: FirstForward | None = None  # of a step with a single update
     actor_is_updated = True  # in this step; False during critic warm-up
     step_times: StepTimes | None = None  # of the last step; None where training_step does not set them
     kl_to_ref: float | None = None  # KL of the last rollout to the reference, nats per response; None without reference
@@ -121,41 +124,16 @@ class RLHFModule(RoleModule):
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
         self._received: tuple[Rollout, Rollout | None] | None = None
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        estimator, policy_loss = type(self.advantages).__name__, type(self.policy_loss).__name__
-        for name in ("update_epochs", "minibatch_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.ent_coef < 0:
-            raise UsageError(f"ent_coef must be at least 0, got {self.ent_coef}")
-        if self.advantages.needs_critic and "critic" not in self.trained_roles:
-            raise UsageError(
-                f"{estimator} needs a critic, which {type(self).__name__} does not have: use PPOModule, or an "
-                f"estimator without critic such as GRPO"
-            )
-        if self.advantages.needs_sum_pi_squared and self.correction.bypass:
-            raise UsageError(
-                f"{estimator} evaluates the actor on every response, which bypass leaves out: use another correction"
-            )
-        if not self.advantages.reads_total_reward and ("reward_model" in self.sources or self.kl_reward.coef > 0):
-            raise UsageError(
-                f"{estimator} uses only its own reward keys, so reward_model and kl_reward would have no effect: "
-                f"remove them; kl_loss works"
-            )
-        if self.correction.bypass and self.correction.level is not None and self.policy_loss.uses_ratio:
-            raise UsageError(
-                f"with bypass, the ratio of {policy_loss} is the importance weight already: use ReinforceLoss, or "
-                f"level null"
-            )
+        check_algorithm(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> None:
         """Update the roles on the rollout of this batch; the batch itself is not used."""
         started = time.perf_counter()
-        experience = self.experience = self.evaluate(*self.pop_rollout())
+        rollout, greedy = self.pop_rollout()
+        self.first_forward = FirstForward() if self.updates_once(rollout) else None
+        experience = self.experience = self.evaluate(rollout, greedy)
         evaluated = time.perf_counter()
         means = MeanAccumulator()
         updates = 0
@@ -170,6 +148,9 @@ class RLHFModule(RoleModule):
             updates += "actor" in results
             if self.exceeds_target_kl(results):
                 break
+        if self.first_forward is not None and self.first_forward.logprobs:
+            experience, self.evaluation_metrics = self.first_forward.fill(experience, self)
+            self.experience = experience
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
         metrics = describe(experience, roles, self.data_ranks)
         metrics |= {**self.evaluation_metrics, **means.means(self.data_ranks), "kl/coef": self.kl_coef}
@@ -181,6 +162,21 @@ class RLHFModule(RoleModule):
         metrics |= {f"time/{part}_s": seconds for part, seconds in vars(self.step_times).items()}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
+
+    def updates_once(self, rollout: Rollout) -> bool:
+        """Check whether the step has a single update, and nothing before it needs the actor's log-probs. All ranks."""
+        replaceable = ("actor_loss", "minibatches", "old_scores", "token_rewards")
+        return (
+            self.data_ranks.sum(torch.tensor(len(rollout), device=self.device)).item() == self.minibatch_size
+            and self.update_epochs == 1
+            and self.kl_reward.coef == 0
+            and self.correction.only_measures
+            and not self.advantages.needs_sum_pi_squared
+            and not self.policy_loss.selects_tokens
+            and not self.selects_rows
+            and self.losses().get("actor") == self.actor_loss
+            and all(getattr(type(self), name) is getattr(RLHFModule, name) for name in replaceable)
+        )
 
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
@@ -201,6 +197,11 @@ class RLHFModule(RoleModule):
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
                 seed = derive_seed(derive_seed(run_seed(), *step, ranks.rank, epoch), "chosen", number)
                 yield self.with_selected_tokens(own_rows, seed)
+
+    @property
+    def selects_rows(self) -> bool:
+        """Whether :meth:`select_training_rows` returns anything but the responses of the rollout."""
+        return type(self).select_training_rows is not RLHFModule.select_training_rows
 
     def select_training_rows(self, experience: Experience) -> TensorBatch:
         """Return the rows that mini-batches are drawn from: all responses. All ranks.
@@ -240,15 +241,14 @@ class RLHFModule(RoleModule):
     def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
-        policy, diagnostics = self.policy_loss(
-            logprobs, rows.old_logprobs, rows.advantages, rows.mask, rows.selected_tokens
-        )
+        old_logprobs = rows.old_logprobs if self.first_forward is None else self.first_forward.record(rows, logprobs)
+        policy, diagnostics = self.policy_loss(logprobs, old_logprobs, rows.advantages, rows.mask, rows.selected_tokens)
         policy = policy * self.importance_weights(logprobs, rows, means)
         loss = policy
         if self.ent_coef > 0:
             loss = loss - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
-            kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, rows.old_logprobs)
+            kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, old_logprobs)
             loss = loss + self.kl_loss.coef * kl
             means.add("loss/kl", kl, rows.mask)
         means.add("loss/policy", policy, rows.mask)
@@ -337,7 +337,7 @@ class RLHFModule(RoleModule):
             rewards=rollout.rewards,
             greedy_reward=None if greedy is None else self.total_reward(greedy)[rollout.group],
             sum_pi_squared=old.sum_pi_squared,
-            logprobs=old.logprobs,
+            logprobs=old.logprobs if self.first_forward is None else None,
             weights=weights,
         )
         advantages, returns = self.advantages(inputs, ranks)
@@ -361,8 +361,8 @@ class RLHFModule(RoleModule):
         )
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
-        """Return the actor's scores before the first update; with bypass, the engine's log-probs. All ranks."""
-        if self.correction.bypass:
+        """Return the actor's scores before the first update, or the engine's log-probs in their place. All ranks."""
+        if self.correction.bypass or self.first_forward is not None:
             return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
         squares = self.advantages.needs_sum_pi_squared
         return TokenScores(*self.map_micro_batches(partial(self.actor_scores, "actor", squares=squares), rollout))

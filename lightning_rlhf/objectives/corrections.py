@@ -74,6 +74,11 @@ class RolloutCorrection:
         if len(set(names)) < len(names):
             raise UsageError(f"rejections must differ in statistic or level, got {', '.join(names)}")
 
+    @property
+    def only_measures(self) -> bool:
+        """Whether only metrics are computed, so that weights and accepted tokens do not depend on log-probs."""
+        return self.level is None and not self.rejections and not self.bypass
+
     def __call__(
         self,
         old_logprobs: Tensor,

@@ -104,6 +104,18 @@ def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_single_update_with_the_log_probs_of_its_own_forward_pass_is_that_of_one_process(tmp_path):
+    answers, files = [], []
+    for ranks, strategy in ((1, "auto"), (3, "rlhf_ddp"), (2, "rlhf_fsdp")):
+        files.append(tmp_path / f"{ranks}.safetensors")
+        run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"one_update": True}}
+        answers.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
+    for answer, file in zip(answers[1:], files[1:], strict=True):
+        assert_equal_metrics(answer, answers[0])
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
+
+
+@pytest.mark.slow
 def test_rollouts_ahead_are_those_of_one_process_also_after_resuming_on_another_number_of_ranks(tmp_path):
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("one", "two", "two to one", "one to two")}
     run = {"kind": "ppo", "strategy": "rlhf_fsdp", "module": {"max_staleness": 1}, "trainer": {"max_steps": 4}}

@@ -1,0 +1,43 @@
+"""Validation of the parts of an algorithm: estimator, policy loss, correction, rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_rlhf.expected_errors import UsageError
+
+
+def check_algorithm(module: Any) -> None:
+    """Validate the arguments of an RLHFModule, whose file imports this one.
+
+    Args:
+        module: module with all of its arguments.
+
+    Raises:
+        ValueError: an argument is out of range, or some do not fit each other.
+    """
+    estimator, policy_loss = type(module.advantages).__name__, type(module.policy_loss).__name__
+    for name in ("update_epochs", "minibatch_size"):
+        if getattr(module, name) < 1:
+            raise UsageError(f"{name} must be at least 1, got {getattr(module, name)}")
+    if module.ent_coef < 0:
+        raise UsageError(f"ent_coef must be at least 0, got {module.ent_coef}")
+    if module.advantages.needs_critic and "critic" not in module.trained_roles:
+        raise UsageError(
+            f"{estimator} needs a critic, which {type(module).__name__} does not have: use PPOModule, or an "
+            f"estimator without critic such as GRPO"
+        )
+    if module.advantages.needs_sum_pi_squared and module.correction.bypass:
+        raise UsageError(
+            f"{estimator} evaluates the actor on every response, which bypass leaves out: use another correction"
+        )
+    if not module.advantages.reads_total_reward and ("reward_model" in module.sources or module.kl_reward.coef > 0):
+        raise UsageError(
+            f"{estimator} uses only its own reward keys, so reward_model and kl_reward would have no effect: "
+            f"remove them; kl_loss works"
+        )
+    if module.correction.bypass and module.correction.level is not None and module.policy_loss.uses_ratio:
+        raise UsageError(
+            f"with bypass, the ratio of {policy_loss} is the importance weight already: use ReinforceLoss, or "
+            f"level null"
+        )

@@ -1,0 +1,145 @@
+"""A step with a single update has no separate pass for the log-probs before it."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import GRPOModule, PPOModule, RLHFModule
+from lightning_rlhf.modules.response_pairs import OnlineDPOModule
+from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss
+from lightning_rlhf.objectives.group_advantages import GRPO
+from lightning_rlhf.objectives.kl_controllers import KLTerm
+from lightning_rlhf.objectives.resampling import ScoreResampling
+from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline
+from tests.stand_ins import TinyModel, fit, responses, rollout_of
+
+ROWS = 8
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def rollout():
+    made = rollout_of(responses(ROWS, seed=5))
+    made.group[:] = torch.arange(ROWS) // 2
+    return made
+
+
+class Separate(RLHFModule):
+    """The same module with a separate pass."""
+
+    def updates_once(self, rollout):
+        return False
+
+
+class Counted(RLHFModule):
+    """Counts the forward passes of the actor."""
+
+    passes = 0
+
+    def actor_scores(self, role, rollout, squares=False):
+        self.passes += role == "actor"
+        return super().actor_scores(role, rollout, squares)
+
+
+def trained(kind, **arguments):
+    arguments = {"advantages": GRPO(), "minibatch_size": ROWS, "actor_optimizer": SGD, **arguments}
+    module = kind(TinyModel(), **arguments)
+    trainer = fit(module, [rollout(), rollout()])
+    return module, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
+    module, metrics = trained(Counted)
+    assert module.passes == 2  # one for each of two steps
+    separate, expected = trained(Separate)
+    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    for name, value in separate.actor.state_dict().items():
+        torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
+    varying = ("time/", "perf/")
+    assert metrics.keys() == expected.keys()
+    for name in expected:
+        if not name.startswith(varying):
+            assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4, nan_ok=True), name
+    assert metrics["kl/approx"] == 0
+
+
+@pytest.mark.parametrize("kl_loss", [KLTerm(0.0), KLTerm(0.1, "k3")], ids=["no KL", "KL loss"])
+def test_several_micro_batches_and_a_reference(kl_loss):
+    options = {"kl_loss": kl_loss, "ref": TinyModel(seed=1), "micro_batch_tokens": 16}
+    module, metrics = trained(RLHFModule, **options)
+    separate, expected = trained(Separate, **options)
+    assert module.first_forward is not None
+    assert len(module.first_forward.logprobs) > 1
+    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.experience.ref_logprobs, separate.experience.ref_logprobs, rtol=0, atol=1e-5)
+    for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "loss/policy", "grad_norm/actor"):
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
+    if kl_loss.coef:
+        assert metrics["kl/ref"] == pytest.approx(expected["kl/ref"], rel=1e-4)
+
+
+class OwnLoss(RLHFModule):
+    def actor_loss(self, rows, means):
+        return super().actor_loss(rows, means)
+
+
+class OwnRows(RLHFModule):
+    def select_training_rows(self, experience):
+        return experience
+
+
+class OwnRewards(RLHFModule):
+    def token_rewards(self, rollout, reward, logprobs, ref_logprobs):
+        return super().token_rewards(rollout, reward, logprobs, ref_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (RLHFModule, {"minibatch_size": 4}),
+        (RLHFModule, {"update_epochs": 2}),
+        (RLHFModule, {"kl_reward": KLTerm(0.1)}),
+        (RLHFModule, {"correction": RolloutCorrection("token")}),
+        (RLHFModule, {"correction": RolloutCorrection(bypass=True)}),
+        (RLHFModule, {"advantages": OptimalTokenBaseline()}),
+        (RLHFModule, {"policy_loss": ClipCovLoss()}),
+        (OwnLoss, {}),
+        (OwnRows, {}),
+        (OwnRewards, {}),
+    ],
+    ids=str,
+)
+def test_other_steps_have_a_separate_pass(kind, arguments):
+    module, _ = trained(kind, **arguments)
+    assert module.first_forward is None
+
+
+def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass():
+    for module in (
+        OnlineDPOModule(TinyModel(), minibatch_size=ROWS),
+        PPOModule(TinyModel(), minibatch_size=ROWS, resampling=ScoreResampling()),
+        PPOModule(TinyModel(), minibatch_size=ROWS, critic_warmup_steps=9),
+    ):
+        fit(module, [rollout()])
+        assert module.first_forward is None, module
+
+
+def test_the_critic_of_ppo_does_not_prevent_it():
+    module = PPOModule(TinyModel(), minibatch_size=ROWS)
+    fit(module, [rollout()])
+    assert module.first_forward is not None
+
+
+def test_a_preset_with_one_update_uses_it():
+    module = GRPOModule(TinyModel(), minibatch_size=ROWS)
+    fit(module, [rollout()])
+    assert module.first_forward is not None
+
+
+def test_responses_without_a_token_to_learn_from_leave_the_metrics_of_the_rollout():
+    empty = replace(rollout(), included=torch.zeros(ROWS, dtype=torch.bool))
+    module = RLHFModule(TinyModel(), minibatch_size=ROWS, actor_optimizer=SGD)
+    fit(module, [empty])
+    assert module.actor_updates == 0

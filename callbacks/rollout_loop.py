@@ -36,7 +36,7 @@ from .checks import check_at_least, check_engine, check_overlap, check_rollouts,
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
-from .sampling import Sampler, StepRollouts
+from .sampling import ResponseSampler, StepRollouts
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class RolloutLoop(Callback):
         self.tokens_per_s = 0.0  # generated in the last step, over all ranks
         self._synced_step: int | None = None  # step whose weights the engine has
         self._validated_step: int | None = None
-        self._sampler: Sampler | None = None
+        self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
         self._validation: Validation | None = None
 
@@ -152,7 +152,7 @@ class RolloutLoop(Callback):
         check_overlap(self.engine, self.max_staleness)
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
-        self._sampler = Sampler(
+        self._sampler = ResponseSampler(
             engine=self.engine,
             tokenizer=tokenizer,
             max_tokens=self.max_response_tokens,
@@ -247,11 +247,11 @@ class RolloutLoop(Callback):
         self._let_engine_sleep(pl_module.device)
         pl_module.receive(rollout, greedy)
         metrics |= counts | rollouts.metrics(rollout, self.max_staleness)
-        self.tokens_per_s = metrics["rollout/tokens_per_s"]
+        self.tokens_per_s = metrics.get("rollout/tokens_per_s", self.tokens_per_s)
         pl_module.log_step("rollout", metrics)
 
     @property
-    def _responses(self) -> Sampler:
+    def _responses(self) -> ResponseSampler:
         assert self._sampler is not None
         return self._sampler
 

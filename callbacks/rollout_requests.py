@@ -14,7 +14,7 @@ from lightning_rlhf.data.resumable import ResumableLoader
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import RolloutRewards
 from lightning_rlhf.rollout.collect import Collector
-from lightning_rlhf.rollout.engine import CompletionCheck, Generation
+from lightning_rlhf.rollout.engine import Generation
 from lightning_rlhf.strategies import ranks
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
@@ -32,8 +32,8 @@ class RolloutRequest:
         temperature: temperature of the sampling.
         generation: completions in the order of the prompts.
         collector: collector that scores them.
-        check: validation of the completions; None if they were validated before.
         is_ahead: whether the responses were requested in an earlier step.
+        is_restored: whether they are from a checkpoint.
     """
 
     step: int
@@ -42,8 +42,8 @@ class RolloutRequest:
     temperature: float
     generation: Generation
     collector: Collector
-    check: CompletionCheck | None = None
     is_ahead: bool = False
+    is_restored: bool = False
 
     def completions(self) -> list[Completion]:
         """Wait for the completions and return them.
@@ -51,10 +51,7 @@ class RolloutRequest:
         Raises:
             RuntimeError: a completion is missing or invalid, or the engine has ended.
         """
-        completions = self.generation.completions()
-        if self.check is not None:
-            self.check.check_all(completions, len(self.prompts) * self.samples)
-        return completions
+        return self.generation.completions()
 
     def rollout(self) -> tuple[Rollout, RolloutRewards]:
         """Wait for the completions, score them and return the rollout with the results of the reward functions."""

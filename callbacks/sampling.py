@@ -28,7 +28,7 @@ _CHECKED_TOKENS = 8  # of each response that is generated only for the check of 
 
 
 @dataclass(frozen=True)
-class Sampler:
+class ResponseSampler:
     """Source of responses with the sampling settings of a run.
 
     Args:
@@ -78,11 +78,18 @@ class Sampler:
     def submit(
         self, prompts: PromptBatch, *, samples: int, temperature: float, version: int, on_finished: OnFinished | None
     ) -> Generation:
-        """Start to generate training responses; arguments and completions as of :meth:`generate`, not validated."""
+        """Start to generate training responses; arguments and completions as of :meth:`generate`."""
+        check = self.check(version)
         sampling = SamplingParams(self.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
-        before = self.check(version).before(on_finished)
-        return self.engine.submit(ids, sampling, self.seeds(prompts, "train", samples), before)
+        seeds = self.seeds(prompts, "train", samples)
+        generation = self.engine.submit(ids, sampling, seeds, check.before(on_finished))
+
+        def checked() -> list[Completion]:
+            check.check_all(generation.completions(), len(ids))
+            return generation.completions()
+
+        return Generation(checked, generation)
 
     def check(self, version: int, max_tokens: int | None = None) -> CompletionCheck:
         """Return the validation of completions that are requested after a push of this version."""
@@ -118,7 +125,7 @@ class StepRollouts:
         reward_metrics: metrics of the reward functions in the current step.
     """
 
-    sampler: Sampler
+    sampler: ResponseSampler
     executor: RewardExecutor
     ahead: RequestsAhead
     trainer: Trainer
@@ -168,8 +175,8 @@ class StepRollouts:
             temperature=temperature,
             generation=generation,
             collector=collector,
-            check=self.sampler.check(version) if stored is None else None,
             is_ahead=is_ahead or stored is not None,
+            is_restored=stored is not None,
         )
 
     @property
@@ -221,7 +228,9 @@ class StepRollouts:
             summed |= {"staleness": float(staleness.sum()), "trained": float(len(staleness))}
         metrics = max_over_ranks(largest, ranks, device)  # all ranks wait for the slowest
         total = sum_over_ranks(summed, ranks, device)
-        metrics["rollout/tokens_per_s"] = total["tokens"] / metrics.pop("generation")
+        seconds = metrics.pop("generation")
+        if not any(request.is_restored for request in self.requests):  # their seconds are not known
+            metrics["rollout/tokens_per_s"] = total["tokens"] / seconds
         if max_staleness:
             metrics["rollout/staleness_mean"] = total["staleness"] / total["trained"]
             if metrics["rollout/staleness_max"] > max_staleness:

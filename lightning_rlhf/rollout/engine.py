@@ -29,7 +29,7 @@ class Generation:
 
     Args:
         wait: function that waits for the completions and returns them in the order of the prompts; called once.
-        source: generation of several ranks, of which this is a part; None without one.
+        source: generation that this one is made of, whose times are then those of this one; None without one.
     """
 
     def __init__(self, wait: Callable[[], list[Completion]], source: Generation | None = None) -> None:
@@ -37,7 +37,7 @@ class Generation:
         self._source = source
         self._completions: list[Completion] = []
         self._finished_at: float | None = None
-        self.requested_at = time.perf_counter()
+        self.requested_at = time.perf_counter() if source is None else source.requested_at
 
     @property
     def finished_at(self) -> float | None:

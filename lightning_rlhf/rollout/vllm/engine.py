@@ -263,9 +263,9 @@ class VLLMEngine(RolloutEngine):
 
     def _finish_loading(self) -> None:
         """Wait until the engine has loaded the last push."""
-        if self._loading is not None:
-            self._running.results([self._loading], "the engine to load new weights")
-            self._loading = None
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            self._running.results([loading], "the engine to load new weights")
 
     def _converted(self, parameters: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return the parameters with the names and dtype that vLLM loads."""
@@ -339,6 +339,8 @@ class VLLMEngine(RolloutEngine):
         if self._process is not None:
             self._process.close()
             self._process = None
+        self._loading = None
+        self._generating.clear()
         self._sender.close()
 
     @property

@@ -40,7 +40,7 @@ class Recorded(PPOModule):
     def minibatches(self, experience):
         self.order = []
         for minibatch in super().minibatches(experience):
-            self.order.append(minibatch.rollout.policy_version.tolist())
+            self.order.append(minibatch.rollout.policy_version.amax(dim=1).tolist())
             yield minibatch
 
 

@@ -208,7 +208,7 @@ def test_resampled_responses_are_drawn_by_their_rewards_and_the_same_at_every_re
         def minibatches(self, experience):
             self.drawn = []
             for minibatch in super().minibatches(experience):
-                self.drawn += minibatch.rollout.policy_version.tolist()
+                self.drawn += minibatch.rollout.policy_version.amax(dim=1).tolist()
                 yield minibatch
 
     options = {"rollout": rollout_of(rows, dtype=torch.float64), "minibatch_size": 2, "critic_optimizer": SGD}
@@ -282,7 +282,7 @@ def test_resampling_draws_nothing_that_is_not_kept():
     class Recorded(PPOModule):
         def minibatches(self, experience):
             for minibatch in super().minibatches(experience):
-                drawn.extend(minibatch.rollout.policy_version.tolist())
+                drawn.extend(minibatch.rollout.policy_version.amax(dim=1).tolist())
                 yield minibatch
 
     rollout = rollout_of([Response([1], [2, 3], reward) for reward in (1.0, 1.0, 0.0, 0.1)], dtype=torch.float64)

@@ -70,9 +70,10 @@ def tokens_of(rollout, **options):
 def test_a_prompt_is_laid_out_once_for_all_its_responses():
     rollout = grouped()
     once = int(rollout.prompt_lengths[::GROUP].sum() + rollout.response_lengths.sum())
-    assert tokens_of(rollout) == [once] * 2  # old log-probs, update
+    assert tokens_of(rollout) == [once]  # the update, which computes the old log-probs too
     padded = len(rollout) * int(rollout.total_lengths.max())
-    assert tokens_of(rollout, packing=False) == [padded] * 2
+    assert tokens_of(rollout, packing=False) == [padded]
+    assert tokens_of(rollout, update_epochs=2) == [once] * 3  # old log-probs, two updates
     assert once < int(rollout.total_lengths.sum()) < padded
 
 

@@ -76,3 +76,39 @@ def test_ratios_are_those_to_the_first_library():
 def test_a_run_that_fails_is_named_with_its_log(tmp_path):
     with pytest.raises(SystemExit, match=r"ended with 3, see .*log$"):
         command.measure([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "result.json", tmp_path / "log")
+
+
+def test_the_page_has_the_measured_figures():
+    turn = {"steps": [{"cpu": 2.0, "wall": 4.0, "tokens": 1000}], "peak_bytes": 2**20}
+    costs = {
+        "push": {"megabytes": 233.0, "copy": 0.03, "trainer": 0.04, "engine": 0.18},
+        "start": {"a command": 1.25},
+        "engine": {"tokens_per_cpu_s": 3258.0},
+        "vllm": {"tokens_per_cpu_s": 3588.0},
+    }
+    floor = {"tokens": 1000, "forward": 0.5, "update": 1.5}
+    measured = {
+        "tasks": {"sft": {"lightning-rlhf": [turn], "TRL": [turn]}},
+        "floor": floor,
+        "batches": {1: 2.0, 16: 2.1},
+        "costs": costs,
+        "head": {32_000: 84},
+    }
+    page = command.report(measured, rounds=1, steps=1)
+    for line in (
+        "| TRL | 2.00 | 2.00 to 2.00 | 1.00 | 2.000 | 1.00 | 4.00 | 1.00 | 1 | - |",
+        "| 4,096 | 2.100 |",
+        "| push of them, in vLLM | 0.18 |",
+        "| `a command` | 1.25 |",
+        "the same requests 3588.",
+        "| 32,000 | 84 | 500 |",
+    ):
+        assert line in page.splitlines(), line
+    without = command.report({**measured, "floor": None, "batches": {}, "costs": None}, rounds=1, steps=1)
+    assert "## Batch sizes" not in without
+    assert "## Pushes" not in without
+
+
+def test_the_cost_of_a_token_is_the_median_of_the_steps():
+    steps = [{"cpu": cpu, "tokens": 1000} for cpu in (1.0, 2.0, 9.0)]
+    assert command.per_token({"steps": steps}) == 2.0

@@ -33,6 +33,7 @@ RUNS = {
     "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
     "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
 }
+BATCHES = {1: "grpo", 4: "grpo-4x", 16: "grpo-16x"}
 TITLES = {
     "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
     "ppo": "PPO with critic and reference: 256 prompts, four updates of actor and critic",
@@ -65,6 +66,19 @@ def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
         raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}, see {log}")
     measured: dict[str, Any] = json.loads(result.read_text())
     return measured
+
+
+def measured_alone(run: str, directory: Path, steps: int) -> dict[str, Any]:
+    """Return what lightning-rlhf measured in one run."""
+    result = directory / f"alone-{run}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.compare.ours", run, str(directory), str(result), str(steps)]
+    return measure(command, result, result.with_suffix(".log"))
+
+
+def per_token(turn: dict[str, Any]) -> float:
+    """Return the median of the CPU milliseconds per token of a run."""
+    return 1000 * statistics.median(step["cpu"] / step["tokens"] for step in turn["steps"])
 
 
 def compare(name: str, directory: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
@@ -142,6 +156,35 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
             f"products take {floor['forward']:.2f} CPU s in a forward pass and {floor['update']:.2f} CPU s in a",
             "forward and a backward pass, at the rate that was measured after the runs.",
         ]
+    if batches := measured["batches"]:
+        lines += [
+            "",
+            "## Batch sizes",
+            "",
+            "CPU time of lightning-rlhf per token of a GRPO step, with mini-batches that grow with the step:",
+            "",
+            "| responses in a step | CPU ms per token |",
+            "|---|---|",
+            *(f"| {times * task.RESPONSES:,} | {cost:.3f} |" for times, cost in batches.items()),
+        ]
+    if costs := measured["costs"]:
+        push = costs["push"]
+        lines += [
+            "",
+            "## Pushes, generation, start",
+            "",
+            "CPU seconds, medians of three:",
+            "",
+            "| what | CPU s |",
+            "|---|---|",
+            f"| copy of {push['megabytes']:.0f} MB of weights within a process | {push['copy']:.2f} |",
+            f"| push of them, in the trainer | {push['trainer']:.2f} |",
+            f"| push of them, in vLLM | {push['engine']:.2f} |",
+            *(f"| `{name}` | {seconds:.2f} |" for name, seconds in costs["start"].items()),
+            "",
+            f"`VLLMEngine` generates {costs['engine']['tokens_per_cpu_s']:.0f} tokens per CPU second, `vllm.LLM` with",
+            f"the same requests {costs['vllm']['tokens_per_cpu_s']:.0f}.",
+        ]
     lines += [
         "",
         "## Memory of log-probabilities",
@@ -162,6 +205,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--rounds", type=int, default=2, help="turns of each library")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted in each turn")
+    parser.add_argument("--costs", action=argparse.BooleanOptionalAction, default=True, help="also batch sizes, pushes")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmark")
     parser.add_argument("--write", type=Path, help="file that the page is written to")
     options = parser.parse_args()
@@ -176,11 +220,18 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens))]
         output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         floor = {"tokens": tokens, **json.loads(output)}
+    batches: dict[int, float] = {}
+    costs = None
+    if options.costs:
+        batches = {times: per_token(measured_alone(run, directory, steps=2)) for times, run in BATCHES.items()}
+        command = [sys.executable, "-m", "benchmarks.compare.costs", str(directory)]
+        costs = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     heads = {}
     for vocabulary in (32_000, 152_000):
         command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    page = report({"tasks": results, "floor": floor, "head": heads}, options.rounds, options.steps)
+    measured = {"tasks": results, "floor": floor, "batches": batches, "costs": costs, "head": heads}
+    page = report(measured, options.rounds, options.steps)
     print(page)
     if options.write:
         options.write.write_text(page)

@@ -1,7 +1,7 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
 TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), grpo-ahead (they are generated while the
-module learns), ppo, sft or dpo.
+module learns), grpo-4x and grpo-16x (more responses in steps and mini-batches), ppo, sft or dpo.
 """
 
 import sys
@@ -69,6 +69,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         rows |= {"train": str(directory / "pairs.jsonl")}
         return DPOModule(model, loss=DPOLoss(task.BETA), optimizer=optimizer), PreferenceDataModule(**rows), []
     module: Any
+    times = int(name.removeprefix("grpo-").removesuffix("x")) if name.endswith("x") else 1
     if name.startswith("grpo"):
         group = task.GROUP
         module = GRPOModule(
@@ -76,7 +77,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             kl_loss=KLTerm(0.0),
             aggregation=TokenMean(),
             actor_optimizer=optimizer,
-            minibatch_size=task.MINIBATCH,
+            minibatch_size=times * task.MINIBATCH,
             keep_groups=name == "grpo-groups",
             correction=RolloutCorrection("token") if name == "grpo-ahead" else None,
         )
@@ -95,7 +96,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     data = PromptDataModule(
         train=str(directory / "problems.jsonl"),
         tokenizer=tokenizer,
-        batch_size=task.RESPONSES // group,
+        batch_size=times * task.RESPONSES // group,
         max_tokens=64,
     )
     loop = RolloutLoop(

@@ -37,7 +37,7 @@ class Generation:
         self._source = source
         self._completions: list[Completion] = []
         self._finished_at: float | None = None
-        self.requested_at = time.perf_counter() if source is None else source.requested_at
+        self.requested_at: float = time.perf_counter() if source is None else source.requested_at
 
     @property
     def finished_at(self) -> float | None:

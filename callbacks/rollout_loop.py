@@ -24,6 +24,7 @@ from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import (
+    EngineDied,
     EngineSetup,
     RolloutEngine,
     engine_dtype,
@@ -406,12 +407,20 @@ class RolloutLoop(Callback):
         if self.max_staleness:
             self._ahead.take_snapshot()
             if not is_taking_snapshot():
-                self.complete_snapshot(checkpoint)
+                checkpoint[_REQUESTS] = self._ahead.snapshot_state()
 
     def complete_snapshot(self, checkpoint: dict[str, Any]) -> None:
-        """Wait for the requested responses and add them to the last checkpoint that was not written at once."""
+        """Wait for the requested responses and add them to the last checkpoint that was not written at once.
+
+        If the engine has ended, the checkpoint has none, and a resumed run requests them again.
+        """
         if self.max_staleness:
-            checkpoint[_REQUESTS] = self._ahead.snapshot_state()
+            try:
+                checkpoint[_REQUESTS] = self._ahead.snapshot_state()
+            except EngineDied:
+                log.warning(
+                    "The checkpoint has no responses for later steps: the engine ended before they were finished."
+                )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: RLHFModule, checkpoint: dict[str, Any]) -> None:
         """Store the responses for later steps."""

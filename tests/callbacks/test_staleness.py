@@ -9,10 +9,13 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
+from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.engine import EngineDied, Generation
 from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.types import PromptBatch
 from tests.stand_ins import ScriptedEngine
 
 CORRECTION = {"correction": RolloutCorrection(level="token")}
@@ -209,6 +212,21 @@ def test_a_resumed_run_trains_on_the_responses_that_were_requested_before(run, t
     resumed = sampled(run, tmp_path / "cut", max_staleness, resume=last)
     assert resumed == whole[4:]
     assert len({str(own) for own in whole}) == 7
+
+
+def test_a_run_whose_engine_has_ended_is_saved_without_the_responses(caplog):
+    class Ended(Generation):
+        def completions(self):
+            raise EngineDied("it ended")
+
+    loop = RolloutLoop([RewardFunction(lambda completions: [0.0] * len(completions), name="zero")], max_staleness=1)
+    prompts = PromptBatch([0], [[3]], ["a"], {})
+    loop._ahead.add([RolloutRequest(1, prompts, 1, 1.0, Ended(list), collector=None)])
+    loop._ahead.take_snapshot()
+    checkpoint = {}
+    loop.complete_snapshot(checkpoint)
+    assert checkpoint == {}
+    assert "The checkpoint has no responses for later steps: the engine ended" in caplog.text
 
 
 # -- errors and warnings ------------------------------------------------------------------------------------------

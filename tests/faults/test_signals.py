@@ -34,6 +34,19 @@ def goes_on(step):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_sigterm_during_generation_for_later_steps_leads_to_the_undisturbed_end(
+    forge, undisturbed, tmp_path, max_staleness
+):
+    config = ppo(every=5, max_staleness=max_staleness)
+    assert forge.attempt(tmp_path, config, place=(_LOOP + "_rollout", 4, [TERM])) == 143
+    assert checkpoint(tmp_path)["global_step"] == 3
+    assert len(checkpoint(tmp_path)["lightning_rlhf_requests"]) == max_staleness
+    assert forge.attempt(tmp_path, config, resume="last") == 0
+    assert_same(tmp_path, undisturbed(config))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", [next(iter(PLACES)), *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
 )

@@ -313,9 +313,10 @@ class VLLMEngine(RolloutEngine):
             else:
                 own.set_result(completion)
 
-        generation = Generation(lambda: self._running.results(completions, "completions"))
+        process = self._running
+        generation = Generation(lambda: process.results(completions, "completions"))
         self._generating |= missing
-        replies = self._running.generate(as_requests(prompts, sampling, seeds))
+        replies = process.generate(as_requests(prompts, sampling, seeds))
         for index, (own, reply) in enumerate(zip(completions, replies, strict=True)):
             reply.add_done_callback(partial(on_reply, own, index))
         return generation

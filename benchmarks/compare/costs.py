@@ -193,13 +193,13 @@ def main(directory: str, part: str = "") -> None:
     if part:
         Path(directory, f"costs-{part}.json").write_text(json.dumps(parts[part]()))
         return
-    found: dict[str, Any] = {}
+    costs_by_part: dict[str, Any] = {}
     for name in parts:
         command = [sys.executable, "-m", "benchmarks.compare.costs", directory, name]
         with Path(directory, f"costs-{name}.log").open("w") as log:
             subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
-        found[name] = json.loads(Path(directory, f"costs-{name}.json").read_text())
-    print(json.dumps(found))
+        costs_by_part[name] = json.loads(Path(directory, f"costs-{name}.json").read_text())
+    print(json.dumps(costs_by_part))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ class Meter:
 
     def peak(self) -> int:
         """Return the sum of the processes' peaks of resident memory, bytes; shared pages count in each."""
-        lines = [Path(f"/proc/{process.pid}/status").read_text() for process in self.family()]
-        return sum(int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in lines)
+        texts = [Path(f"/proc/{process.pid}/status").read_text() for process in self.family()]
+        # A process that has ended, but was not waited for, has no memory.
+        return sum(int(text.partition("VmHWM:")[2].split()[0]) * 1024 for text in texts if "VmHWM:" in text)
 
     def write(self, **described: Any) -> None:
         """Write the steps after the warm ones."""

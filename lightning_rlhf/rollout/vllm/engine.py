@@ -295,7 +295,7 @@ class VLLMEngine(RolloutEngine):
         seeds: Sequence[int],
         on_finished: OnFinished | None = None,
     ) -> Generation:
-        """See :meth:`RolloutEngine.submit`; ``on_finished`` is called in another thread."""
+        """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         missing = set(completions)
 

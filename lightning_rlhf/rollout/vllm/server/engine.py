@@ -202,7 +202,7 @@ class VLLMServerEngine(RolloutEngine):
         seeds: Sequence[int],
         on_finished: OnFinished | None = None,
     ) -> Generation:
-        """See :meth:`RolloutEngine.submit`; ``on_finished`` is called in another thread."""
+        """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
         return submit_together(
             self._sharing_ranks, self._submit_all, prompts=prompts, sampling=sampling, seeds=seeds,
             on_finished=on_finished,

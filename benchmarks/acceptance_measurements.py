@@ -241,7 +241,8 @@ class Measuring(ScriptedEngine):
 
     def __init__(self, device: str) -> None:
         super().__init__(["abca", "defga"], LETTERS.load())
-        self.device, self.evaluation_metrics = device, list[int]()
+        self.device = device
+        self.measured = list[int]()
         code = "torch.cuda.mem_get_info()[0]" if device == "cuda" else "0"
         script = f"import sys, torch\nfor line in sys.stdin:\n    print({code}, flush=True)"
         self._child = subprocess.Popen(
@@ -260,13 +261,13 @@ class Measuring(ScriptedEngine):
         """Measure before anything else of this engine is on the GPU."""
         super().start(setup)
         self.measure()  # makes the child's own context of CUDA
-        self.evaluation_metrics.append(self.measure())
+        self.measured.append(self.measure())
 
     def wait(self) -> str:
         """Measure again after the time that vLLM needs to load, at the first call."""
-        if len(self.evaluation_metrics) == 1:
+        if len(self.measured) == 1:
             time.sleep(2 if self.device == "cuda" else 0)
-            self.evaluation_metrics.append(self.measure())
+            self.measured.append(self.measure())
         return super().wait()
 
     def close(self) -> None:

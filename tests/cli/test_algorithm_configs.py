@@ -97,7 +97,7 @@ def test_a_step_with_a_random_actor_passes_and_says_nothing(fit, path):
 
 def test_every_configuration_has_a_page_and_a_bound():
     names = {path.stem for path in CONFIGS}
-    assert all(0.75 < bound < 1 for path in CONFIGS for bound in bounds(path))
+    assert all(0.8 < bound < 1 for path in CONFIGS for bound in bounds(path))
     assert {path.stem for path in PREFERENCES} == set(PREFERENCE_BOUNDS)
     assert names | set(PREFERENCE_BOUNDS) | {"ppo"} == {path.stem for path in PAGES}
     for path in PAGES:

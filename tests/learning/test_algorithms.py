@@ -36,7 +36,7 @@ def start(tmp_path_factory):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_task_is_solved(start, path):
-    """The bounds are 0.04 and 0.03 below the worst run of configs/README.md: other processors sample otherwise."""
+    """The bounds are 0.04 and 0.03 below the worse of two seeds: another processor samples other responses."""
     printed = fit(start, "algorithms/base", f"algorithms/{path.stem}")
     assert "warning" not in printed.lower()
     assert "Rollouts by VLLMEngine" in printed

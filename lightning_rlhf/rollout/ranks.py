@@ -18,6 +18,7 @@ from lightning_rlhf.types import Completion, SamplingParams
 S = TypeVar("S")
 T = TypeVar("T")
 _TIMEOUT = timedelta(days=1)  # rollouts have no time limit; dead ranks are detected by their closed connections
+_Generate = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], list[Completion]]
 _Submit = Callable[[Sequence[Sequence[int]], SamplingParams, Sequence[int], OnFinished | None], Generation]
 _ERRORS = {kind.__name__: kind for kind in (EngineDied, UsageError, RunError, ValueError, RuntimeError)}
 
@@ -127,6 +128,24 @@ class RankGroup:
             raise EngineDied(
                 f"one of the ranks {self._first} to {last}, which share an engine, has ended: {error}"
             ) from error
+
+
+def generate_together(group: RankGroup, generate: _Generate, **request: Any) -> list[Completion]:
+    """Generate the completions of all ranks on the first one, as :func:`submit_together` requests them.
+
+    Args:
+        group: ranks that share the engine.
+        generate: :meth:`RolloutEngine.generate` of the engine, called on the first rank.
+        **request: further arguments of :func:`submit_together`.
+
+    Returns:
+        This rank's completions.
+    """
+
+    def submit(*arguments: Any) -> Generation:
+        return Generation(partial(generate, *arguments))
+
+    return submit_together(group, submit, **request).completions()
 
 
 def submit_together(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, submit_together
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together, submit_together
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -120,14 +118,10 @@ class SharedEngine(RolloutEngine):
         on_finished: OnFinished | None = None,
     ) -> list[Completion]:
         """See :meth:`RolloutEngine.generate`; ranks without prompts must call it too."""
-
-        def generate(*request: Any) -> Generation:
-            return Generation(partial(self._engine.generate, *request))
-
-        generation = submit_together(
-            self._running, generate, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
-        )
-        return generation.completions()
+        return generate_together(
+            self._running, self._engine.generate, prompts=prompts, sampling=sampling, seeds=seeds,
+            on_finished=on_finished,
+        )  # fmt: skip
 
     def submit(
         self,

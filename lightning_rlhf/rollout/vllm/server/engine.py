@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, Generation, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, submit_together, world_size
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together, submit_together, world_size
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
@@ -186,14 +185,10 @@ class VLLMServerEngine(RolloutEngine):
         Raises:
             EngineDied: the server has ended, or generated with weights other than those of the last push.
         """
-
-        def generate(*request: Any) -> Generation:
-            return Generation(partial(self._request_all, *request))
-
-        generation = submit_together(
-            self._sharing_ranks, generate, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
-        )
-        return generation.completions()
+        return generate_together(
+            self._sharing_ranks, self._request_all, prompts=prompts, sampling=sampling, seeds=seeds,
+            on_finished=on_finished,
+        )  # fmt: skip
 
     def submit(
         self,

@@ -8,26 +8,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.types import Experience
+from lightning_rlhf.batching.shares import shuffled
+from lightning_rlhf.types import Experience, Rollout
 
 
 @dataclass
 class FirstForward:
-    """Log-probs that the only update of a step computes, which are those before the update.
+    """Log-probs that the first update of a step computes, which are those before the update.
 
-    A step with one update needs no separate pass for them: the ratio of new to old log-probs is exactly 1.
+    The first mini-batch needs no separate pass for them: its ratio of new to old log-probs is exactly 1.
 
     Attributes:
-        positions: positions of the rows of each micro-batch among the responses of all ranks.
-        logprobs: (rows, T) log-probs of each micro-batch.
+        first: positions of the rows of the first mini-batch among the responses of all ranks.
+        positions: positions of the rows of each micro-batch whose log-probs are recorded.
+        logprobs: (rows, T) log-probs of each of these micro-batches.
     """
 
+    first: Tensor
     positions: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
 
+    @classmethod
+    def of_step(cls, module: Any, rollout: Rollout, seed: int) -> FirstForward | None:
+        """Return one that has no log-probs yet; None where something needs them before the update. All ranks.
+
+        Args:
+            module: RLHFModule of the step.
+            rollout: rows of this rank.
+            seed: seed of the order of the rows.
+        """
+        if (
+            module.update_epochs > 1
+            or module.kl_reward.coef > 0
+            or not module.correction.only_measures
+            or module.advantages.needs_sum_pi_squared
+            or module.policy_loss.selects_tokens
+            or module.selects_rows
+            or module.losses().get("actor") != module.actor_loss
+            or module.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
+        ):
+            return None
+        rows = rollout.map(module.data_ranks.gather)
+        rows = rows[rows.position.argsort(stable=True)]
+        order = shuffled(rows, seed, module.keep_groups)
+        return cls(rows.position[order[: module.minibatch_size].to(rows.position.device)])
+
+    def other_rows(self, module: Any, rollout: Rollout) -> Tensor | None:
+        """Return the numbers of the rows that need a separate pass; None where no rank has any. All ranks.
+
+        A rank without such rows evaluates its first row again, because a sharded forward pass needs all ranks.
+        """
+        others = torch.isin(rollout.position, self.first, invert=True)
+        if not module.data_ranks.sum(others.sum()):
+            return None
+        if not others.any():
+            others[0] = True
+        return others.nonzero().squeeze(1)
+
     def record(self, rows: Experience, logprobs: Tensor) -> Tensor:
-        """Store the log-probs of a micro-batch; return them as old log-probs, (rows, T) without gradient."""
-        self.positions.append(rows.rollout.position)
+        """Return the old log-probs of a micro-batch, (rows, T) without gradient; of the first mini-batch, store them.
+
+        Args:
+            rows: micro-batch, all or none of whose rows belong to the first mini-batch.
+            logprobs: (rows, T) log-probs of the actor now.
+        """
+        position = rows.rollout.position
+        if not torch.isin(position[:1], self.first):
+            return rows.old_logprobs
+        self.positions.append(position)
         self.logprobs.append(logprobs.detach())
         return self.logprobs[-1]
 
@@ -41,9 +89,9 @@ class FirstForward:
         ranks, rollout = module.data_ranks, experience.rollout
         positions = ranks.gather(torch.cat(self.positions))
         gathered = ranks.gather(torch.cat(self.logprobs))
-        by_position = gathered.new_zeros(int(positions.max()) + 1, gathered.shape[1])
-        by_position[positions] = gathered
-        old = by_position[rollout.position, : rollout.response_ids.shape[1]]
+        same = rollout.position.unsqueeze(1) == positions
+        recorded = gathered[same.long().argmax(dim=1), : rollout.response_ids.shape[1]]
+        old = torch.where(same.any(dim=1, keepdim=True), recorded, experience.old_logprobs)
         mask = rollout.response_mask & rollout.included.unsqueeze(1)
         _, _, metrics = module.correction(old, rollout.rollout_logprobs, mask, ranks)
         ref = experience.ref_logprobs if module.has_ref else old

@@ -75,7 +75,7 @@ class RLHFModule(RoleModule):
     needs_ref = False  # whether the loss itself compares with the reference, so that it is always loaded
     experience: Experience  # of the last step, for callbacks
     actor_updates = 0  # in the last step
-    first_forward: FirstForward | None = None  # of a step with a single update
+    first_forward: FirstForward | None = None  # of a step whose first update gives the old log-probs of its rows
     actor_is_updated = True  # in this step; False during critic warm-up
     step_times: StepTimes | None = None  # of the last step; None where training_step does not set them
     kl_to_ref: float | None = None  # KL of the last rollout to the reference, nats per response; None without reference
@@ -132,7 +132,7 @@ class RLHFModule(RoleModule):
         """Update the roles on the rollout of this batch; the batch itself is not used."""
         started = time.perf_counter()
         rollout, greedy = self.pop_rollout()
-        self.first_forward = FirstForward() if self.updates_once(rollout) else None
+        self.first_forward = FirstForward.of_step(self, rollout, self.order_seed(0))
         experience = self.experience = self.evaluate(rollout, greedy)
         evaluated = time.perf_counter()
         means = MeanAccumulator()
@@ -163,21 +163,6 @@ class RLHFModule(RoleModule):
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
 
-    def updates_once(self, rollout: Rollout) -> bool:
-        """Check whether the step has a single update, and nothing before it needs the actor's log-probs. All ranks."""
-        replaceable = ("actor_loss", "minibatches", "old_scores", "token_rewards")
-        return (
-            self.data_ranks.sum(torch.tensor(len(rollout), device=self.device)).item() == self.minibatch_size
-            and self.update_epochs == 1
-            and self.kl_reward.coef == 0
-            and self.correction.only_measures
-            and not self.advantages.needs_sum_pi_squared
-            and not self.policy_loss.selects_tokens
-            and not self.selects_rows
-            and self.losses().get("actor") == self.actor_loss
-            and all(getattr(type(self), name) is getattr(RLHFModule, name) for name in replaceable)
-        )
-
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
 
@@ -190,18 +175,26 @@ class RLHFModule(RoleModule):
         rows: Any = self.select_training_rows(experience[experience.rollout.position.argsort(stable=True)])
         size = self.minibatch_size * len(rows) // len(experience)  # a row may contain several responses
         for epoch in range(self.update_epochs):
-            step = ("minibatches", self.trainer.global_step)
-            order = shuffled(rows, derive_seed(run_seed(), *step, 0, epoch), self.keep_groups)
+            order = shuffled(rows, self.order_seed(epoch), self.keep_groups)
             for number, minibatch in enumerate(order.split(size)):
                 shares = balanced_shares(rows.total_lengths.cpu()[minibatch].tolist(), ranks.size)
                 own_rows = rows[minibatch[shares[ranks.rank]]].to(self.device)
-                seed = derive_seed(derive_seed(run_seed(), *step, ranks.rank, epoch), "chosen", number)
+                seed = derive_seed(self.order_seed(epoch, ranks.rank), "chosen", number)
                 yield self.with_selected_tokens(own_rows, seed)
+
+    def order_seed(self, epoch: int, rank: int = 0) -> int:
+        """Return the seed of the order of the rows in an epoch of this step."""
+        return derive_seed(run_seed(), "minibatches", self.trainer.global_step, rank, epoch)
+
+    @classmethod
+    def replaces(cls, *methods: str) -> bool:
+        """Check whether this subclass has its own version of any of these methods."""
+        return any(getattr(cls, method) is not getattr(RLHFModule, method) for method in methods)
 
     @property
     def selects_rows(self) -> bool:
         """Whether :meth:`select_training_rows` returns anything but the responses of the rollout."""
-        return type(self).select_training_rows is not RLHFModule.select_training_rows
+        return self.replaces("select_training_rows")
 
     def select_training_rows(self, experience: Experience) -> TensorBatch:
         """Return the rows that mini-batches are drawn from: all responses. All ranks.
@@ -362,10 +355,17 @@ class RLHFModule(RoleModule):
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
         """Return the actor's scores before the first update, or the engine's log-probs in their place. All ranks."""
-        if self.correction.bypass or self.first_forward is not None:
-            return TokenScores(rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs))
+        logprobs, entropy = rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs)
+        if self.correction.bypass:
+            return TokenScores(logprobs, entropy)
         squares = self.advantages.needs_sum_pi_squared
-        return TokenScores(*self.map_micro_batches(partial(self.actor_scores, "actor", squares=squares), rollout))
+        score = partial(self.map_micro_batches, partial(self.actor_scores, "actor", squares=squares))
+        if self.first_forward is None:
+            return TokenScores(*score(rollout))
+        rows = self.first_forward.other_rows(self, rollout)
+        if rows is not None:
+            logprobs = logprobs.index_copy(0, rows, score(rollout[rows])[0])
+        return TokenScores(logprobs, entropy)
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return (B, T) the reward at the policy's last token, minus the KL penalty of each of its tokens."""

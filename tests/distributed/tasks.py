@@ -126,12 +126,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     Args:
         kind: ``sft``, ``rm``, ``ppo``, ``dpo``, ``kto`` or ``online_dpo``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
-            of a batch, ``max_staleness`` of rollouts, ``one_update`` per step, further arguments of the module.
+            of a batch, ``max_staleness`` of rollouts, ``updates`` per step, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
-    if options.pop("one_update", False):
-        options |= {"update_epochs": 1, "minibatch_size": 2 * rows, "kl_reward": KLTerm()}
+    if updates := options.pop("updates", None):
+        options |= {"update_epochs": 1, "minibatch_size": 2 * rows // updates, "kl_reward": KLTerm()}
     if max_staleness:
         options["correction"] = RolloutCorrection(level="token")
     if options.pop("resampling", False):

@@ -104,11 +104,12 @@ def test_responses_are_drawn_anew_from_those_of_all_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_single_update_with_the_log_probs_of_its_own_forward_pass_is_that_of_one_process(tmp_path):
+@pytest.mark.parametrize("updates", [1, 2])
+def test_updates_with_the_log_probs_of_the_first_forward_pass_are_those_of_one_process(updates, tmp_path):
     answers, files = [], []
     for ranks, strategy in ((1, "auto"), (3, "rlhf_ddp"), (2, "rlhf_fsdp")):
         files.append(tmp_path / f"{ranks}.safetensors")
-        run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"one_update": True}}
+        run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"updates": updates}}
         answers.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
     for answer, file in zip(answers[1:], files[1:], strict=True):
         assert_equal_metrics(answer, answers[0])

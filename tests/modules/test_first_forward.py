@@ -1,4 +1,4 @@
-"""A step with a single update has no separate pass for the log-probs before it."""
+"""The first mini-batch of a step has no separate pass for the log-probs before its update."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,8 @@ def rollout():
 class Separate(RLHFModule):
     """The same module with a separate pass."""
 
-    def updates_once(self, rollout):
-        return False
+    def actor_loss(self, rows, means):
+        return super().actor_loss(rows, means)
 
 
 class Counted(RLHFModule):
@@ -80,9 +80,34 @@ def test_several_micro_batches_and_a_reference(kl_loss):
         assert metrics["kl/ref"] == pytest.approx(expected["kl/ref"], rel=1e-4)
 
 
-class OwnLoss(RLHFModule):
-    def actor_loss(self, rows, means):
-        return super().actor_loss(rows, means)
+@pytest.mark.parametrize("keep_groups", [False, True])
+@pytest.mark.parametrize("size", [4, 3, 2])
+def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups):
+    options = {"minibatch_size": size, "keep_groups": keep_groups, "micro_batch_tokens": 24}
+    module, metrics = trained(RLHFModule, **options)
+    separate, expected = trained(Separate, **options)
+    recorded = torch.cat(module.first_forward.positions)
+    assert sorted(recorded.tolist()) == sorted(module.first_forward.first.tolist())
+    assert len(recorded) == size
+    torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    for name, value in separate.actor.state_dict().items():
+        torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
+    for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "kl/approx", "policy/clip_fraction"):
+        assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
+    assert metrics["kl/approx"] > 0
+
+
+def test_the_separate_pass_leaves_out_the_rows_of_the_first_mini_batch():
+    class Rows(RLHFModule):
+        evaluated = 0
+
+        def actor_scores(self, role, rollout, squares=False):
+            if not torch.is_grad_enabled():
+                self.evaluated += len(rollout)
+            return super().actor_scores(role, rollout, squares)
+
+    module, _ = trained(Rows, minibatch_size=2)
+    assert module.evaluated == 2 * (ROWS - 2)  # in two steps
 
 
 class OwnRows(RLHFModule):
@@ -98,20 +123,19 @@ class OwnRewards(RLHFModule):
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        (RLHFModule, {"minibatch_size": 4}),
         (RLHFModule, {"update_epochs": 2}),
         (RLHFModule, {"kl_reward": KLTerm(0.1)}),
         (RLHFModule, {"correction": RolloutCorrection("token")}),
         (RLHFModule, {"correction": RolloutCorrection(bypass=True)}),
         (RLHFModule, {"advantages": OptimalTokenBaseline()}),
         (RLHFModule, {"policy_loss": ClipCovLoss()}),
-        (OwnLoss, {}),
+        (Separate, {}),
         (OwnRows, {}),
         (OwnRewards, {}),
     ],
     ids=str,
 )
-def test_other_steps_have_a_separate_pass(kind, arguments):
+def test_other_steps_have_a_separate_pass_for_all_rows(kind, arguments):
     module, _ = trained(kind, **arguments)
     assert module.first_forward is None
 

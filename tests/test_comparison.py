@@ -1,6 +1,7 @@
 """The parts of the comparison with other libraries that need neither another library nor minutes."""
 
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ def test_answers_are_right_and_as_long_as_the_prompt_asks():
         for left, line in zip(range(steps, 0, -1), lines, strict=True):
             assert line == f"{left:02d}:{value}+{addend}={(value + addend) % 10}"
             value = (value + addend) % 10
-        assert len(row["answer"]) < task.RESPONSE_TOKENS
+        assert len(row["answer"]) < task.CHAINS.response_tokens
 
 
 def test_a_rejected_answer_has_one_wrong_digit():
@@ -58,9 +59,18 @@ def test_the_meter_counts_child_processes(tmp_path):
         child.communicate(b"\n")
 
 
-def test_a_forward_pass_has_the_operations_of_its_parameters():
-    layers = 4 * (256 * 512 + 256 * 256 + 3 * 256 * 512)  # queries, keys and values; output; gate, up and down
-    assert floor.forward_operations(10) == 2 * 10 * layers
+def test_the_products_of_a_layer_have_its_weights():
+    weights = 256 * 512 + 256 * 256 + 3 * 256 * 512  # queries, keys and values; output; gate, up and down
+    assert sum(inputs * outputs for inputs, outputs in floor.layers_of(task.ARCHITECTURE)) == weights
+
+
+def test_a_prompt_of_sums_has_an_example_and_ends_where_the_answer_begins():
+    for row in task.sums(50, seed=1):
+        asked = re.findall(r"user\n(\d+) \+ (\d+)<", row["prompt"])
+        assert asked[0] == ("13", "24")
+        a, b = map(int, asked[1])
+        assert row["answer"] == f"{a} + {b} = {a + b}"
+        assert row["prompt"].endswith("<|im_start|>assistant\n")
 
 
 def test_ratios_are_those_to_the_first_library():
@@ -86,10 +96,10 @@ def test_the_page_has_the_measured_figures():
         "engine": {"tokens_per_cpu_s": 3258.0},
         "vllm": {"tokens_per_cpu_s": 3588.0},
     }
-    floor = {"tokens": 1000, "forward": 0.5, "update": 1.5}
+    updates = {"tokens": 900.0, "response_tokens": 500.0, "update": 3.0, "products": 1.5}
     measured = {
         "tasks": {"sft": {"lightning-rlhf": [turn], "TRL": [turn]}},
-        "floor": floor,
+        "floors": {"grpo, lightning-rlhf": updates},
         "batches": {1: 2.0, 16: 2.1},
         "costs": costs,
         "head": {32_000: 84},
@@ -97,6 +107,7 @@ def test_the_page_has_the_measured_figures():
     page = command.report(measured, rounds=1, steps=1)
     for line in (
         "| TRL | 2.00 | 2.00 to 2.00 | 1.00 | 2.000 | 1.00 | 4.00 | 1.00 | 1 | - |",
+        "| grpo, lightning-rlhf | 900 | 500 | 3.00 | 1.50 | 2.00 |",
         "| 4,096 | 2.100 |",
         "| push of them, in vLLM | 0.18 |",
         "| `a command` | 1.25 |",
@@ -104,9 +115,10 @@ def test_the_page_has_the_measured_figures():
         "| 32,000 | 84 | 500 |",
     ):
         assert line in page.splitlines(), line
-    without = command.report({**measured, "floor": None, "batches": {}, "costs": None}, rounds=1, steps=1)
+    without = command.report({**measured, "floors": {}, "batches": {}, "costs": None}, rounds=1, steps=1)
     assert "## Batch sizes" not in without
     assert "## Pushes" not in without
+    assert "## Updates" not in without
 
 
 def test_the_cost_of_a_token_is_the_median_of_the_steps():

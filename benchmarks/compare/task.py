@@ -1,12 +1,15 @@
-"""The task of the comparison: a chain of additions modulo 10, written out by a model of 2.4 M parameters.
+"""The tasks of the comparison.
 
-A prompt names a start, an addend and a number of steps; the response writes each step, so that its length is the number
-of steps that the prompt asks for, from 9 to 63 characters. A character is a token.
+One is a chain of additions modulo 10, written out by a model of 2.4 M parameters: a prompt names a start, an addend and
+a number of steps; the response writes each step, so that its length is the number of steps that the prompt asks for,
+from 9 to 63 characters, which are tokens. The other is the sum of two numbers, asked of the chat model SmolLM2-135M.
 """
 
 import json
 import math
 import random
+import runpy
+from dataclasses import dataclass
 from pathlib import Path
 
 CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz.?,\n:"
@@ -32,13 +35,49 @@ ARCHITECTURE = {
     "bos_token_id": BOS,
     "eos_token_id": END,
 }
-# Shared by all libraries: GRPO and PPO
-PROMPTS = 32
-GROUP = 8
-RESPONSES = PROMPTS * GROUP
-MINIBATCH = 64
-LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a task of GRPO or PPO, which all libraries share.
+
+    Attributes:
+        folder: folder of model, tokenizer and rows within the directory of the benchmark.
+        prompts: prompts of a step.
+        group: responses to each prompt.
+        minibatch: responses of an update.
+        prompt_tokens: longest prompt.
+        response_tokens: longest response.
+        learning_rate: learning rate.
+    """
+
+    folder: str
+    prompts: int
+    group: int
+    minibatch: int
+    prompt_tokens: int
+    response_tokens: int
+    learning_rate: float
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step."""
+        return self.prompts * self.group
+
+
+CHAINS = Sizes(folder="", prompts=32, group=8, minibatch=64, prompt_tokens=64, response_tokens=64, learning_rate=1e-4)
+SUMS = Sizes(
+    folder="smollm2", prompts=8, group=8, minibatch=32, prompt_tokens=128, response_tokens=32, learning_rate=1e-5
+)
+
+
+def sizes_of(run: str) -> Sizes:
+    """Return the sizes of a run by its name."""
+    return SUMS if "smollm2" in run else CHAINS
+
+
 # Shared by all libraries: SFT and DPO
+LEARNING_RATE = 1e-4
 ROWS = 64
 BETA = 0.1
 
@@ -81,6 +120,18 @@ def reward(completions: list[str], answer: list[str], **columns: object) -> list
     ]
 
 
+def sums(count: int, seed: int) -> list[dict[str, str]]:
+    """Return rows with the columns `prompt`, which begins with a solved example, and `answer`."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        a, b = draw.randrange(11, 60), draw.randrange(11, 60)
+        turns = [("user", "13 + 24"), ("assistant", "13 + 24 = 37"), ("user", f"{a} + {b}")]
+        texts = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in [("system", "Add."), *turns]]
+        rows.append({"prompt": "".join(texts) + "<|im_start|>assistant\n", "answer": f"{a} + {b} = {a + b}"})
+    return rows
+
+
 def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer whose tokens are characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -106,8 +157,19 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def prepare_sums(directory: Path) -> None:
+    """Write the chat model and its data."""
+    if (directory / "model" / "model.safetensors").exists():
+        return
+    directory.mkdir(exist_ok=True)
+    script = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "make_model.py"
+    runpy.run_path(str(script))["main"](str(directory / "model"))
+    (directory / "tokenizer").symlink_to("model")
+    write_rows(directory / "problems.jsonl", sums(2_000, seed=1))
+
+
 def prepare(directory: Path, warm_steps: int = 150) -> None:
-    """Write tokenizer, data and the model that all libraries start from, which is trained on answers for a while."""
+    """Write tokenizer, data and the small model that libraries start from, which is trained on answers for a while."""
     if (directory / "model" / "model.safetensors").exists():
         return
     import lightning as L

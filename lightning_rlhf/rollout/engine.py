@@ -73,6 +73,7 @@ class EngineSetup:
         log: file for the engine's output.
         devices: GPUs for this engine, from :func:`visible_gpu`; empty lets the engine choose.
         lora: the actor's adapters, for engines with ``swaps_adapters``.
+        threads: number of CPU threads for an engine that computes on CPUs in a process of its own, at least 1.
     """
 
     model: Path
@@ -81,6 +82,19 @@ class EngineSetup:
     log: Path
     devices: tuple[str, ...] = ()
     lora: LoRA | None = None
+    threads: int = 1
+
+
+def divided_threads(available: int, take_turns: bool) -> tuple[int, int]:
+    """Return the numbers of threads of the trainer and of an engine on its cores.
+
+    Args:
+        available: number of threads of the trainer without an engine.
+        take_turns: whether one of them waits while the other computes, so that each can use all cores.
+    """
+    if take_turns or available == 1:
+        return available, available
+    return available - available // 2, available // 2
 
 
 def visible_gpu(device: torch.device) -> tuple[str, ...]:
@@ -161,6 +175,11 @@ class RolloutEngine(ABC):
     @property
     def overlaps(self) -> bool:
         """Whether the engine generates while the trainer computes; otherwise :meth:`submit` generates at once."""
+        return False
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the engine's process computes on the trainer's CPU cores, with the threads of the setup."""
         return False
 
     @property

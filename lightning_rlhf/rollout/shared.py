@@ -61,6 +61,11 @@ class SharedEngine(RolloutEngine):
         return self._engine.overlaps
 
     @property
+    def shares_cores(self) -> bool:
+        """See :meth:`RolloutEngine.shares_cores`."""
+        return self._engine.shares_cores
+
+    @property
     def mixes_versions(self) -> bool:
         """See :meth:`RolloutEngine.mixes_versions`."""
         return self._engine.mixes_versions
@@ -90,7 +95,7 @@ class SharedEngine(RolloutEngine):
                     f"{', '.join(hosts)}: use fewer ranks"
                 )
             devices = tuple(device for _, devices in members for device in devices)
-            self._engine.start(replace(setup, devices=devices))
+            self._engine.start(replace(setup, devices=devices, threads=self._ranks * setup.threads))
 
         self._group.run_on_first(start)
 

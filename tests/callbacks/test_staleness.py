@@ -94,6 +94,37 @@ def test_nothing_is_requested_for_steps_after_the_end(run, trainer, steps):
     assert len(made.recorder.rollouts) == len(made.engine.requests) == steps
 
 
+@pytest.mark.parametrize("shares_cores", [True, False])
+@pytest.mark.parametrize(("max_staleness", "own", "engine"), [(0, 3, 3), (1, 2, 1)])
+def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, max_staleness, own, engine):
+    threads = {}
+
+    class Sharing(Requested):
+        @property
+        def shares_cores(self):
+            return shares_cores
+
+        def start(self, setup):
+            threads["engine"] = setup.threads
+
+        def update_weights(self, parameters, version):
+            threads["trainer"] = torch.get_num_threads()
+            super().update_weights(parameters, version)
+
+        def generate(self, *arguments):
+            if self.version > 2:
+                raise EngineDied("killed")
+            return super().generate(*arguments)
+
+    torch.set_num_threads(3)  # a fixture of conftest.py resets it
+    recorded(run, max_staleness, steps=2, engine=Sharing)
+    assert threads == {"engine": engine, "trainer": own if shares_cores else 3}
+    assert torch.get_num_threads() == 3
+    with pytest.raises(RuntimeError, match="killed"):
+        recorded(run, max_staleness, steps=9, engine=Sharing)
+    assert torch.get_num_threads() == 3
+
+
 def test_the_check_of_a_push_uses_short_responses_of_the_new_weights(run):
     made = recorded(run, 1, steps=3, loop={"check_rows": 1, "max_logprob_diff": 1e9})
     checks = [(version, len(prompts)) for version, prompts, _ in made.engine.requests if len(prompts) == 1]

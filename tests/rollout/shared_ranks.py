@@ -74,7 +74,7 @@ def joined():
 def started(rank, ranks=2):
     stand_in = StandIn()
     engine = SharedEngine(stand_in, ranks)
-    engine.start(EngineSetup(Path("model"), "float32", 10, Path("log"), devices=(str(4 + rank),)))
+    engine.start(EngineSetup(Path("model"), "float32", 10, Path("log"), devices=(str(4 + rank),), threads=3))
     return engine, stand_in
 
 
@@ -101,6 +101,7 @@ def share():
     rank = joined()
     engine, stand_in = started(rank)
     found = {"ready": engine.wait(), "devices": stand_in.setup and stand_in.setup.devices}
+    found["threads"] = stand_in.setup and stand_in.setup.threads
     parameters = Parameters()
     engine.update_weights(parameters, 7)
     found["taken"] = parameters.taken

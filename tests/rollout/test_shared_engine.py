@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
+from lightning_rlhf.rollout.engine import EngineSetup, divided_threads, visible_gpu
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
@@ -22,6 +22,7 @@ def test_two_ranks_share_an_engine():
     assert first["taken"] == second["taken"] == first["compared"] == second["compared"] == 3
     assert first["devices"] == ["4", "5"]
     assert second["devices"] is None  # it starts none
+    assert first["threads"] == 6  # those of both ranks
     assert first["own"] == [[[1, 0], 7], [[2, 2, 2, 1], 7]]
     assert second["own"] == [[[11, 0], 7]]
     assert first["same"] == second["same"] == [[5, 8], [6, 9]]
@@ -111,9 +112,9 @@ def child_environment(monkeypatch, tmp_path):
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
 
-    def child_environment(devices, size):
-        engine = VLLMEngine(tensor_parallel_size=size)
-        engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log", devices))
+    def child_environment(devices, size, **options):
+        engine = VLLMEngine(tensor_parallel_size=size, **options)
+        engine.start(EngineSetup(tmp_path, "float32", 10, tmp_path / "log", devices, threads=3))
         return {**os.environ, **engine._process[2]}
 
     return child_environment
@@ -134,6 +135,24 @@ def test_one_process_has_all_gpus_for_its_engine_and_more_are_refused(child_envi
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"this engine has 1: .*SharedEngine\(VLLMEngine\(tensor_parallel_size=2\)"):
         child_environment(("0",), 2)
+
+
+def test_an_engine_on_cpus_has_the_threads_of_the_setup_unless_it_has_its_own_number(child_environment, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert child_environment((), 1)["OMP_NUM_THREADS"] == "3"
+    assert child_environment((), 1, cpu_threads=2)["OMP_NUM_THREADS"] == "2"
+    assert VLLMEngine().shares_cores
+    assert not VLLMEngine(cpu_threads=2).shares_cores
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not VLLMEngine().shares_cores
+
+
+@pytest.mark.parametrize(
+    ("available", "take_turns", "threads"),
+    [(1, True, (1, 1)), (1, False, (1, 1)), (8, True, (8, 8)), (2, False, (1, 1)), (5, False, (3, 2))],
+)
+def test_threads_are_divided_only_where_trainer_and_engine_compute_at_once(available, take_turns, threads):
+    assert divided_threads(available, take_turns) == threads
 
 
 def test_workers_of_an_engine_on_cpus_are_not_bound_to_cores_unless_asked(child_environment, monkeypatch):

@@ -117,7 +117,8 @@ class EngineBackend:
         self._sampling = replace(self._sampling, stop_token_ids=stop_ids)
         self._engine.check(self._sampling)
         total = longest + self._sampling.max_tokens
-        self._engine.start(EngineSetup(Path(self._source.path), self._source.dtype, total, log))
+        threads = torch.get_num_threads()
+        self._engine.start(EngineSetup(Path(self._source.path), self._source.dtype, total, log, threads=threads))
         description = self._engine.wait()
         if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
             self._engine.update_weights(whole_tensors(self._source.causal().lm), 0)

@@ -73,7 +73,8 @@ class VLLMEngine(RolloutEngine):
     Args:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
         tensor_parallel_size: number of GPUs of the engine, at least 1.
-        cpu_threads: number of threads of the engine on a machine without GPU, at least 1.
+        cpu_threads: number of threads of the engine on a machine without GPU, at least 1; None is the trainer's number,
+            or half of it where the engine generates while the module learns, and the trainer then keeps the other half.
         arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
         deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
             (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
@@ -92,7 +93,7 @@ class VLLMEngine(RolloutEngine):
         self,
         gpu_memory_utilization: float = 0.4,
         tensor_parallel_size: int = 1,
-        cpu_threads: int = 1,
+        cpu_threads: int | None = None,
         arguments: dict[str, Any] | None = None,
         deterministic: bool = False,
         sleep_while_learning: bool = False,
@@ -106,7 +107,7 @@ class VLLMEngine(RolloutEngine):
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if unfinished not in ("finish", "continue", "cut"):
             raise UsageError(f"unfinished must be finish, continue or cut, got {unfinished!r}")
@@ -140,6 +141,11 @@ class VLLMEngine(RolloutEngine):
         return True
 
     @property
+    def shares_cores(self) -> bool:
+        """See :meth:`RolloutEngine.shares_cores`."""
+        return self._cpu_threads is None and not torch.cuda.is_available()
+
+    @property
     def mixes_versions(self) -> bool:
         """See :meth:`RolloutEngine.mixes_versions`."""
         return self._unfinished != "finish"
@@ -168,7 +174,7 @@ class VLLMEngine(RolloutEngine):
         """Start the process without waiting until it is ready."""
         environment = self._environment(setup)
         if not torch.cuda.is_available():
-            environment["OMP_NUM_THREADS"] = str(self._cpu_threads)
+            environment["OMP_NUM_THREADS"] = str(self._cpu_threads or setup.threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._published = PublishedNames(setup.model)
@@ -370,7 +376,7 @@ class VLLMAdapterEngine(VLLMEngine):
         self,
         gpu_memory_utilization: float = 0.4,
         tensor_parallel_size: int = 1,
-        cpu_threads: int = 1,
+        cpu_threads: int | None = None,
         arguments: dict[str, Any] | None = None,
         deterministic: bool = False,
     ) -> None:

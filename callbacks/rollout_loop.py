@@ -144,6 +144,7 @@ class RolloutLoop(Callback):
         source = pl_module.sources["actor"]
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
         self.engine = self._engine_of(trainer, pl_module, dtype)
+        self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self.engine.check(sampling)
         check_overlap(self.engine, self.max_staleness)
@@ -318,7 +319,7 @@ class RolloutLoop(Callback):
             version = trainer.global_step
             limit_gpu_memory(module.device, self.engine.gpu_share)
             if not self.engine.swaps_adapters:
-                self.engine.update_weights(roles.iter_full_params("actor"), version)
+                self.engine.update_weights(roles.iter_full_params("actor", self._matrix_dtype), version)
             else:
                 if self._synced_step is None:
                     self.engine.update_weights(roles.iter_base_params("actor"), version)

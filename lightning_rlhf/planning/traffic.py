@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.memory import Shard
-from lightning_rlhf.planning.setup import Role, Run, Work
+from lightning_rlhf.planning.setup import Engine, Role, Run, Work
 
 FORWARD = "weights gathered, forward"
 BACKWARD = "weights gathered, backward"
@@ -70,7 +70,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
         sent[TENSORS] += _tensors(shard, counts, run.work)
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
-                size = shard.precision.weights * _padded_elements(shard) * run.strategy.tensor_parallel_size
+                size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
                 sent[PUSH] += all_gather(size, gpus)
             sent[ENGINE] += run.engine.element_bytes(role) * role.model.elements // run.engine.tensor_parallel_size
     return +sent
@@ -103,6 +103,13 @@ def _counts(role: Role, work: Work, ranks: int) -> _Counts:
         trained=updates * work.micro_batches(work.minibatch_size, ranks),
         updates=updates,
     )
+
+
+def _pushed_bytes(shard: Shard, engine: Engine) -> int:
+    """Return the bytes per element gathered for the engine; FSDP casts before, unless it merges adapters."""
+    own = shard.precision.weights
+    cast = shard.strategy.kind == "fsdp" and not shard.role.adapters
+    return min(own, engine.element_bytes(shard.role)) if cast else own
 
 
 def _weights(shard: Shard, counts: _Counts) -> Counter[str]:

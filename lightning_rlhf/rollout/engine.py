@@ -172,6 +172,14 @@ class RolloutEngine(ABC):
         All ranks of the engine call this between rollouts, when no request is running.
         """
 
+    def matrix_dtype(self, dtype: str) -> str:
+        """Return the dtype that the engine casts pushed matrices to.
+
+        Args:
+            dtype: dtype of the setup.
+        """
+        return dtype
+
     @property
     def overlaps(self) -> bool:
         """Whether the engine generates while the trainer computes; otherwise :meth:`submit` generates at once."""

@@ -55,6 +55,10 @@ class SharedEngine(RolloutEngine):
         """See :meth:`RolloutEngine.sleeps`."""
         return self._engine.sleeps
 
+    def matrix_dtype(self, dtype: str) -> str:
+        """See :meth:`RolloutEngine.matrix_dtype`."""
+        return self._engine.matrix_dtype(dtype)
+
     @property
     def overlaps(self) -> bool:
         """See :meth:`RolloutEngine.overlaps`."""

@@ -208,11 +208,13 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
 
     # -- weights for the engine -------------------------------------------------------------------------------
 
-    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_own_params(
+        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_own_params`; tensors are gathered one at a time."""
         self._reshard(name)
         for parameter_name, parameter in super().iter_own_params(name, wanted):
-            shard = parameter.to(self.root_device)
+            shard = parameter.to(self.root_device, dtype if parameter.ndim > 1 else None)
             assert isinstance(shard, DTensor)
             yield parameter_name, shard.full_tensor()
 

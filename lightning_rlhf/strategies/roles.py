@@ -76,21 +76,30 @@ class RoleStrategy:
         """Take one optimizer step of a trained role and clear its gradients. All ranks."""
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
-    def iter_full_params(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def iter_full_params(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of weights with adapters merged in, then of persistent buffers.
 
         Tied tensors are yielded once. A tensor is valid until the next one. All ranks, to the end of the iterator.
+
+        Args:
+            name: name of the role.
+            dtype: dtype that the caller casts matrices to; sharded matrices may be cast before they are gathered, which
+                sends fewer bytes. Adapters are merged before the cast.
         """
         lm = getattr(self.module, name).lm
-        yield from merged(lm, self.iter_own_params(name))
+        adapted = any(is_adapter(parameter_name) for parameter_name, _ in lm.named_parameters())
+        yield from merged(lm, self.iter_own_params(name, dtype=None if adapted else dtype))
         yield from persistent_buffers(lm)
 
-    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_own_params(
+        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in the model, full tensor), with adapters as separate tensors under peft's names. All ranks.
 
         Args:
             name: name of the role.
             wanted: predicate on names; other tensors are not gathered. None yields all.
+            dtype: dtype that sharded matrices may have; None keeps theirs.
         """
         for parameter_name, parameter in getattr(self.module, name).lm.named_parameters():
             if wanted is None or wanted(parameter_name):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import lightning as L
 import torch
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from lightning_rlhf.models.loading import FromConfig, Pretrained
+from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 from tests.distributed.tasks import Record, parts, whole
@@ -158,7 +160,12 @@ def build(folder):
     assert ctypes.CDLL("libc.so.6").mallopt(-3, 65536)  # M_MMAP_THRESHOLD
     module, data, _ = parts("sft")
     module.sources = {"actor": Noted()}
-    call = InFit(lambda strategy: {"same": _same(strategy, folder), "refused": _refused(strategy), **_memory(strategy)})
+
+    def states(strategy):
+        small = {"same": _same(strategy, folder), "cast": _cast(strategy), "refused": _refused(strategy)}
+        return {**small, **_memory(strategy)}
+
+    call = InFit(states)
     trainer = quiet_trainer(strategy="rlhf_fsdp", devices=RANKS, callbacks=[call], use_distributed_sampler=False)
     trainer.fit(module, datamodule=data)
     return {"devices": Noted.devices, **call.result}
@@ -191,6 +198,30 @@ def _same(strategy, folder):
             )
             del strategy.module.probe
     return found
+
+
+def _cast(strategy):
+    """Which matrices are cast before they are gathered, and whether the result is that of a cast afterwards."""
+    cast, whole = {}, DTensor.full_tensor
+
+    def full_tensor(self, *arguments):
+        gathered.append(self.dtype)
+        return whole(self, *arguments)
+
+    for name, source in {"full": TinyModel(dtype="float32"), "lora": TinyModel(lora=LoRA(rank=2, alpha=4))}.items():
+        strategy.module.probe = strategy.build_role("actor", source.causal)
+        plain = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe")}
+        gathered = []
+        with mock.patch.object(DTensor, "full_tensor", full_tensor):
+            got = {key: tensor.clone() for key, tensor in strategy.iter_full_params("probe", torch.bfloat16)}
+        cast[name] = {
+            "gathered": sorted({str(dtype) for dtype in gathered}),
+            "matrices": sum(dtype == torch.bfloat16 for dtype in gathered),
+            "all": sum(tensor.ndim > 1 for tensor in plain.values()),
+            "same": all(torch.equal(got[key].bfloat16(), plain[key].bfloat16()) for key in plain),
+        }
+        del strategy.module.probe
+    return cast
 
 
 def _refused(strategy):

@@ -184,6 +184,17 @@ def test_weights_names_and_buffers_are_bit_by_bit_those_of_a_model_built_in_one_
 
 
 @pytest.mark.slow
+def test_matrices_are_cast_to_the_engine_s_dtype_before_they_are_gathered_unless_adapters_are_merged(built):
+    for said in built:
+        full, lora = said["cast"]["full"], said["cast"]["lora"]
+        assert full["same"]
+        assert lora["same"]
+        assert full["gathered"] == ["torch.bfloat16", "torch.float32"]  # vectors are float32
+        assert full["matrices"] == full["all"] > 0
+        assert lora["gathered"] == ["torch.float32"]
+
+
+@pytest.mark.slow
 def test_building_takes_the_memory_of_the_model_on_rank_0_and_elsewhere_that_of_the_shards_and_a_layer(built):
     first, second = built
     assert first["built"] < first["model"] + first["layer"] + 4 * MiB

@@ -31,13 +31,27 @@ def runs(tmp_path_factory):
     return directory
 
 
-def test_the_policy_learns_to_carry_from_the_reward_model_alone(runs):
-    validations = [row for row in read(runs / "runs/quickstart/ppo/metrics.csv") if "val/sampled" in row]
+def assert_learned(metrics):
+    validations = [row for row in metrics if "val/sampled" in row]
     before, after = validations[0], validations[-1]
     assert before["val/sampled"] <= 0.60
     assert before["val/greedy"] <= 0.45
     assert after["val/sampled"] >= 0.93
     assert after["val/greedy"] >= 0.97
+
+
+def test_the_policy_learns_to_carry_from_the_reward_model_alone(runs):
+    assert_learned(read(runs / "runs/quickstart/ppo/metrics.csv"))
+
+
+def test_with_rollouts_one_step_ahead_it_learns_as_much(runs):
+    configs = [ROOT / f"configs/quickstart/{name}.yaml" for name in ("ppo", "ppo_one_step_ahead")]
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", configs[0], "--config", configs[1]]
+    done = subprocess.run(command, cwd=runs, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    metrics = read(runs / "runs/quickstart/ppo_one_step_ahead/metrics.csv")
+    assert [row["rollout/staleness_max"] for row in metrics if "rollout/staleness_max" in row] == [0] + 19 * [1]
+    assert_learned(metrics)
 
 
 def test_the_reward_model_is_to_be_trusted_before_ppo_starts(runs):

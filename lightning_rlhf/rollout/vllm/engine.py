@@ -135,6 +135,11 @@ class VLLMEngine(RolloutEngine):
         """See :meth:`RolloutEngine.sleeps`."""
         return self._sleeps
 
+    def matrix_dtype(self, dtype: str) -> str:
+        """See :meth:`RolloutEngine.matrix_dtype`; ``arguments`` may override it."""
+        named = str(self._arguments.get("dtype", dtype)).removeprefix("torch.")
+        return named if named in ("float32", "bfloat16", "float16") else dtype
+
     @property
     def overlaps(self) -> bool:
         """See :meth:`RolloutEngine.overlaps`."""
@@ -178,19 +183,14 @@ class VLLMEngine(RolloutEngine):
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._published = PublishedNames(setup.model)
-        self._dtype = self._dtype_of(setup)
+        self._dtype = self.matrix_dtype(setup.dtype)
         module = "lightning_rlhf.rollout.vllm.worker"
         self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
         """Return the variables to add to the inherited environment of the engine's process."""
-        environment = engine_environment(os.environ, torch.cuda.is_available(), self._dtype_of(setup))
+        environment = engine_environment(os.environ, torch.cuda.is_available(), self.matrix_dtype(setup.dtype))
         return environment | ({"VLLM_BATCH_INVARIANT": "1"} if self._deterministic else {})
-
-    def _dtype_of(self, setup: EngineSetup) -> str:
-        """Return the dtype of the engine's weights, which ``arguments`` may override."""
-        named = str(self._arguments.get("dtype", setup.dtype)).removeprefix("torch.")
-        return named if named in ("float32", "bfloat16", "float16") else setup.dtype
 
     def _devices(self, devices: tuple[str, ...]) -> tuple[str, ...]:
         """Return the GPUs of the engine.
@@ -238,7 +238,7 @@ class VLLMEngine(RolloutEngine):
                 "enforce_eager": True,
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(4096, setup.max_tokens),
-                "kv_cache_memory_bytes": cpu_cache_bytes(config, self._dtype_of(setup), setup.max_tokens),
+                "kv_cache_memory_bytes": cpu_cache_bytes(config, self.matrix_dtype(setup.dtype), setup.max_tokens),
                 "block_size": BLOCK_TOKENS,
             }
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):

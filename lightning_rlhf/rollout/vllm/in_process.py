@@ -48,7 +48,7 @@ class InProcessVLLMEngine(VLLMEngine):
     def start(self, setup: EngineSetup) -> None:
         """Start the engine and wait until it is ready."""
         self._published = PublishedNames(setup.model)
-        self._dtype = self._dtype_of(setup)
+        self._dtype = self.matrix_dtype(setup.dtype)
         environment = self._environment(setup)
         os.environ.update({name: value for name, value in environment.items() if name.startswith(("VLLM_", "TRITON_"))})
         with _preserved_random_state():

@@ -232,7 +232,9 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         optimizer = self.optimizers[self.module.trained_roles.index(name)]
         self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
 
-    def iter_own_params(self, name: str, wanted: Callable[[str], bool] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_own_params(
+        self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`RoleStrategy.iter_own_params`; values are in the dtype of the role's source."""
         dtype = getattr(torch, self.module.sources[name].dtype)
         for layer in layers(getattr(self.module, name).lm, wanted):

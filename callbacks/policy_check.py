@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.data.rows import Source, text_of, use_rows
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import ordered_share
@@ -123,9 +122,9 @@ class PolicyCheck(Callback):
         for rows, _ in module.micro_batches(rollout):
             part = rollout[rows]
             ends = (part.total_lengths - 1).unsqueeze(1)
-            input_ids, _ = join(part)
+            input_ids, _, packing = module.layout.lay_out(part)
             with module.trainer.precision_plugin.forward_context():
-                outputs = reward_model(input_ids, ends, module.layout.pack(part, input_ids.shape[1]))
+                outputs = reward_model(input_ids, ends, packing)
             scores[rows.to(scores.device)] = outputs.squeeze(1)
         return scores
 

@@ -29,16 +29,21 @@ def pad_right(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tens
     return ids, lengths
 
 
-def join(rollout: Rollout) -> tuple[Tensor, Tensor]:
+def join(rollout: Rollout, width: int | None = None) -> tuple[Tensor, Tensor]:
     """Join each prompt with its response.
 
+    Args:
+        rollout: B rows.
+        width: width L of the result; None is the longest prompt with response, which a GPU must be waited for.
+
     Returns:
-        input_ids: (B, L) int64, right-padded with 0, L the longest prompt with response.
+        input_ids: (B, L) int64, right-padded with 0.
         index: (B, T) int64, position of the hidden state that predicts each response token, and at which a critic's
             value is the one *before* that token; clamped to the last position beyond the response.
     """
     prompt, response = rollout.prompt_lengths.unsqueeze(1), rollout.response_lengths.unsqueeze(1)
-    position = torch.arange(int(rollout.total_lengths.max()), device=prompt.device).unsqueeze(0)
+    width = int(rollout.total_lengths.max()) if width is None else width
+    position = torch.arange(width, device=prompt.device).unsqueeze(0)
     from_prompt = rollout.prompt_ids.gather(
         1, position.clamp(max=rollout.prompt_ids.shape[1] - 1).expand(len(prompt), -1)
     )

@@ -20,8 +20,8 @@ class FirstForward:
 
     Attributes:
         first: positions of the rows of the first mini-batch among the responses of all ranks.
-        positions: positions of the rows of each micro-batch whose log-probs are recorded.
-        logprobs: (rows, T) log-probs of each of these micro-batches.
+        positions: positions of the rows of each micro-batch of the updates.
+        logprobs: (rows, T) old log-probs of each of these micro-batches.
     """
 
     first: Tensor
@@ -66,17 +66,18 @@ class FirstForward:
         return others.nonzero().squeeze(1)
 
     def record(self, rows: Experience, logprobs: Tensor) -> Tensor:
-        """Return the old log-probs of a micro-batch, (rows, T) without gradient; of the first mini-batch, store them.
+        """Store and return the old log-probs of a micro-batch, (rows, T) without gradient.
+
+        They are the given ones for rows of the first mini-batch, and those of the separate pass for others.
 
         Args:
-            rows: micro-batch, all or none of whose rows belong to the first mini-batch.
+            rows: micro-batch.
             logprobs: (rows, T) log-probs of the actor now.
         """
         position = rows.rollout.position
-        if not torch.isin(position[:1], self.first):
-            return rows.old_logprobs
+        is_first = torch.isin(position, self.first).unsqueeze(1)
         self.positions.append(position)
-        self.logprobs.append(logprobs.detach())
+        self.logprobs.append(torch.where(is_first, logprobs.detach(), rows.old_logprobs))
         return self.logprobs[-1]
 
     def fill(self, experience: Experience, module: Any) -> tuple[Experience, dict[str, float]]:

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.loading import ModelSource, as_source
 from lightning_rlhf.modules.metrics import MeanAccumulator
@@ -104,9 +103,8 @@ class PPOModule(RLHFModule):
 
     def critic_values(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return (B, T) the critic's value before each response token, and (B,) after the last one."""
-        input_ids, index = join(rollout)
+        input_ids, index, packing = self.layout.lay_out(rollout)
         after_last = (rollout.total_lengths - 1).unsqueeze(1)
-        packing = self.layout.pack(rollout, input_ids.shape[1])
         values = self.role_strategy.role("critic")(input_ids, torch.cat([index, after_last], dim=1), packing)
         return values[:, :-1], values[:, -1]
 

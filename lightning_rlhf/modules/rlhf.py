@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
@@ -390,11 +389,9 @@ class RLHFModule(RoleModule):
         """Return (B,) the reward model's score of each whole response, normalised but not shaped. All ranks."""
 
         def at_end(rows: Rollout) -> tuple[Tensor]:
-            input_ids, _ = join(rows)
+            input_ids, _, packing = self.layout.lay_out(rows)
             ends = (rows.total_lengths - 1).unsqueeze(1)
-            return (
-                self.role_strategy.role("reward_model")(input_ids, ends, self.layout.pack(rows, input_ids.shape[1])),
-            )
+            return (self.role_strategy.role("reward_model")(input_ids, ends, packing),)
 
         scores: Tensor = self.map_micro_batches(at_end, rollout)[0].squeeze(1)
         return scores
@@ -407,7 +404,7 @@ class RLHFModule(RoleModule):
             rollout: rows to evaluate.
             squares: whether to return the sum of squared probabilities too.
         """
-        input_ids, index = join(rollout)
+        input_ids, index, packing = self.layout.lay_out(rollout)
         adapters = role != "ref" or "ref" in self.sources
         model = self.role_strategy.role(role if adapters else "actor")
         scores: TokenScores = model(
@@ -418,7 +415,7 @@ class RLHFModule(RoleModule):
             temperature=rollout.temperature,
             squares=squares,
             adapters=adapters,
-            packing=self.layout.pack(rollout, input_ids.shape[1]),
+            packing=packing,
         )
         return scores
 

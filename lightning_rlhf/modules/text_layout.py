@@ -13,9 +13,11 @@ from torch import Tensor
 
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
 from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
+from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.tensor_batch import TensorBatch
+from lightning_rlhf.types import Rollout
 
 log = logging.getLogger(__name__)
 CPU_TOKENS = 2048
@@ -57,6 +59,16 @@ class TextLayout:
             return shared_prompt_batches(prompt_lengths, response_lengths, numbers, self.token_budget)
         lengths = batch.real_lengths if self.packed else batch.total_lengths
         return token_budget_batches(lengths, self.token_budget, self.packed)
+
+    def lay_out(self, rollout: Rollout) -> tuple[Tensor, Tensor, Packing | None]:
+        """Return prompts with responses, (B, L), the (B, T) index of :func:`join`, and their layout in one row.
+
+        Padded rows are as wide as the longest text. Packed ones leave padding out of the computation, so that the host
+        need not wait for the longest length.
+        """
+        widest = rollout.prompt_ids.shape[1] + rollout.response_ids.shape[1]
+        input_ids, index = join(rollout, widest if self.packed else None)
+        return input_ids, index, self.pack(rollout, input_ids.shape[1])
 
     def pack(self, batch: TensorBatch, width: int) -> Packing | None:
         """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.

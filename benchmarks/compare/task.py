@@ -159,7 +159,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def prepare_sums(directory: Path) -> None:
     """Write the chat model and its data."""
-    if (directory / "model" / "model.safetensors").exists():
+    if (directory / "problems.jsonl").exists():
         return
     directory.mkdir(exist_ok=True)
     script = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "make_model.py"

@@ -160,9 +160,9 @@ def report(measured: dict[str, Any], rounds: int, steps: int) -> str:
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
 model on the same data in float32, one thread per process, in {rounds} turns of {steps} steps after two that are not
-counted (SmolLM2: one turn). Where a title names no model, it has 2.4 M parameters. CPU seconds are those of all processes of a run. The
-ratio is that of lightning-rlhf to the library of the row. Peak memory is the sum over processes, in which shared pages
-count several times.
+counted (SmolLM2: one turn). Where a title names no model, it has 2.4 M parameters. CPU seconds are those of all
+processes of a run. The ratio is that of lightning-rlhf to the library of the row. Peak memory is the sum over
+processes, in which shared pages count several times.
 
 Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""

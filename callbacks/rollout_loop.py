@@ -259,7 +259,7 @@ class RolloutLoop(Callback):
         if not rollout.rollout_logprobs.isfinite().all():
             raise RunError("the engine returned log-probabilities that are not finite: its weights are damaged")
         self._let_engine_sleep(pl_module.device)
-        pl_module.receive(rollout, greedy)
+        pl_module.receive(rollout, greedy, *([rollouts.score] if rollouts.scoring else []))
         metrics |= counts | rollouts.metrics(rollout, self.max_staleness)
         self.tokens_per_s = metrics.get("rollout/tokens_per_s", self.tokens_per_s)
         pl_module.log_step("rollout", metrics)
@@ -295,7 +295,7 @@ class RolloutLoop(Callback):
         module, ranks = rollouts.module, rollouts.module.data_ranks
         generate = partial(rollouts.rollout, version=self._version)
         if self.dynamic_sampling is None:
-            rollout = generate(batch, self.group_size, self.temperature)
+            rollout = generate(batch, self.group_size, self.temperature, overlap=True)
             return rollout, generate(batch, 1, 0.0) if module.advantages.needs_greedy else None, {}
         generate = partial(generate, samples=self.group_size, temperature=self.temperature)
         rollout, counts = self.dynamic_sampling(batch, generate, ranks.size, rollouts.any_rank)

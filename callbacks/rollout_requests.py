@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,14 @@ class RolloutRequest:
     def rollout(self) -> tuple[Rollout, RolloutRewards]:
         """Wait for the completions, score them and return the rollout with the results of the reward functions."""
         return self.collector.rollout(self.completions(), self.temperature)
+
+    def unscored_rollout(self) -> tuple[Rollout, Callable[[], RolloutRewards]]:
+        """Wait for the completions and start to score them.
+
+        Returns:
+            The rollout with rewards of 0, and a function that waits for the results of the reward functions.
+        """
+        return self.collector.begin(self.completions(), self.temperature)
 
     @property
     def interval(self) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor
+from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
@@ -24,6 +25,7 @@ from .checks import tensor_ranks
 from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .rollout_requests import RequestsAhead, RolloutRequest, covered
 
+_READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")  # methods that may read rewards at once
 _CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
 
 
@@ -122,6 +124,8 @@ class StepRollouts:
         module: module of the run.
         clock: clock of the current step.
         requests: requests for the current step.
+        scoring: request and function that waits for its rewards, if they are still computed; the function is missing
+            on ranks that are not the first of those with the same data.
         reward_metrics: metrics of the reward functions in the current step.
     """
 
@@ -132,6 +136,7 @@ class StepRollouts:
     module: RLHFModule
     clock: Clock = field(default_factory=Clock)
     requests: list[RolloutRequest] = field(default_factory=list)
+    scoring: tuple[RolloutRequest, list[Callable[[], RolloutRewards]]] | None = None
     reward_metrics: list[MetricSums] = field(default_factory=list)
 
     def request(
@@ -184,7 +189,9 @@ class StepRollouts:
         """Whether all responses of the step are from the weights that it starts from. The same on all ranks."""
         return not any(request.is_ahead for request in self.requests)
 
-    def rollout(self, prompts: PromptBatch, samples: int, temperature: float, version: int) -> Rollout:
+    def rollout(
+        self, prompts: PromptBatch, samples: int, temperature: float, version: int, overlap: bool = False
+    ) -> Rollout:
         """Return the rollout of some prompts, from :attr:`requests` or a new request. All ranks that share an engine.
 
         Args:
@@ -192,6 +199,7 @@ class StepRollouts:
             samples: responses per prompt.
             temperature: temperature of the sampling.
             version: version of the policy that was pushed last.
+            overlap: whether the module may evaluate the rollout while rewards are computed, which :meth:`score` adds.
         """
         wanted = prompts.indices, samples, temperature
         known = [own for own in self.requests if (own.prompts.indices, own.samples, own.temperature) == wanted]
@@ -202,9 +210,39 @@ class StepRollouts:
         with self.clock("time/generate_s"):
             self.ahead.wait([request])
         with self.clock("time/reward_s"):  # rewards that were not computed during generation
+            if overlap and self.executor.overlaps and not self.module.replaces(*_READ_REWARDS):
+                waits: list[Callable[[], RolloutRewards]] = []
+
+                def begin() -> Rollout:
+                    unscored, finish = request.unscored_rollout()
+                    waits.append(finish)
+                    return unscored
+
+                self.scoring = request, waits
+                return self.module.role_strategy.run_on_group_leader(begin)
             rollout, scored = self.module.role_strategy.run_on_group_leader(request.rollout)
         self.reward_metrics.append(scored.metrics)
         return rollout
+
+    def score(self, rollout: Rollout) -> Rollout:
+        """Wait for the rewards of :attr:`scoring`, add them to the rollout and log their metrics. All ranks.
+
+        Args:
+            rollout: rollout of the step, on the module's device.
+        """
+        assert self.scoring is not None
+        request, waits = self.scoring
+        with self.clock("time/reward_s"):
+            scored = self.module.role_strategy.run_on_group_leader(lambda: waits[0]())
+        waited = {"time/reward_s": self.clock.seconds["time/reward_s"]}
+        metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
+        self.reward_metrics.append(scored.metrics)
+        self.module.log_step("rewards", metrics | self._means())
+        return request.collector.with_rewards(rollout.to("cpu"), scored).to(rollout.reward.device)
+
+    def _means(self) -> dict[str, float]:
+        """Return the metrics of the reward functions over all ranks; ranks with the same data count once."""
+        return means_over_ranks(self.reward_metrics if self.module.role_strategy.is_group_leader else [])
 
     def metrics(self, rollout: Rollout, max_staleness: int) -> dict[str, float]:
         """Return times, speed, staleness and reward metrics of the step over all ranks. All ranks.
@@ -219,6 +257,8 @@ class StepRollouts:
         ranks, device = self.module.data_ranks, self.module.device
         tokens = sum(len(each.token_ids) for request in self.requests for each in request.completions())
         largest = {**self.clock.seconds, "generation": self.clock.seconds["time/generate_s"]}
+        if self.scoring is not None:
+            largest.pop("time/reward_s", None)  # score() logs it, and the metrics of the rewards
         if not self.are_current:
             largest["generation"] = covered([request.interval for request in self.requests], -inf, inf)
         summed = {"tokens": float(tokens)}
@@ -238,8 +278,7 @@ class StepRollouts:
                     f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
                     f"max_staleness {max_staleness} allows"
                 )
-        is_leader = self.module.role_strategy.is_group_leader
-        return metrics | means_over_ranks(self.reward_metrics if is_leader else [])
+        return metrics | (self._means() if self.scoring is None else {})
 
     def any_rank(self, needs_more: bool) -> bool:
         """Return whether any rank that shares the engine needs another round; then all of them generate."""

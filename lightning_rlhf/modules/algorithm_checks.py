@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from lightning_rlhf.expected_errors import UsageError
 
+log = logging.getLogger(__name__)
+
 
 def check_algorithm(module: Any) -> None:
-    """Validate the arguments of an RLHFModule, whose file imports this one.
+    """Validate the arguments of an RLHFModule, whose file imports this one; warn about a KL loss without effect.
 
     Args:
         module: module with all of its arguments.
@@ -16,6 +19,8 @@ def check_algorithm(module: Any) -> None:
     Raises:
         ValueError: an argument is out of range, or some do not fit each other.
     """
+    if module.kl_loss.coef > 0 and module.kl_loss.estimator == "k1" and not module.kl_loss.importance:
+        log.warning("kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3")
     estimator, policy_loss = type(module.advantages).__name__, type(module.policy_loss).__name__
     for name in ("update_epochs", "minibatch_size"):
         if getattr(module, name) < 1:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,8 +31,6 @@ from lightning_rlhf.rewards.shaping import ScoreShaping
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
-
-log = logging.getLogger(__name__)
 
 
 class RLHFModule(RoleModule):
@@ -123,6 +120,7 @@ class RLHFModule(RoleModule):
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
         self._received: tuple[Rollout, Rollout | None] | None = None
+        self._score: Callable[[Rollout], Rollout] | None = None
         check_algorithm(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -280,7 +278,9 @@ class RLHFModule(RoleModule):
 
     # -- from rollout to experience ---------------------------------------------------------------------------
 
-    def receive(self, rollout: Rollout, greedy: Rollout | None = None) -> None:
+    def receive(
+        self, rollout: Rollout, greedy: Rollout | None = None, score: Callable[[Rollout], Rollout] | None = None
+    ) -> None:
         """Set the rollout of this batch; all data to train on enters the module here.
 
         A callback that calls this before each training and validation step has the class attribute
@@ -289,7 +289,9 @@ class RLHFModule(RoleModule):
         Args:
             rollout: rows of this rank.
             greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
+            score: function that adds the rewards to a rollout once they are computed; None if it has them.
         """
+        self._score = score
         self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
 
     def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
@@ -317,9 +319,11 @@ class RLHFModule(RoleModule):
         ref_logprobs = old.logprobs
         if self.has_ref:
             ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
+        values, final_values = self.values(rollout)
+        if self._score is not None:
+            rollout = self.last_rollout = self._score(rollout)
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
-        values, final_values = self.values(rollout)
         inputs = AdvantageInputs(
             token_rewards=token_rewards,
             mask=policy_mask,  # a rejected token still shows what its response earned
@@ -422,7 +426,7 @@ class RLHFModule(RoleModule):
     # -- models -----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Raise without a callback that provides rollouts; warn about a KL loss without effect."""
+        """Raise without a callback that provides rollouts."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if not any(getattr(callback, "provides_rollouts", False) for callback in callbacks):
@@ -430,8 +434,6 @@ class RLHFModule(RoleModule):
                 f"{type(self).__name__} trains on rollouts, and no callback provides them: add "
                 f"lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
             )
-        if self.kl_loss.coef > 0 and self.kl_loss.estimator == "k1" and not self.kl_loss.importance:
-            log.warning("kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3")
 
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the reward model, the language models of actor and reference."""

@@ -73,6 +73,11 @@ class RewardExecutor:
         """Whether any function scores completions before the rollout is complete."""
         return any(function.scores_singly for function in self.functions)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether any function runs outside of the calling thread, which can compute something else meanwhile."""
+        return any(function.scores_singly or function.is_async for function in self.functions)
+
     def start(self, index: int, row: Mapping[str, list[Any]], state: TrainerState | None = None) -> Calls:
         """Start scoring one finished completion while others are still generated.
 
@@ -101,9 +106,25 @@ class RewardExecutor:
             RuntimeError: a function failed and its ``on_error`` is ``raise``, or it failed too often.
             AbortRun: a function raised it.
         """
+        return self.begin(columns, state, started)()
+
+    def begin(
+        self, columns: Mapping[str, list[Any]], state: TrainerState | None = None, started: Calls | None = None
+    ) -> Callable[[], RolloutRewards]:
+        """Start all calls of :meth:`score`, whose arguments it has; functions of this thread run at once.
+
+        Returns:
+            Function that waits for the calls and returns the rewards, or raises as :meth:`score` does.
+        """
         # Functions that run in this thread are called last, because they block it while other calls could already run.
         ordered = sorted(self.functions, key=lambda function: not function.scores_singly and not function.is_async)
         calls = {function.label: self._calls(function, columns, state, started or {}) for function in ordered}
+        return lambda: self._rewards(columns, calls)
+
+    def _rewards(
+        self, columns: Mapping[str, list[Any]], calls: Mapping[str, Sequence[Future[RewardResult]]]
+    ) -> RolloutRewards:
+        """Wait for the calls of all functions; return their rewards and metrics."""
         rewards: dict[str, Tensor] = {}
         metrics: MetricSums = {}
         for function in self.functions:

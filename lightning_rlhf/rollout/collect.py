@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,23 @@ class Collector:
             ValueError: the number of completions is not N x G.
             RuntimeError: a reward function failed.
         """
+        rollout, finish = self.begin(completions, temperature)
+        scored = finish()
+        return self.with_rewards(rollout, scored), scored
+
+    def with_rewards(self, rollout: Rollout, scored: RolloutRewards) -> Rollout:
+        """Return a rollout with the results of the reward functions and their weighted sum."""
+        terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
+        return replace(rollout, rewards=scored.rewards, reward=weighted_sum(terms, len(rollout)))
+
+    def begin(
+        self, completions: Sequence[Completion], temperature: float
+    ) -> tuple[Rollout, Callable[[], RolloutRewards]]:
+        """Start the reward functions; arguments and errors are those of :meth:`rollout`.
+
+        Returns:
+            The rollout with rewards of 0, and a function that waits for the results of the reward functions.
+        """
         batch = self._batch
         size = self._size
         if not completions or len(completions) != len(batch) * size:
@@ -89,8 +107,7 @@ class Collector:
         versions = torch.zeros_like(response_ids)
         versions[mask] = torch.tensor([version for completion in completions for version in completion.token_versions])
         columns = self._columns(range(len(completions)), completions)
-        scored = self._executor.score(columns, self._state, self._started)
-        terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
+        finish = self._executor.begin(columns, self._state, self._started)
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
@@ -98,8 +115,8 @@ class Collector:
             response_lengths=response_lengths,
             response_mask=mask,
             rollout_logprobs=logprobs,
-            rewards=scored.rewards,
-            reward=weighted_sum(terms, len(completions)),
+            rewards={},
+            reward=torch.zeros(len(completions)),
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=versions,
@@ -107,7 +124,7 @@ class Collector:
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
         )
-        return rollout, scored
+        return rollout, finish
 
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""

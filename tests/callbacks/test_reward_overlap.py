@@ -1,0 +1,109 @@
+"""Rewards that are computed outside of the trainer's thread overlap with the forward passes that do not need them."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from lightning_rlhf import PPOModule
+from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
+from lightning_rlhf.rewards.function import RewardFunction
+from tests.callbacks.conftest import exact
+
+
+async def same(completions, answer):
+    """Score all completions of a rollout."""
+    await asyncio.sleep(0.01)
+    return exact(completions, answer)
+
+
+def length(solution_str):
+    return float(len(solution_str))
+
+
+class Reading(PPOModule):
+    """Module that reads the rewards before it evaluates the rollout."""
+
+    seen = None
+
+    def receive(self, rollout, greedy=None):
+        self.seen = rollout.rewards
+        super().receive(rollout, greedy)
+
+
+def trained(run, monkeypatch, kind=PPOModule, rewards=(same, length), **parts):
+    monkeypatch.setattr("tests.callbacks.conftest.PPOModule", kind)
+    loop = {"rewards": [RewardFunction(each, dry_call=False) for each in rewards], **parts.pop("loop", {})}
+    return run(loop={"group_size": 2, "val_metric": rewards[0].__name__, **loop}, **parts)
+
+
+def results(made):
+    weights = [parameter.detach().clone() for parameter in made.module.parameters()]
+    clocks = ("time/", "perf/", "rollout/tokens_per_s")
+    return weights, {name: value for name, value in made.metrics.items() if not name.startswith(clocks)}
+
+
+def test_a_batch_is_scored_while_the_module_evaluates_it(run, monkeypatch):
+    evaluated, waited = threading.Event(), []
+
+    async def late(completions):
+        while not evaluated.is_set():
+            await asyncio.sleep(0.01)
+        waited.append(len(completions))
+        return [1.0] * len(completions)
+
+    class Marked(PPOModule):
+        def values(self, rollout):
+            result = super().values(rollout)  # the last forward pass that needs no reward
+            evaluated.set()
+            return result
+
+    made = trained(run, monkeypatch, Marked, (late,), loop={"val_metric": "late", "validate_at_ends": False})
+    made.fit()
+    assert waited == [4, 4]
+    assert made.metrics["reward/late"] == 1
+    assert made.metrics["time/reward_s"] >= 0
+
+
+def test_weights_and_metrics_are_those_without_overlap(run, monkeypatch):
+    overlapping = trained(run, monkeypatch).fit()
+    waiting = trained(run, monkeypatch, Reading).fit()
+    assert waiting.module.seen.keys() == {"same", "length"}
+    (weights, metrics), (expected_weights, expected_metrics) = results(overlapping), results(waiting)
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected_weights, strict=True))
+    assert metrics == expected_metrics
+    assert metrics["reward_same/not_applicable"] == 0
+    assert overlapping.module.last_rollout.rewards.keys() == {"same", "length"}
+    assert overlapping.metrics.keys() == waiting.metrics.keys()
+
+
+def test_with_dynamic_sampling_rewards_are_known_before_the_evaluation(run, monkeypatch):
+    sampling = DynamicSampling(2, metric="same", max_rounds=2, fill=True)
+    made = trained(run, monkeypatch, loop={"dynamic_sampling": sampling, "validate_at_ends": False}).fit()
+    assert made.module.last_rollout.rewards.keys() == {"same", "length"}
+
+
+def test_functions_of_the_trainer_s_thread_are_not_deferred(run):
+    made = run(loop={"validate_at_ends": False})
+    given = []
+    made.module.receive = lambda *arguments: (given.append(arguments), type(made.module).receive(made.module, *arguments))
+    made.fit()
+    assert all(len(arguments) == 2 for arguments in given)
+
+
+def test_a_failure_ends_the_run_with_its_cause(run, monkeypatch):
+    async def broken(completions):
+        await asyncio.sleep(0.05)
+        raise ZeroDivisionError("no completions")
+
+    made = trained(run, monkeypatch, rewards=(broken,), loop={"val_metric": "broken", "validate_at_ends": False})
+    with pytest.raises(RuntimeError, match="reward function 'broken' raised ZeroDivisionError: no completions"):
+        made.fit()
+
+
+def test_the_log_of_rollouts_has_the_rewards(run, monkeypatch, tmp_path):
+    made = trained(run, monkeypatch, callbacks=[RolloutLog()]).fit()
+    (file,) = tmp_path.rglob("*.jsonl")
+    assert '"length"' in file.read_text()
+    assert made.trainer.global_step == 2

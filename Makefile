@@ -38,7 +38,7 @@ test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-benchmark: install  ## compare with TRL, which takes about 80 minutes and writes docs/performance.md
+benchmark: install  ## compare with TRL, which takes about an hour and writes docs/performance.md
 	$(BIN)/python -m benchmarks.compare --write docs/performance.md $(ARGS)
 
 lint: install  ## style, types and spelling

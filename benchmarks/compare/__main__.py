@@ -27,6 +27,7 @@ RUNS = {
         "TRL, vLLM": ("trl", "grpo-vllm"),
         "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
         "lightning-rlhf, vLLM, `max_staleness: 1`": (None, "grpo-ahead"),
+        "lightning-rlhf, vLLM, `max_staleness: 1`, `keep_groups`": (None, "grpo-ahead-groups"),
         "TRL, transformers": ("trl", "grpo"),
     },
     "grpo-smollm2": {
@@ -38,7 +39,6 @@ RUNS = {
     "sft": {"lightning-rlhf": (None, "sft"), "TRL": ("trl", "sft")},
     "dpo": {"lightning-rlhf": (None, "dpo"), "TRL": ("trl", "dpo")},
 }
-SLOW = ("grpo-smollm2",)  # tasks with one turn of each library
 BATCHES = {1: "grpo", 4: "grpo-4x", 16: "grpo-16x"}
 TITLES = {
     "grpo": "GRPO: 32 prompts, 8 responses to each, four updates",
@@ -159,10 +159,10 @@ def report(measured: dict[str, Any], rounds: int, steps: int) -> str:
     about = f"""# Performance
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
-model on the same data in float32, one thread per process, in {rounds} turns of {steps} steps after two that are not
-counted (SmolLM2: one turn). Where a title names no model, it has 2.4 M parameters. CPU seconds are those of all
-processes of a run. The ratio is that of lightning-rlhf to the library of the row. Peak memory is the sum over
-processes, in which shared pages count several times.
+model on the same data in float32, one thread per process. The processes run one after the other, each {rounds} times,
+with {steps} steps after two that are not counted; figures are medians. Where a title names no model, it has 2.4 M
+parameters. CPU seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the library of the
+row. Peak memory is the sum over processes, in which shared pages count several times.
 
 Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""
@@ -232,7 +232,7 @@ def main() -> None:
     """Measure, print and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=RUNS, default=list(RUNS))
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each library")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each library")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted in each turn")
     parser.add_argument("--costs", action=argparse.BooleanOptionalAction, default=True, help="also batch sizes, pushes")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "benchmark")
@@ -243,9 +243,7 @@ def main() -> None:
     task.prepare(directory)
     if "grpo-smollm2" in options.tasks:
         task.prepare_sums(directory / task.SUMS.folder)
-    results = {
-        name: compare(name, directory, 1 if name in SLOW else options.rounds, options.steps) for name in options.tasks
-    }
+    results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
     floors = {
         f"{name}, {library}": floor_of(directory / task.sizes_of(name).folder / "model", turns)
         for name in results

@@ -1,8 +1,8 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
 TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), grpo-ahead (they are generated while the
-module learns), grpo-4x and grpo-16x (more responses in steps and mini-batches), grpo-smollm2 (with a chat model),
-grpo-smollm2-padded (with padded rows), ppo, sft or dpo.
+module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more responses in steps and mini-batches), grpo-smollm2 (with a
+chat model), grpo-smollm2-padded (with padded rows), ppo, sft or dpo.
 """
 
 import sys
@@ -97,9 +97,9 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
             aggregation=TokenMean(),
             actor_optimizer=optimizer,
             minibatch_size=times * sizes.minibatch,
-            keep_groups=name == "grpo-groups",
+            keep_groups=name.endswith("groups"),
             packing=not name.endswith("padded"),
-            correction=RolloutCorrection("token") if name == "grpo-ahead" else None,
+            correction=RolloutCorrection("token") if "ahead" in name else None,
         )
     else:
         group = 1
@@ -124,7 +124,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
         group_size=group,
         max_response_tokens=sizes.response_tokens,
         validate_at_ends=False,
-        max_staleness=int(name == "grpo-ahead"),
+        max_staleness=int("ahead" in name),
     )
     return module, data, [loop]
 

@@ -22,14 +22,16 @@ def exact(completions, answer):
 class Run:
     """Parts of a run; ``loop``, ``model``, ``data`` and ``trainer`` are dictionaries of arguments that replace ours."""
 
-    def __init__(self, directory, loop=(), model=(), data=(), trainer=(), callbacks=(), texts=("a", "b")):
+    def __init__(
+        self, directory, loop=(), model=(), data=(), trainer=(), callbacks=(), texts=("a", "b"), kind=PPOModule
+    ):
         self.engine = ScriptedEngine(texts, CharacterTokenizer("abcdefg").load())
         ours = {"rewards": [RewardFunction(exact)], "engine": self.engine, "max_response_tokens": 4, "check_rows": 0}
         loop = {**({} if "rewards" in dict(loop) else {"val_metric": "exact"}), **dict(loop)}
         self.loop = RolloutLoop(**{**ours, **loop})
         sgd = partial(torch.optim.SGD, lr=0.1)
         ours = {"actor": TinyModel(), "actor_optimizer": sgd, "critic_optimizer": sgd, "minibatch_size": 2}
-        self.module = PPOModule(**{**ours, **dict(model)})
+        self.module = kind(**{**ours, **dict(model)})
         ours = {"train": InMemory(ROWS), "batch_size": 2, "max_tokens": 8, "tokenizer": CharacterTokenizer("abcdefg")}
         self.data = PromptDataModule(**{**ours, **dict(data)})
         options = {"default_root_dir": directory, "callbacks": [self.loop, *callbacks], **dict(trainer)}

@@ -238,7 +238,7 @@ class StepRollouts:
         metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
         self.reward_metrics.append(scored.metrics)
         self.module.log_step("rewards", metrics | self._means())
-        return request.collector.with_rewards(rollout.to("cpu"), scored).to(rollout.reward.device)
+        return request.collector.with_rewards(rollout, scored)
 
     def _means(self) -> dict[str, float]:
         """Return the metrics of the reward functions over all ranks; ranks with the same data count once."""

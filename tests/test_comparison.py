@@ -79,8 +79,32 @@ def test_ratios_are_those_to_the_first_library():
 
     rows = command.table_of({"ours": turns(2.0), "theirs": turns(4.0)})[2:]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert cells[0] == ["ours", "2.00", "2.00 to 2.00", "1.00", "2.000", "1.00", "4.00", "1.00", "1", "0.50 to 0.50"]
-    assert cells[1] == ["theirs", "4.00", "4.00 to 4.00", "0.50", "4.000", "0.50", "8.00", "0.50", "1", "0.50 to 0.50"]
+    assert cells[0] == [
+        "ours",
+        "3",
+        "2.00",
+        "2.00 to 2.00",
+        "1.00",
+        "2.000",
+        "1.00",
+        "4.00",
+        "1.00",
+        "1",
+        "0.50 to 0.50",
+    ]
+    assert cells[1] == [
+        "theirs",
+        "3",
+        "4.00",
+        "4.00 to 4.00",
+        "0.50",
+        "4.000",
+        "0.50",
+        "8.00",
+        "0.50",
+        "1",
+        "0.50 to 0.50",
+    ]
 
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path):
@@ -96,17 +120,20 @@ def test_the_page_has_the_measured_figures():
         "engine": {"tokens_per_cpu_s": 3258.0},
         "vllm": {"tokens_per_cpu_s": 3588.0},
     }
+    timed = {"steps": [{"wall": 4.0, "parts": dict.fromkeys(task.PARTS, 0.5)}] * 3}
     updates = {"tokens": 900.0, "response_tokens": 500.0, "update": 3.0, "products": 1.5}
     measured = {
         "tasks": {"sft": {"lightning-rlhf": [turn], "TRL": [turn]}},
         "floors": {"grpo, lightning-rlhf": updates},
+        "parts": {"grpo, lightning-rlhf": command.parts_of([timed])},
         "batches": {1: 2.0, 16: 2.1},
         "costs": costs,
         "head": {32_000: 84},
     }
-    page = command.report(measured, rounds=1, steps=1)
+    page = command.report(measured)
     for line in (
-        "| TRL | 2.00 | 2.00 to 2.00 | 1.00 | 2.000 | 1.00 | 4.00 | 1.00 | 1 | - |",
+        "| TRL | 1 | 2.00 | 2.00 to 2.00 | 1.00 | 2.000 | 1.00 | 4.00 | 1.00 | 1 | - |",
+        "| grpo, lightning-rlhf | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 1.00 |",
         "| grpo, lightning-rlhf | 900 | 500 | 3.00 | 1.50 | 2.00 |",
         "| 4,096 | 2.100 |",
         "| push of them, in vLLM | 0.18 |",
@@ -115,7 +142,7 @@ def test_the_page_has_the_measured_figures():
         "| 32,000 | 84 | 500 |",
     ):
         assert line in page.splitlines(), line
-    without = command.report({**measured, "floors": {}, "batches": {}, "costs": None}, rounds=1, steps=1)
+    without = command.report({**measured, "floors": {}, "parts": {}, "batches": {}, "costs": None})
     assert "## Batch sizes" not in without
     assert "## Pushes" not in without
     assert "## Updates" not in without

@@ -75,12 +75,21 @@ def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
     return measured
 
 
-def measured_alone(run: str, directory: Path, steps: int) -> dict[str, Any]:
-    """Return what lightning-rlhf measured in one run."""
-    result = directory / f"alone-{run}.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.compare.ours", run, str(directory), str(result), str(steps)]
-    return measure(command, result, result.with_suffix(".log"))
+def alone(directory: Path, run: str) -> Path:
+    """Return the result file of a run without a peer."""
+    return directory / f"alone-{run}.json"
+
+
+def measure_costs(directory: Path) -> None:
+    """Measure larger batches, and the costs besides the steps."""
+    for run in BATCHES.values():
+        result = alone(directory, run)
+        result.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "benchmarks.compare.ours", run, str(directory), str(result), "2"]
+        print(f"{run}: {per_token(measure(command, result, result.with_suffix('.log'))):.3f} ms per token", flush=True)
+    command = [sys.executable, "-m", "benchmarks.compare.costs", str(directory)]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (directory / "costs.json").write_text(output)
 
 
 def per_token(turn: dict[str, Any]) -> float:
@@ -88,27 +97,35 @@ def per_token(turn: dict[str, Any]) -> float:
     return 1000 * statistics.median(step["cpu"] / step["tokens"] for step in turn["steps"])
 
 
-def compare(name: str, directory: Path, rounds: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what all libraries measured on a task in turns."""
-    measured: dict[str, list[dict[str, Any]]] = {library: [] for library in RUNS[name]}
+def compare(name: str, directory: Path, rounds: int, steps: int) -> None:
+    """Measure all libraries on a task in turns, into files that replace those of earlier calls."""
+    for peer, run in RUNS[name].values():
+        for file in directory.glob(f"{peer or 'ours'}-{run}-[0-9].*"):
+            file.unlink()
     for turn in range(rounds):
         for library, (peer, run) in RUNS[name].items():
             stem = f"{peer or 'ours'}-{run}-{turn}"
             result = directory / f"{stem}.json"
-            result.unlink(missing_ok=True)
             if peer is None:
                 command = [sys.executable, "-m", "benchmarks.compare.ours"]
             else:
                 command = [str(peer_python(peer, directory)), "-m", "benchmarks.compare.trl_runs"]
             command += [run, str(directory), str(result), str(steps)]
-            measured[library].append(measure(command, result, directory / f"{stem}.log"))
-            print(f"{name}, turn {turn + 1}, {library}: {median_of(measured[library][-1:], 'cpu'):.2f} s", flush=True)
-    return measured
+            measured = measure(command, result, directory / f"{stem}.log")
+            print(f"{name}, turn {turn + 1}, {library}: {median_of([measured], 'cpu'):.2f} s", flush=True)
 
 
 def median_of(turns: list[dict[str, Any]], which: str) -> float:
     """Return the median of a figure over the counted steps."""
     return statistics.median(step[which] for turn in turns for step in turn["steps"])
+
+
+def parts_of(turns: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median wall seconds of each part of a step, and of the rest."""
+    steps = [step for turn in turns for step in turn["steps"]]
+    parts = {name: statistics.median(step["parts"][name] for step in steps) for name in task.PARTS}
+    rests = [step["wall"] - sum(step["parts"].values()) for step in steps]
+    return {**parts, "rest": statistics.median(rests)}
 
 
 def floor_of(model: Path, turns: list[dict[str, Any]]) -> dict[str, float]:
@@ -128,8 +145,8 @@ def floor_of(model: Path, turns: list[dict[str, Any]]) -> dict[str, float]:
 def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return the lines of a table; ratios are those to the first library."""
     lines = [
-        "| library | CPU s per step | range | ratio | CPU ms per token | ratio | wall s | ratio | peak MB | reward |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| library | steps | CPU s per step | range | ratio | ms per token | ratio | wall s | ratio | MB | reward |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     own: tuple[float, float, float] | None = None
     for library, turns in measured.items():
@@ -144,31 +161,45 @@ def table_of(measured: dict[str, list[dict[str, Any]]]) -> list[str]:
             else []
         )
         peak = max(turn["peak_bytes"] for turn in turns) / 2**20
+        least, most = (function(step["cpu"] for step in steps) for function in (min, max))
         lines.append(
-            f"| {library} | {cpu:.2f} | {min(s['cpu'] for s in steps):.2f} to {max(s['cpu'] for s in steps):.2f} "
-            f"| {own[0] / cpu:.2f} | {per_token:.3f} | {own[1] / per_token:.2f} | {wall:.2f} "
-            f"| {own[2] / wall:.2f} | {peak:.0f} | {' to '.join(rewards) or '-'} |"
+            f"| {library} | {len(steps)} | {cpu:.2f} | {least:.2f} to {most:.2f} | {own[0] / cpu:.2f} "
+            f"| {per_token:.3f} | {own[1] / per_token:.2f} | {wall:.2f} | {own[2] / wall:.2f} | {peak:.0f} "
+            f"| {' to '.join(rewards) or '-'} |"
         )
     return lines
 
 
-def report(measured: dict[str, Any], rounds: int, steps: int) -> str:
+def report(measured: dict[str, Any]) -> str:
     """Return the page."""
     cores = psutil.cpu_count()
     model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     about = f"""# Performance
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
-model on the same data in float32, one thread per process. The processes run one after the other, each {rounds} times,
-with {steps} steps after two that are not counted; figures are medians. Where a title names no model, it has 2.4 M
-parameters. CPU seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the library of the
-row. Peak memory is the sum over processes, in which shared pages count several times.
+model on the same data in float32, one thread per process. The processes run one after the other, each with two steps
+that are not counted; figures are medians over the others. Where a title names no model, it has 2.4 M parameters. CPU
+seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the library of the row. MB are the
+peak memory, summed over processes, in which shared pages count several times.
 
 Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""
     lines = [about]
     for name, turns in measured["tasks"].items():
         lines += ["", f"## {TITLES[name]}", "", *table_of(turns)]
+    if parts := measured["parts"]:
+        lines += [
+            "",
+            "## Parts of a step of lightning-rlhf",
+            "",
+            "Wall seconds. The sync copies the weights to vLLM; the check compares log-probabilities of engine and",
+            "actor; the evaluation computes log-probabilities before the update, and values and reference where there",
+            "are any. With `max_staleness: 1`, generation is the time that the trainer waits for it.",
+            "",
+            f"| run | {' | '.join(task.PARTS)} | rest |",
+            "|---|" + "---|" * (len(task.PARTS) + 1),
+            *(f"| {run} | {' | '.join(f'{value:.2f}' for value in row.values())} |" for run, row in parts.items()),
+        ]
     if floors := measured["floors"]:
         lines += [
             "",
@@ -228,6 +259,42 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
     return "\n".join(lines)
 
 
+def stored(directory: Path) -> dict[str, Any]:
+    """Return all that was measured with a directory, in this call or before, as :func:`report` reads it."""
+    tasks = {
+        name: {library: turns_of(peer, run, directory) for library, (peer, run) in RUNS[name].items()} for name in RUNS
+    }
+    tasks = {name: by_library for name, by_library in tasks.items() if all(by_library.values())}
+    own = {
+        f"{name}, {library}": (name, turns)
+        for name, by_library in tasks.items()
+        for library, turns in by_library.items()
+        if "parts" in turns[0]["steps"][0]
+    }
+    models = {name: directory / task.sizes_of(name).folder / "model" for name in tasks}
+    costs, batches = directory / "costs.json", {}
+    if costs.exists():
+        batches = {times: per_token(json.loads(alone(directory, run).read_text())) for times, run in BATCHES.items()}
+    heads = {}
+    for vocabulary in (32_000, 152_000):
+        command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
+        heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    return {
+        "tasks": tasks,
+        "parts": {run: parts_of(turns) for run, (_, turns) in own.items()},
+        "floors": {run: floor_of(models[name], turns) for run, (name, turns) in own.items() if name != "ppo"},
+        "batches": batches,
+        "costs": json.loads(costs.read_text()) if costs.exists() else None,
+        "head": heads,
+    }
+
+
+def turns_of(peer: str | None, run: str, directory: Path) -> list[dict[str, Any]]:
+    """Return the measurements of the turns of a run."""
+    files = sorted(directory.glob(f"{peer or 'ours'}-{run}-[0-9].json"))
+    return [json.loads(file.read_text()) for file in files]
+
+
 def main() -> None:
     """Measure, print and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -243,26 +310,11 @@ def main() -> None:
     task.prepare(directory)
     if "grpo-smollm2" in options.tasks:
         task.prepare_sums(directory / task.SUMS.folder)
-    results = {name: compare(name, directory, options.rounds, options.steps) for name in options.tasks}
-    floors = {
-        f"{name}, {library}": floor_of(directory / task.sizes_of(name).folder / "model", turns)
-        for name in results
-        if name.startswith("grpo")
-        for library, turns in results[name].items()
-        if "trained_tokens" in turns[0]["steps"][0]
-    }
-    batches: dict[int, float] = {}
-    costs = None
+    for name in options.tasks:
+        compare(name, directory, options.rounds, options.steps)
     if options.costs:
-        batches = {times: per_token(measured_alone(run, directory, steps=2)) for times, run in BATCHES.items()}
-        command = [sys.executable, "-m", "benchmarks.compare.costs", str(directory)]
-        costs = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    heads = {}
-    for vocabulary in (32_000, 152_000):
-        command = [sys.executable, "-m", "benchmarks.compare.head_memory", str(vocabulary)]
-        heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    measured = {"tasks": results, "floors": floors, "batches": batches, "costs": costs, "head": heads}
-    page = report(measured, options.rounds, options.steps)
+        measure_costs(directory)
+    page = report(stored(directory))
     print(page)
     if options.write:
         options.write.write_text(page)

@@ -69,6 +69,7 @@ class Metered(Callback):
                 response_tokens=int(rollout.response_lengths.sum()),
                 trained_tokens=self.trained_tokens,
                 update=pl_module.step_times.update,
+                parts={name: float(trainer.callback_metrics[f"time/{name}_s"]) for name in task.PARTS},
                 reward=float(rollout.reward.mean()),
             )
             self.trained_tokens = 0

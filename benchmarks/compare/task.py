@@ -37,6 +37,10 @@ ARCHITECTURE = {
 }
 
 
+# Parts of a step of lightning-rlhf whose times it logs.
+PARTS = ("generate", "reward", "sync", "check", "evaluate", "update")
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a task of GRPO or PPO, which all libraries share.

@@ -221,8 +221,8 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
 
     Only one role computes at a time. Its memory may peak when its loss is computed (all activations, logits of a
     chunk), while the backward pass is in a layer (all activations, working memory of that layer), when FSDP reduces the
-    last gradients (those outside the layers), or in its optimizer's step (a temporary copy: torch's AdamW takes the
-    root of all second moments at once, DeepSpeed's copies its part of the gradients).
+    last gradients (those outside the layers), or in its optimizer's step, for which DeepSpeed copies its part of the
+    gradients; torch's fused AdamW needs no copy.
 
     Args:
         run: run to plan.
@@ -251,7 +251,7 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
         peaks[f"the layers of the {role.name}"] = Counter(layers | gradients)
         peaks[f"the last sums of the {role.name}"] = Counter({GATHERED: gathered.at_end} | gradients)
         if role.trained and not strategy.offload_optimizer:
-            element = shard.precision.shard if strategy.kind == "zero" else shard.precision.moment
+            element = shard.precision.shard if strategy.kind == "zero" else 0
             step = {STEP: element * shard.trained_elements, GRADIENTS: shard.update_gradients(1)}
             peaks[f"the optimizer's step of the {role.name}"] = Counter(step)
     return peaks
@@ -312,10 +312,17 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
         gpu += resting
         if role.trained and (run.background_save or run.strategy.kind == "zero"):
             host[SAVED] += shard.saved_bytes()
-    gpu += temporary[peak]
-    if run.engine is not None:
-        gpu += engine_bytes(run.engine, run.actor, run.work, run.capacity)
-        if run.engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
-            pushed = run.engine.element_bytes(run.actor) * run.actor.model.elements
-            host[PUSHED] = pushed // run.engine.tensor_parallel_size
+    training = gpu + temporary[peak]
+    if run.engine is None:
+        return training, +host, peak
+    engine = engine_bytes(run.engine, run.actor, run.work, run.capacity)
+    if not run.engine.sleeps:
+        gpu = training + engine
+    elif training.total() < (gpu + engine).total():
+        gpu, peak = gpu + engine, "generation"
+    else:
+        gpu = training
+    if run.engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
+        pushed = run.engine.element_bytes(run.actor) * run.actor.model.elements
+        host[PUSHED] = pushed // run.engine.tensor_parallel_size
     return gpu, +host, peak

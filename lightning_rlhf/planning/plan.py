@@ -75,8 +75,9 @@ class Plan:
         """Number of longest texts that fit into the engine's cache; 0 without an engine."""
         if self.run.engine is None:
             return 0
-        text = memory_.cache_bytes(self.run.engine, self.run.actor) * self.run.work.longest
-        return self.memory[memory_.CACHE] // text
+        run, engine = self.run, self.run.engine
+        text = memory_.cache_bytes(engine, run.actor) * run.work.longest
+        return memory_.engine_bytes(engine, run.actor, run.work, run.capacity)[memory_.CACHE] // text
 
 
 def plan(run: Run, gpus: int) -> Plan:

@@ -189,12 +189,14 @@ class Engine:
         tensor_parallel_size: GPUs of one engine, at least 1.
         sequences: responses generated at once by an engine that reserves nothing.
         dtype: dtype of weights and cache; None uses the dtype of the actor's source.
+        sleeps: whether its memory is free while the module learns (``sleep_while_learning``).
     """
 
     share: float
     tensor_parallel_size: int = 1
     sequences: int = 1
     dtype: str | None = None
+    sleeps: bool = False
 
     def element_bytes(self, actor: Role) -> int:
         """Return the bytes per element of weights and cache."""

@@ -80,9 +80,11 @@ class Collector:
         return self.with_rewards(rollout, scored), scored
 
     def with_rewards(self, rollout: Rollout, scored: RolloutRewards) -> Rollout:
-        """Return a rollout with the results of the reward functions and their weighted sum."""
+        """Return a rollout with the results of the reward functions and their weighted sum, on its device."""
         terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
-        return replace(rollout, rewards=scored.rewards, reward=weighted_sum(terms, len(rollout)))
+        device = rollout.reward.device
+        rewards = {name: values.to(device) for name, values in scored.rewards.items()}
+        return replace(rollout, rewards=rewards, reward=weighted_sum(terms, len(rollout)).to(device))
 
     def begin(
         self, completions: Sequence[Completion], temperature: float

@@ -240,6 +240,7 @@ def engine_of(config: Any) -> Engine | None:
             options.get("gpu_memory_utilization", 0.4),
             options.get("tensor_parallel_size", 1),
             dtype=extra.get("dtype"),
+            sleeps=options.get("sleep_while_learning", False),
         )
     if is_class(config, SharedEngine):
         return engine_of(options["engine"])

@@ -57,6 +57,11 @@ class InProcessVLLMEngine(VLLMEngine):
             self._core = VLLMCore(self.llm_arguments(setup))
 
     @property
+    def shares_cores(self) -> bool:
+        """See :meth:`RolloutEngine.shares_cores`; it computes with the trainer's threads."""
+        return False
+
+    @property
     def overlaps(self) -> bool:
         """See :meth:`RolloutEngine.overlaps`."""
         return False

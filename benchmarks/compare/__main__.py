@@ -269,7 +269,7 @@ def stored(directory: Path) -> dict[str, Any]:
         f"{name}, {library}": (name, turns)
         for name, by_library in tasks.items()
         for library, turns in by_library.items()
-        if "parts" in turns[0]["steps"][0]
+        if "trained_tokens" in turns[0]["steps"][0]
     }
     models = {name: directory / task.sizes_of(name).folder / "model" for name in tasks}
     costs, batches = directory / "costs.json", {}
@@ -298,7 +298,9 @@ def turns_of(peer: str | None, run: str, directory: Path) -> list[dict[str, Any]
 def main() -> None:
     """Measure, print and write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument(
+        "--tasks", nargs="*", choices=RUNS, default=list(RUNS), help="tasks to measure; others keep earlier results"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="turns of each library")
     parser.add_argument("--steps", type=int, default=5, help="steps that are counted in each turn")
     parser.add_argument("--costs", action=argparse.BooleanOptionalAction, default=True, help="also batch sizes, pushes")

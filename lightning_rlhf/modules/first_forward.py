@@ -48,7 +48,8 @@ class FirstForward:
             or module.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
         ):
             return None
-        rows = rollout.map(module.data_ranks.gather)
+        ranks = module.data_ranks
+        rows = rollout.map(ranks.gather) if ranks.size > 1 else rollout
         rows = rows[rows.position.argsort(stable=True)]
         order = shuffled(rows, seed, module.keep_groups)
         return cls(rows.position[order[: module.minibatch_size].to(rows.position.device)])

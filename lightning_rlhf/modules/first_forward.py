@@ -48,8 +48,7 @@ class FirstForward:
             or module.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
         ):
             return None
-        ranks = module.data_ranks
-        rows = rollout.map(ranks.gather) if ranks.size > 1 else rollout
+        rows = rollout.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rollout
         rows = rows[rows.position.argsort(stable=True)]
         order = shuffled(rows, seed, module.keep_groups)
         return cls(rows.position[order[: module.minibatch_size].to(rows.position.device)])
@@ -89,10 +88,11 @@ class FirstForward:
             module: RLHFModule that computed them.
         """
         ranks, rollout = module.data_ranks, experience.rollout
-        positions = ranks.gather(torch.cat(self.positions))
-        gathered = ranks.gather(torch.cat(self.logprobs))
+        positions, logprobs = torch.cat(self.positions), torch.cat(self.logprobs)
+        if ranks.size > 1:
+            positions, logprobs = ranks.gather(positions), ranks.gather(logprobs)
         same = rollout.position.unsqueeze(1) == positions
-        recorded = gathered[same.long().argmax(dim=1), : rollout.response_ids.shape[1]]
+        recorded = logprobs[same.long().argmax(dim=1), : rollout.response_ids.shape[1]]
         old = torch.where(same.any(dim=1, keepdim=True), recorded, experience.old_logprobs)
         mask = rollout.response_mask & rollout.included.unsqueeze(1)
         _, _, metrics = module.correction(old, rollout.rollout_logprobs, mask, ranks)

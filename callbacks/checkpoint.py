@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import Optimizer
 
 from lightning_rlhf.compat import checkpoint_state, save_checkpoint_now, training_ends
 from lightning_rlhf.expected_errors import UsageError
@@ -162,7 +163,15 @@ class RunCheckpoint(ModelCheckpoint):
             self._saved_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Discard the state of the last step, which the update will change; this callback runs last."""
+        """Discard the state of the last step, which the step will change; this callback runs last.
+
+        While rewards are still computed, a failure of theirs must not lose it: it is kept until the first update.
+        """
+        if getattr(pl_module, "pending_score", None) is None:
+            self._state = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Discard the state of the last step, whose weights the update changes."""
         self._state = None
 
     def on_train_batch_end(

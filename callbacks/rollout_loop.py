@@ -218,8 +218,8 @@ class RolloutLoop(Callback):
         limit_gpu_memory(trainer.strategy.root_device, 0.0)
 
     def _close(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        threads, self._threads = self._threads, None
+        torch.set_num_threads(threads or torch.get_num_threads())
         self.reward_executor.close()
         if self.engine is not None:
             self.engine.close()

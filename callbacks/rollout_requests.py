@@ -61,7 +61,7 @@ class RolloutRequest:
         """Wait for the completions and start to score them.
 
         Returns:
-            The rollout with rewards of 0, and a function that waits for the results of the reward functions.
+            The rollout with rewards of NaN, and a function that waits for the results of the reward functions.
         """
         return self.collector.begin(self.completions(), self.temperature)
 

@@ -25,7 +25,12 @@ from .checks import tensor_ranks
 from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .rollout_requests import RequestsAhead, RolloutRequest, covered
 
-_READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")  # methods that may read rewards at once
+_READ_REWARDS = (
+    "receive",
+    "pop_rollout",
+    "evaluate",
+    "training_step",
+)  # an override may read rewards before evaluate()
 _CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
 
 
@@ -124,8 +129,8 @@ class StepRollouts:
         module: module of the run.
         clock: clock of the current step.
         requests: requests for the current step.
-        scoring: request and function that waits for its rewards, if they are still computed; the function is missing
-            on ranks that are not the first of those with the same data.
+        scoring: request, and the function that waits for its rewards, while they are computed; the list is empty except
+            on the group leader.
         reward_metrics: metrics of the reward functions in the current step.
     """
 
@@ -232,12 +237,9 @@ class StepRollouts:
         """
         assert self.scoring is not None
         request, waits = self.scoring
-        with self.clock("time/reward_s"):
-            scored = self.module.role_strategy.run_on_group_leader(lambda: waits[0]())
-        waited = {"time/reward_s": self.clock.seconds["time/reward_s"]}
-        metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
+        scored = self.module.role_strategy.run_on_group_leader(lambda: waits[0]())
         self.reward_metrics.append(scored.metrics)
-        self.module.log_step("rewards", metrics | self._means())
+        self.module.log_step("rewards", self._means())
         return request.collector.with_rewards(rollout, scored)
 
     def _means(self) -> dict[str, float]:
@@ -257,8 +259,6 @@ class StepRollouts:
         ranks, device = self.module.data_ranks, self.module.device
         tokens = sum(len(each.token_ids) for request in self.requests for each in request.completions())
         largest = {**self.clock.seconds, "generation": self.clock.seconds["time/generate_s"]}
-        if self.scoring is not None:
-            largest.pop("time/reward_s", None)  # score() logs it, and the metrics of the rewards
         if not self.are_current:
             largest["generation"] = covered([request.interval for request in self.requests], -inf, inf)
         summed = {"tokens": float(tokens)}
@@ -278,7 +278,7 @@ class StepRollouts:
                     f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
                     f"max_staleness {max_staleness} allows"
                 )
-        return metrics | (self._means() if self.scoring is None else {})
+        return metrics | (self._means() if self.scoring is None else {})  # score() logs them later
 
     def any_rank(self, needs_more: bool) -> bool:
         """Return whether any rank that shares the engine needs another round; then all of them generate."""

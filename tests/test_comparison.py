@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,7 @@ def test_the_page_has_the_measured_figures():
         "batches": {1: 2.0, 16: 2.1},
         "costs": costs,
         "head": {32_000: 84},
+        "dates": [date(2026, 11, 22), date(2026, 11, 23)],
     }
     page = command.report(measured)
     for line in (

@@ -82,14 +82,16 @@ def alone(directory: Path, run: str) -> Path:
 
 def measure_costs(directory: Path) -> None:
     """Measure larger batches, and the costs besides the steps."""
+    (directory / "costs.json").unlink(missing_ok=True)
     for run in BATCHES.values():
         result = alone(directory, run)
         result.unlink(missing_ok=True)
         command = [sys.executable, "-m", "benchmarks.compare.ours", run, str(directory), str(result), "2"]
         print(f"{run}: {per_token(measure(command, result, result.with_suffix('.log'))):.3f} ms per token", flush=True)
     command = [sys.executable, "-m", "benchmarks.compare.costs", str(directory)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    (directory / "costs.json").write_text(output)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment)
+    (directory / "costs.json").write_text(done.stdout)
 
 
 def per_token(turn: dict[str, Any]) -> float:
@@ -100,7 +102,7 @@ def per_token(turn: dict[str, Any]) -> float:
 def compare(name: str, directory: Path, rounds: int, steps: int) -> None:
     """Measure all libraries on a task in turns, into files that replace those of earlier calls."""
     for peer, run in RUNS[name].values():
-        for file in directory.glob(f"{peer or 'ours'}-{run}-[0-9].*"):
+        for file in directory.glob(f"{peer or 'ours'}-{run}-[0-9]*"):
             file.unlink()
     for turn in range(rounds):
         for library, (peer, run) in RUNS[name].items():
@@ -174,6 +176,7 @@ def report(measured: dict[str, Any]) -> str:
     """Return the page."""
     cores = psutil.cpu_count()
     model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    days = " and ".join(f"{day:%d %B %Y}" for day in measured["dates"])
     about = f"""# Performance
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
@@ -182,7 +185,7 @@ that are not counted; figures are medians over the others. Where a title names n
 seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the library of the row. MB are the
 peak memory, summed over processes, in which shared pages count several times.
 
-Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].strip()}, Python
+Measured on {days}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""
     lines = [about]
     for name, turns in measured["tasks"].items():
@@ -194,7 +197,8 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
             "",
             "Wall seconds. The sync copies the weights to vLLM; the check compares log-probabilities of engine and",
             "actor; the evaluation computes log-probabilities before the update, and values and reference where there",
-            "are any. With `max_staleness: 1`, generation is the time that the trainer waits for it.",
+            "are any; the rest is data, logging and the start of generation. With `max_staleness: 1`, `generate` is",
+            "the time that the trainer waits for responses.",
             "",
             f"| run | {' | '.join(task.PARTS)} | rest |",
             "|---|" + "---|" * (len(task.PARTS) + 1),
@@ -205,10 +209,11 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
             "",
             "## Updates and their matrix products",
             "",
-            "The updates of a step, the tokens that they compute (a prompt once for the responses that share it), and",
-            "the time of the matrix products of layers and head for these tokens, measured after the runs:",
+            "The table compares the updates of a step with the matrix products of layers and head for the tokens that",
+            "they compute; a prompt counts once for the responses that share it. The products were measured after the",
+            "runs.",
             "",
-            "| run | tokens | of responses | updates, s | matrix products, s | ratio |",
+            "| run | tokens | of responses | updates, wall s | products, CPU s | ratio |",
             "|---|---|---|---|---|---|",
             *(
                 f"| {run} | {row['tokens']:.0f} | {row['response_tokens']:.0f} | {row['update']:.2f} "
@@ -261,10 +266,11 @@ Measured on {date.today():%d %B %Y}: {cores} cores of {model.partition(":")[2].s
 
 def stored(directory: Path) -> dict[str, Any]:
     """Return all that was measured with a directory, in this call or before, as :func:`report` reads it."""
-    tasks = {
+    all_turns = {
         name: {library: turns_of(peer, run, directory) for library, (peer, run) in RUNS[name].items()} for name in RUNS
     }
-    tasks = {name: by_library for name, by_library in tasks.items() if all(by_library.values())}
+    measured = {name: {library: turns for library, turns in all_turns[name].items() if turns} for name in all_turns}
+    tasks = {name: turns for name, turns in measured.items() if next(iter(RUNS[name])) in turns and len(turns) > 1}
     own = {
         f"{name}, {library}": (name, turns)
         for name, by_library in tasks.items()
@@ -281,17 +287,18 @@ def stored(directory: Path) -> dict[str, Any]:
         heads[vocabulary] = int(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     return {
         "tasks": tasks,
-        "parts": {run: parts_of(turns) for run, (_, turns) in own.items()},
+        "parts": {run: parts_of(turns) for run, (_, turns) in own.items() if "parts" in turns[0]["steps"][0]},
         "floors": {run: floor_of(models[name], turns) for run, (name, turns) in own.items() if name != "ppo"},
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,
         "head": heads,
+        "dates": sorted({date.fromtimestamp(file.stat().st_mtime) for file in directory.glob("*-[0-9]*.json")}),
     }
 
 
 def turns_of(peer: str | None, run: str, directory: Path) -> list[dict[str, Any]]:
     """Return the measurements of the turns of a run."""
-    files = sorted(directory.glob(f"{peer or 'ours'}-{run}-[0-9].json"))
+    files = sorted(directory.glob(f"{peer or 'ours'}-{run}-[0-9]*.json"))
     return [json.loads(file.read_text()) for file in files]
 
 

@@ -34,7 +34,7 @@ def join(rollout: Rollout, width: int | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         rollout: B rows.
-        width: width L of the result; None is the longest prompt with response, which a GPU must be waited for.
+        width: width L of the result; None uses the longest prompt with response, for which the host waits for a GPU.
 
     Returns:
         input_ids: (B, L) int64, right-padded with 0.

@@ -50,8 +50,10 @@ class FirstForward:
             return None
         rows = rollout.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rollout
         rows = rows[rows.position.argsort(stable=True)]
-        order = shuffled(rows, seed, module.keep_groups)
-        return cls(rows.position[order[: module.minibatch_size].to(rows.position.device)])
+        if len(rows.position.unique()) < len(rows):  # without own numbers, each rank counts from 0
+            return None
+        first = shuffled(rows, seed, module.keep_groups)[: module.minibatch_size].to(rows.position.device)
+        return cls(rows.position[first]) if rows.included[first].any() else None
 
     def other_rows(self, module: Any, rollout: Rollout) -> Tensor | None:
         """Return the numbers of the rows that need a separate pass; None where no rank has any. All ranks.
@@ -65,8 +67,8 @@ class FirstForward:
             others[0] = True
         return others.nonzero().squeeze(1)
 
-    def record(self, rows: Experience, logprobs: Tensor) -> Tensor:
-        """Store and return the old log-probs of a micro-batch, (rows, T) without gradient.
+    def record(self, rows: Experience, logprobs: Tensor) -> Experience:
+        """Store the old log-probs of a micro-batch, and return its rows with them.
 
         They are the given ones for rows of the first mini-batch, and those of the separate pass for others.
 
@@ -78,23 +80,27 @@ class FirstForward:
         is_first = torch.isin(position, self.first).unsqueeze(1)
         self.positions.append(position)
         self.logprobs.append(torch.where(is_first, logprobs.detach(), rows.old_logprobs))
-        return self.logprobs[-1]
+        return replace(rows, old_logprobs=self.logprobs[-1])
 
-    def fill(self, experience: Experience, module: Any) -> tuple[Experience, dict[str, float]]:
-        """Return an experience with the recorded log-probs, and the metrics of their gap to the engine's. All ranks.
+    def fill(self, experience: Experience, module: Any) -> Experience:
+        """Return an experience with the recorded log-probs; set the metrics of their gap to the engine's. All ranks.
 
         Args:
             experience: rows of this rank, whose log-probs other ranks may have computed.
             module: RLHFModule that computed them.
         """
+        if not self.logprobs:  # no mini-batch had a token to learn from
+            return experience
         ranks, rollout = module.data_ranks, experience.rollout
         positions, logprobs = torch.cat(self.positions), torch.cat(self.logprobs)
         if ranks.size > 1:
             positions, logprobs = ranks.gather(positions), ranks.gather(logprobs)
-        same = rollout.position.unsqueeze(1) == positions
-        recorded = logprobs[same.long().argmax(dim=1), : rollout.response_ids.shape[1]]
-        old = torch.where(same.any(dim=1, keepdim=True), recorded, experience.old_logprobs)
+        ordered, order = positions.sort()
+        index = torch.searchsorted(ordered, rollout.position).clamp(max=len(ordered) - 1)
+        is_recorded = (ordered[index] == rollout.position).unsqueeze(1)
+        recorded = logprobs[order[index], : rollout.response_ids.shape[1]]
+        old = torch.where(is_recorded, recorded, experience.old_logprobs)
         mask = rollout.response_mask & rollout.included.unsqueeze(1)
-        _, _, metrics = module.correction(old, rollout.rollout_logprobs, mask, ranks)
+        _, _, module.evaluation_metrics = module.correction(old, rollout.rollout_logprobs, mask, ranks)
         ref = experience.ref_logprobs if module.has_ref else old
-        return replace(experience, old_logprobs=old, ref_logprobs=ref), metrics
+        return replace(experience, old_logprobs=old, ref_logprobs=ref)

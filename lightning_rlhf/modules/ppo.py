@@ -75,8 +75,9 @@ class PPOModule(RLHFModule):
 
     @property
     def selects_rows(self) -> bool:
-        """Whether ``resampling`` leaves out or repeats responses."""
-        return self.resampling is not None
+        """Whether ``resampling`` or a subclass leaves out or repeats responses."""
+        is_own = type(self).select_training_rows is not PPOModule.select_training_rows
+        return is_own or self.resampling is not None
 
     def select_training_rows(self, experience: Experience) -> Experience:
         """Return all responses, or those that ``resampling`` draws."""

@@ -120,7 +120,7 @@ class RLHFModule(RoleModule):
         self.target_kl = target_kl
         self.last_rollout: Rollout | None = None  # for callbacks
         self._received: tuple[Rollout, Rollout | None] | None = None
-        self._score: Callable[[Rollout], Rollout] | None = None
+        self.pending_score: Callable[[Rollout], Rollout] | None = None  # adds the rewards that are still computed
         check_algorithm(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ class RLHFModule(RoleModule):
             updates += "actor" in results
             if self.exceeds_target_kl(results):
                 break
-        if self.first_forward is not None and self.first_forward.logprobs:
-            experience, self.evaluation_metrics = self.first_forward.fill(experience, self)
-            self.experience = experience
+        if self.first_forward is not None:
+            experience = self.experience = self.first_forward.fill(experience, self)
+            self.first_forward = None
         roles = {*self.sources, *(["ref"] if self.has_ref else [])}
         metrics = describe(experience, roles, self.data_ranks)
         metrics |= {**self.evaluation_metrics, **means.means(self.data_ranks), "kl/coef": self.kl_coef}
@@ -231,21 +231,22 @@ class RLHFModule(RoleModule):
     def actor_loss(self, rows: Experience, means: MeanAccumulator) -> Tensor:
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
-        old_logprobs = rows.old_logprobs if self.first_forward is None else self.first_forward.record(rows, logprobs)
-        policy, diagnostics = self.policy_loss(logprobs, old_logprobs, rows.advantages, rows.mask, rows.selected_tokens)
+        if self.first_forward is not None:
+            rows = self.first_forward.record(rows, logprobs)
+        mask = rows.mask
+        policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
         policy = policy * self.importance_weights(logprobs, rows, means)
         loss = policy
         if self.ent_coef > 0:
             loss = loss - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
-            kl = self.kl_loss(logprobs, rows.ref_logprobs, rows.mask, old_logprobs)
+            kl = self.kl_loss(logprobs, rows.ref_logprobs, mask, rows.old_logprobs)
             loss = loss + self.kl_loss.coef * kl
-            means.add("loss/kl", kl, rows.mask)
-        means.add("loss/policy", policy, rows.mask)
-        means.add("policy/entropy", entropy, rows.mask)
-        means.add_approx_kl(diagnostics.pop("approx_kl"), rows.mask)
-        for name, values in diagnostics.items():
-            means.add(f"policy/{name}", values, rows.mask)
+            means.add("loss/kl", kl, mask)
+        means.add_approx_kl(diagnostics.pop("approx_kl"), mask)
+        named = {"loss/policy": policy, "policy/entropy": entropy}
+        for name, values in (named | {f"policy/{name}": values for name, values in diagnostics.items()}).items():
+            means.add(name, values, mask)
         return self.aggregated(loss, rows)
 
     def importance_weights(self, logprobs: Tensor, rows: Experience, means: MeanAccumulator) -> Tensor:
@@ -291,7 +292,7 @@ class RLHFModule(RoleModule):
             greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
             score: function that adds the rewards to a rollout once they are computed; None if it has them.
         """
-        self._score = score
+        self.pending_score = score
         self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
 
     def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
@@ -320,8 +321,9 @@ class RLHFModule(RoleModule):
         if self.has_ref:
             ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
         values, final_values = self.values(rollout)
-        if self._score is not None:
-            rollout = self.last_rollout = self._score(rollout)
+        if self.pending_score is not None:
+            score, self.pending_score = self.pending_score, None
+            rollout = self.last_rollout = score(rollout)
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(
@@ -357,18 +359,16 @@ class RLHFModule(RoleModule):
         )
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
-        """Return the actor's scores before the first update, or the engine's log-probs in their place. All ranks."""
-        logprobs, entropy = rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs)
-        if self.correction.bypass:
-            return TokenScores(logprobs, entropy)
+        """Return the actor's scores before the first update, or the engine's log-probs as placeholders. All ranks."""
         squares = self.advantages.needs_sum_pi_squared
         score = partial(self.map_micro_batches, partial(self.actor_scores, "actor", squares=squares))
-        if self.first_forward is None:
+        if self.first_forward is None and not self.correction.bypass:
             return TokenScores(*score(rollout))
-        rows = self.first_forward.other_rows(self, rollout)
+        logprobs = rollout.rollout_logprobs
+        rows = None if self.first_forward is None else self.first_forward.other_rows(self, rollout)
         if rows is not None:
             logprobs = logprobs.index_copy(0, rows, score(rollout[rows])[0])
-        return TokenScores(logprobs, entropy)
+        return TokenScores(logprobs, torch.zeros_like(logprobs))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return (B, T) the reward at the policy's last token, minus the KL penalty of each of its tokens."""

@@ -318,10 +318,12 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
     engine = engine_bytes(run.engine, run.actor, run.work, run.capacity)
     if not run.engine.sleeps:
         gpu = training + engine
-    elif training.total() < (gpu + engine).total():
-        gpu, peak = gpu + engine, "generation"
     else:
-        gpu = training
+        # In validations, the frozen models compute while the engine is awake.
+        frozen = tuple(f"of the {role.name}" for role in run.roles if not role.trained)
+        passes = [bytes_ for moment, bytes_ in temporary.items() if moment.endswith(frozen)]
+        generation = gpu + engine + max(passes, key=Counter.total, default=Counter())
+        gpu, peak = max((training, peak), (generation, "generation"), key=lambda each: each[0].total())
     if run.engine.share:  # vLLM: a copy in shared memory for each engine, in the engine's dtype
         pushed = run.engine.element_bytes(run.actor) * run.actor.model.elements
         host[PUSHED] = pushed // run.engine.tensor_parallel_size

@@ -111,7 +111,7 @@ class RewardExecutor:
     def begin(
         self, columns: Mapping[str, list[Any]], state: TrainerState | None = None, started: Calls | None = None
     ) -> Callable[[], RolloutRewards]:
-        """Start all calls of :meth:`score`, whose arguments it has; functions of this thread run at once.
+        """Start all calls; arguments as of :meth:`score`. Functions of this thread run at once.
 
         Returns:
             Function that waits for the calls and returns the rewards, or raises as :meth:`score` does.

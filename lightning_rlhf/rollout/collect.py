@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -92,7 +93,7 @@ class Collector:
         """Start the reward functions; arguments and errors are those of :meth:`rollout`.
 
         Returns:
-            The rollout with rewards of 0, and a function that waits for the results of the reward functions.
+            The rollout with rewards of NaN, and a function that waits for the results of the reward functions.
         """
         batch = self._batch
         size = self._size
@@ -118,7 +119,7 @@ class Collector:
             response_mask=mask,
             rollout_logprobs=logprobs,
             rewards={},
-            reward=torch.zeros(len(completions)),
+            reward=torch.full((len(completions),), math.nan),
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
             policy_version=versions,

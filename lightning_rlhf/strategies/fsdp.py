@@ -214,7 +214,8 @@ class RLHFFSDPStrategy(ReshardableCheckpoints, DistributedRoles, ModelParallelSt
         """See :meth:`RoleStrategy.iter_own_params`; tensors are gathered one at a time."""
         self._reshard(name)
         for parameter_name, parameter in super().iter_own_params(name, wanted):
-            shard = parameter.to(self.root_device, dtype if parameter.ndim > 1 else None)
+            narrows = dtype is not None and parameter.ndim > 1 and dtype.itemsize < parameter.element_size()
+            shard = parameter.to(self.root_device, dtype if narrows else None)
             assert isinstance(shard, DTensor)
             yield parameter_name, shard.full_tensor()
 

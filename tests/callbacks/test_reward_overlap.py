@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rlhf import PPOModule
-from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
+from lightning_rlhf.callbacks import DynamicSampling, GracefulShutdown, RolloutLog, RunCheckpoint
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import exact
 
@@ -104,6 +104,27 @@ def test_a_failure_ends_the_run_with_its_cause(run):
     made = made_with(run, rewards=(broken,), loop={"val_metric": "broken", "validate_at_ends": False})
     with pytest.raises(RuntimeError, match="reward function 'broken' raised ZeroDivisionError: no completions"):
         made.fit()
+
+
+@pytest.mark.parametrize("kind", [PPOModule, Reading], ids=["overlapping", "waiting"])
+def test_the_last_finished_step_is_saved_if_a_function_fails(run, kind, tmp_path):
+    scored = []
+
+    async def broken(completions):
+        await asyncio.sleep(0.01)
+        scored.append(len(completions))
+        if len(scored) == 2:
+            raise ZeroDivisionError("no completions")
+        return [1.0] * len(completions)
+
+    callbacks = [RunCheckpoint(every_n_steps=100), GracefulShutdown()]
+    loop = {"val_metric": "broken", "validate_at_ends": False}
+    made = made_with(run, kind, (broken,), loop=loop, callbacks=callbacks, trainer={"enable_checkpointing": True})
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        made.fit()
+    assert made.trainer.global_step == 1
+    (saved,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == 1
 
 
 def test_the_log_of_rollouts_has_the_rewards(run, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, RLHFModule
+from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.modules.response_pairs import OnlineDPOModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.covariance_policy_losses import ClipCovLoss
@@ -43,6 +44,19 @@ class Counted(RLHFModule):
         return super().actor_scores(role, rollout, squares)
 
 
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """What FirstForward.of_step returned in each step."""
+    made, of_step = [], FirstForward.of_step
+
+    def remembered(*arguments):
+        made.append(of_step(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(FirstForward, "of_step", remembered)
+    return made
+
+
 def trained(kind, **arguments):
     arguments = {"advantages": GRPO(), "minibatch_size": ROWS, "actor_optimizer": SGD, **arguments}
     module = kind(TinyModel(), **arguments)
@@ -66,12 +80,13 @@ def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
 
 
 @pytest.mark.parametrize("kl_loss", [KLTerm(0.0), KLTerm(0.1, "k3")], ids=["no KL", "KL loss"])
-def test_several_micro_batches_and_a_reference(kl_loss):
+def test_several_micro_batches_and_a_reference(kl_loss, made):
     options = {"kl_loss": kl_loss, "ref": TinyModel(seed=1), "micro_batch_tokens": 16}
     module, metrics = trained(RLHFModule, **options)
+    assert len(made[-1].logprobs) > 1
+    assert module.first_forward is None  # later evaluations are of other rows
     separate, expected = trained(Separate, **options)
-    assert module.first_forward is not None
-    assert len(module.first_forward.logprobs) > 1
+    assert made[-1] is None
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(module.experience.ref_logprobs, separate.experience.ref_logprobs, rtol=0, atol=1e-5)
     for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "loss/policy", "grad_norm/actor"):
@@ -82,11 +97,11 @@ def test_several_micro_batches_and_a_reference(kl_loss):
 
 @pytest.mark.parametrize("keep_groups", [False, True])
 @pytest.mark.parametrize("size", [4, 3, 2])
-def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups):
+def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, made):
     options = {"minibatch_size": size, "keep_groups": keep_groups, "micro_batch_tokens": 24}
     module, metrics = trained(RLHFModule, **options)
+    assert len(made[-1].first) == size
     separate, expected = trained(Separate, **options)
-    assert len(module.first_forward.first) == size
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
@@ -113,6 +128,11 @@ class OwnRows(RLHFModule):
         return experience
 
 
+class OwnRowsOfPPO(PPOModule):
+    def select_training_rows(self, experience):
+        return experience
+
+
 class OwnRewards(RLHFModule):
     def token_rewards(self, rollout, reward, logprobs, ref_logprobs):
         return super().token_rewards(rollout, reward, logprobs, ref_logprobs)
@@ -133,31 +153,53 @@ class OwnRewards(RLHFModule):
     ],
     ids=str,
 )
-def test_other_steps_have_a_separate_pass_for_all_rows(kind, arguments):
-    module, _ = trained(kind, **arguments)
-    assert module.first_forward is None
+def test_other_steps_have_a_separate_pass_for_all_rows(kind, arguments, made):
+    trained(kind, **arguments)
+    assert made == [None, None]
 
 
-def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass():
+def test_modules_with_other_losses_or_drawn_responses_have_a_separate_pass(made):
     for module in (
         OnlineDPOModule(TinyModel(), minibatch_size=ROWS),
         PPOModule(TinyModel(), minibatch_size=ROWS, resampling=ScoreResampling()),
         PPOModule(TinyModel(), minibatch_size=ROWS, critic_warmup_steps=9),
+        OwnRowsOfPPO(TinyModel(), minibatch_size=ROWS),
     ):
         fit(module, [rollout()])
-        assert module.first_forward is None, module
+    assert not any(made)
 
 
-def test_the_critic_of_ppo_does_not_prevent_it():
-    module = PPOModule(TinyModel(), minibatch_size=ROWS)
-    fit(module, [rollout()])
-    assert module.first_forward is not None
+@pytest.mark.parametrize("fault", ["numbers that several rows have", "nothing to learn from first"])
+def test_rollouts_that_do_not_allow_it_have_a_separate_pass(fault, made):
+    given = rollout()
+    if fault.startswith("numbers"):
+        given.position[1] = given.position[0]
+    else:
+        given.included[:] = False
+    fit(RLHFModule(TinyModel(), advantages=GRPO(), minibatch_size=4, actor_optimizer=SGD), [given])
+    assert made == [None]
 
 
-def test_a_preset_with_one_update_uses_it():
-    module = GRPOModule(TinyModel(), minibatch_size=ROWS)
-    fit(module, [rollout()])
-    assert module.first_forward is not None
+def test_losses_of_subclasses_get_the_recorded_log_probs():
+    class Weighted(RLHFModule):
+        seen = ()
+
+        def importance_weights(self, logprobs, rows, means):
+            self.seen = (*self.seen, float((logprobs.detach() - rows.old_logprobs).abs().max()))
+            return super().importance_weights(logprobs, rows, means)
+
+    module, _ = trained(Weighted)
+    assert module.seen == (0.0, 0.0)
+
+
+def test_the_critic_of_ppo_does_not_prevent_it(made):
+    fit(PPOModule(TinyModel(), minibatch_size=ROWS), [rollout()])
+    assert made[0] is not None
+
+
+def test_a_preset_with_one_update_uses_it(made):
+    fit(GRPOModule(TinyModel(), minibatch_size=ROWS), [rollout()])
+    assert made[0] is not None
 
 
 def test_responses_without_a_token_to_learn_from_leave_the_metrics_of_the_rollout():

@@ -213,9 +213,9 @@ def test_the_engine_fills_its_share_with_cache():
 
 
 def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns():
-    def planned(share, sleeps):
+    def planned(share, sleeps, *roles):
         engine = Engine(share, dtype="bfloat16", sleeps=sleeps)
-        return memory(Run([ACTOR, REF], strategy("rlhf_fsdp"), WORK, engine, capacity=2**32), 8)
+        return memory(Run([ACTOR, *roles], strategy("rlhf_fsdp"), WORK, engine, capacity=2**32), 8)
 
     awake, _, peak = planned(0.5, sleeps=False)
     small, _, small_peak = planned(2**-20, sleeps=True)
@@ -226,6 +226,8 @@ def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns():
     assert large_peak == "generation"
     assert large[terms.ENGINE] + large[terms.CACHE] == 2**31
     assert not large[terms.ACTIVATIONS]
+    validated, _, _ = planned(0.5, True, REF)  # frozen models compute in validations, while the engine is awake
+    assert validated[terms.ACTIVATIONS] > 0
     assert large[terms.PARAMETERS] == awake[terms.PARAMETERS]
     assert host[terms.PUSHED] == 2 * ACTOR.model.elements
 

@@ -141,6 +141,7 @@ def test_an_engine_on_cpus_has_the_threads_of_the_setup_unless_it_has_its_own_nu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert child_environment((), 1)["OMP_NUM_THREADS"] == "3"
     assert child_environment((), 1, cpu_threads=2)["OMP_NUM_THREADS"] == "2"
+    assert child_environment((), 2)["OMP_NUM_THREADS"] == "1"  # for each of two workers
     assert VLLMEngine().shares_cores
     assert not VLLMEngine(cpu_threads=2).shares_cores
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -73,8 +73,9 @@ class VLLMEngine(RolloutEngine):
     Args:
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
         tensor_parallel_size: number of GPUs of the engine, at least 1.
-        cpu_threads: number of threads of the engine on a machine without GPU, at least 1; None is the trainer's number,
-            or half of it where the engine generates while the module learns, and the trainer then keeps the other half.
+        cpu_threads: number of threads of each process of the engine on a machine without GPU, at least 1; None divides
+            the trainer's number by ``tensor_parallel_size``, or half of it where the engine generates while the module
+            learns, and the trainer then keeps the other half.
         arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
         deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
             (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
@@ -179,7 +180,8 @@ class VLLMEngine(RolloutEngine):
         """Start the process without waiting until it is ready."""
         environment = self._environment(setup)
         if not torch.cuda.is_available():
-            environment["OMP_NUM_THREADS"] = str(self._cpu_threads or setup.threads)
+            threads = self._cpu_threads or max(1, setup.threads // self._tensor_parallel_size)  # of each worker
+            environment["OMP_NUM_THREADS"] = str(threads)
         if setup.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._published = PublishedNames(setup.model)

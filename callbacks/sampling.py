@@ -237,9 +237,12 @@ class StepRollouts:
         """
         assert self.scoring is not None
         request, waits = self.scoring
-        scored = self.module.role_strategy.run_on_group_leader(lambda: waits[0]())
+        with self.clock("time/reward_s"):
+            scored = self.module.role_strategy.run_on_group_leader(lambda: waits[0]())
+        waited = {"time/reward_s": self.clock.seconds["time/reward_s"]}
+        metrics = max_over_ranks(waited, self.module.data_ranks, self.module.device)
         self.reward_metrics.append(scored.metrics)
-        self.module.log_step("rewards", self._means())
+        self.module.log_step("rewards", metrics | self._means())
         return request.collector.with_rewards(rollout, scored)
 
     def _means(self) -> dict[str, float]:
@@ -259,6 +262,8 @@ class StepRollouts:
         ranks, device = self.module.data_ranks, self.module.device
         tokens = sum(len(each.token_ids) for request in self.requests for each in request.completions())
         largest = {**self.clock.seconds, "generation": self.clock.seconds["time/generate_s"]}
+        if self.scoring is not None:
+            largest.pop("time/reward_s", None)  # score() logs it, and the metrics of the rewards
         if not self.are_current:
             largest["generation"] = covered([request.interval for request in self.requests], -inf, inf)
         summed = {"tokens": float(tokens)}
@@ -278,7 +283,7 @@ class StepRollouts:
                     f"a token is from weights that are {metrics['rollout/staleness_max']:g} steps old, more than "
                     f"max_staleness {max_staleness} allows"
                 )
-        return metrics | (self._means() if self.scoring is None else {})  # score() logs them later
+        return metrics | (self._means() if self.scoring is None else {})
 
     def any_rank(self, needs_more: bool) -> bool:
         """Return whether any rank that shares the engine needs another round; then all of them generate."""

@@ -25,12 +25,8 @@ from .checks import tensor_ranks
 from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .rollout_requests import RequestsAhead, RolloutRequest, covered
 
-_READ_REWARDS = (
-    "receive",
-    "pop_rollout",
-    "evaluate",
-    "training_step",
-)  # an override may read rewards before evaluate()
+# Methods whose overrides may read rewards before RLHFModule.evaluate() has added them.
+_READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
 _CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
 
 

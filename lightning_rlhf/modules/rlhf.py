@@ -121,6 +121,7 @@ class RLHFModule(RoleModule):
         self.last_rollout: Rollout | None = None  # for callbacks
         self._received: tuple[Rollout, Rollout | None] | None = None
         self.pending_score: Callable[[Rollout], Rollout] | None = None  # adds the rewards that are still computed
+        self.reward_wait = 0.0  # seconds in which evaluate() waited for these rewards
         check_algorithm(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class RLHFModule(RoleModule):
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
         self.kl_to_ref = metrics.get("kl/ref")
         metrics["policy/updates"] = self.actor_updates = updates  # fewer where target_kl was exceeded
-        self.step_times = StepTimes(evaluate=evaluated - started, update=time.perf_counter() - evaluated)
+        self.step_times = StepTimes(evaluated - started - self.reward_wait, time.perf_counter() - evaluated)
         metrics |= {f"time/{part}_s": seconds for part, seconds in vars(self.step_times).items()}
         rewards = [f"reward/{name}" for name in experience.rollout.rewards]
         self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
@@ -235,8 +236,7 @@ class RLHFModule(RoleModule):
             rows = self.first_forward.record(rows, logprobs)
         mask = rows.mask
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
-        policy = policy * self.importance_weights(logprobs, rows, means)
-        loss = policy
+        loss = policy = policy * self.importance_weights(logprobs, rows, means)
         if self.ent_coef > 0:
             loss = loss - self.ent_coef * entropy
         if self.kl_loss.coef > 0:
@@ -292,7 +292,7 @@ class RLHFModule(RoleModule):
             greedy: one greedy response to each prompt, in the order of the groups, for estimators that need them.
             score: function that adds the rewards to a rollout once they are computed; None if it has them.
         """
-        self.pending_score = score
+        self.pending_score, self.reward_wait = score, 0.0
         self._received = rollout.to(self.device), None if greedy is None else greedy.to(self.device)
 
     def pop_rollout(self) -> tuple[Rollout, Rollout | None]:
@@ -322,8 +322,9 @@ class RLHFModule(RoleModule):
             ref_logprobs = self.map_micro_batches(partial(self.actor_scores, "ref"), rollout)[0]
         values, final_values = self.values(rollout)
         if self.pending_score is not None:
-            score, self.pending_score = self.pending_score, None
-            rollout = self.last_rollout = score(rollout)
+            started = time.perf_counter()
+            rollout, self.pending_score = self.pending_score(rollout), None
+            self.last_rollout, self.reward_wait = rollout, time.perf_counter() - started
         reward = self.total_reward(rollout)
         token_rewards = self.token_rewards(rollout, reward, old.logprobs, ref_logprobs)
         inputs = AdvantageInputs(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rlhf import PPOModule
-from lightning_rlhf.callbacks import DynamicSampling, GracefulShutdown, RolloutLog, RunCheckpoint
+from lightning_rlhf.callbacks import DynamicSampling, GracefulShutdown, RolloutLog, RunCheckpoint, Throughput
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import exact
 
@@ -104,6 +104,37 @@ def test_a_failure_ends_the_run_with_its_cause(run):
     made = made_with(run, rewards=(broken,), loop={"val_metric": "broken", "validate_at_ends": False})
     with pytest.raises(RuntimeError, match="reward function 'broken' raised ZeroDivisionError: no completions"):
         made.fit()
+
+
+def test_the_last_finished_step_can_be_saved_until_the_first_update(run):
+    between_steps = []
+
+    class Watched(PPOModule):
+        def update(self, *arguments):
+            (last,) = [each for each in self.trainer.callbacks if isinstance(each, RunCheckpoint)]
+            before = last.between_steps
+            result = super().update(*arguments)
+            between_steps.append((before, last.between_steps))
+            return result
+
+    made = made_with(run, Watched, callbacks=[RunCheckpoint()], trainer={"enable_checkpointing": True})
+    made.fit()
+    first, second = between_steps[:4], between_steps[4:]
+    assert first == 4 * [(False, False)]  # no step is finished before
+    assert second == [(True, False), *3 * [(False, False)]]
+
+
+def test_a_wait_for_rewards_is_no_part_of_the_evaluation(run):
+    async def slow(completions):
+        await asyncio.sleep(1)
+        return [1.0] * len(completions)
+
+    loop = {"val_metric": "slow", "validate_at_ends": False}
+    made = made_with(run, rewards=(slow,), loop=loop, callbacks=[Throughput()]).fit()
+    assert made.module.reward_wait > 0.3
+    assert made.metrics["time/reward_s"] > 0.3
+    parts = sum(made.metrics[f"time/{part}_s"] for part in ("reward", "evaluate", "update"))
+    assert parts <= made.metrics["time/step_s"]
 
 
 @pytest.mark.parametrize("kind", [PPOModule, Reading], ids=["overlapping", "waiting"])

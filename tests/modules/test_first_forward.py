@@ -46,7 +46,7 @@ class Counted(RLHFModule):
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """What FirstForward.of_step returned in each step."""
+    """Results of FirstForward.of_step, one for each step."""
     made, of_step = [], FirstForward.of_step
 
     def remembered(*arguments):

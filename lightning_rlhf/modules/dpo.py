@@ -38,6 +38,7 @@ class DPOModule(PairModule):
     """
 
     trained_roles = ("actor",)
+    uses_frozen_in_updates = True
 
     def __init__(
         self,

@@ -28,6 +28,23 @@ class FirstForward:
     positions: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
 
+    @staticmethod
+    def suits(module: Any) -> bool:
+        """Check whether nothing needs the old log-probs of the first mini-batch before its update.
+
+        Args:
+            module: RLHFModule.
+        """
+        return not (
+            module.update_epochs > 1
+            or module.kl_reward.coef > 0
+            or not module.correction.only_measures
+            or module.advantages.needs_sum_pi_squared
+            or module.policy_loss.selects_tokens
+            or module.selects_rows
+            or module.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
+        )
+
     @classmethod
     def of_step(cls, module: Any, rollout: Rollout, seed: int) -> FirstForward | None:
         """Return one that has no log-probs yet; None where something needs them before the update. All ranks.
@@ -37,16 +54,7 @@ class FirstForward:
             rollout: rows of this rank.
             seed: seed of the order of the rows.
         """
-        if (
-            module.update_epochs > 1
-            or module.kl_reward.coef > 0
-            or not module.correction.only_measures
-            or module.advantages.needs_sum_pi_squared
-            or module.policy_loss.selects_tokens
-            or module.selects_rows
-            or module.losses().get("actor") != module.actor_loss
-            or module.replaces("actor_loss", "minibatches", "old_scores", "token_rewards")
-        ):
+        if not cls.suits(module) or module.losses().get("actor") != module.actor_loss:
             return None
         rows = rollout.map(module.data_ranks.gather) if module.data_ranks.size > 1 else rollout
         rows = rows[rows.position.argsort(stable=True)]

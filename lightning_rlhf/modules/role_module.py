@@ -56,6 +56,7 @@ class RoleModule(LightningModule):
     sources: dict[str, ModelSource]  # of each role that has its own weights
     trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
     frozen_roles: tuple[str, ...] = ()
+    uses_frozen_in_updates = False  # whether losses run frozen roles, so that they are needed in each update
 
     def __init__(self, micro_batch_tokens: int | None, max_grad_norm: float | None, packing: bool = True) -> None:
         super().__init__()
@@ -214,6 +215,10 @@ class RoleModule(LightningModule):
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             self.layout.check()
 
+    def on_validation_end(self) -> None:
+        """End the phase in which frozen roles compute."""
+        self.role_strategy.end_phase()
+
     def train(self, mode: bool = True) -> RoleModule:
         """Set the mode of the trained roles; frozen ones stay in evaluation mode."""
         super().train(mode)
@@ -321,6 +326,7 @@ class RoleModule(LightningModule):
             warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
                 scheduler.step()
+        self.role_strategy.end_phase()
         count_training_step(self.trainer)
         self.log_step("update", metrics, bar)
 

@@ -297,7 +297,6 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
     """
     ranks = run.ranks(gpus)
     temporary = moments(run, ranks)
-    peak = max(temporary, key=lambda moment: temporary[moment].total())
     gpu = Counter({RUNTIME: _RUNTIME_BYTES})
     host = Counter[str]()
     micro_batches = run.work.micro_batches(run.work.minibatch_size, ranks)
@@ -309,9 +308,18 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
             resting[GRADIENTS] += shard.gradients(1).update
         for term in shard.offloaded:
             host[term] += resting.pop(term)
+        if run.strategy.offload_idle:
+            term = OPTIMIZER if role.trained else PARAMETERS
+            host[term] += resting[term]
+            users = run.trained if role.trained else [role.name]
+            for moment in temporary:
+                if moment.endswith(tuple(f"of the {name}" for name in users)):
+                    temporary[moment][term] += resting[term]
+            del resting[term]
         gpu += resting
         if role.trained and (run.background_save or run.strategy.kind == "zero"):
             host[SAVED] += shard.saved_bytes()
+    peak = max(temporary, key=lambda moment: temporary[moment].total())
     training = gpu + temporary[peak]
     if run.engine is None:
         return training, +host, peak

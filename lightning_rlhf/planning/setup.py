@@ -51,6 +51,7 @@ class Strategy:
         offload_optimizer: whether gradients and optimizer state are in host memory.
         offload_params: whether parameters are in host memory.
         offload_frozen: whether parameters of frozen roles are in host memory; None is ``offload_params``.
+        offload_idle: whether parameters of frozen roles and optimizer state are in host memory while they are not used.
         zero: sizes of DeepSpeed's buffers.
     """
 
@@ -63,6 +64,7 @@ class Strategy:
     offload_optimizer: bool = False
     offload_params: bool = False
     offload_frozen: bool | None = None
+    offload_idle: bool = False
     zero: Zero = Zero()
 
     @property
@@ -217,6 +219,7 @@ class Work:
         mixed: whether the Trainer's precision is ``bf16-mixed``.
         pairs: whether a row is two texts, padded to the longer one and passed through a model together.
         evaluates_mismatched: whether actor and reference have a pass over mismatched responses, as in KTO.
+        reuses_first: whether the log-probs of the first mini-batch are from the forward pass of its update.
     """
 
     responses: int
@@ -228,6 +231,7 @@ class Work:
     mixed: bool = True
     pairs: bool = False
     evaluates_mismatched: bool = False
+    reuses_first: bool = False
 
     @property
     def row_tokens(self) -> int:
@@ -240,7 +244,7 @@ class Work:
 
     def micro_batches(self, texts: int, ranks: int) -> int:
         """Return the number of a rank's micro-batches when ranks share ``texts`` rows."""
-        return math.ceil(math.ceil(texts / ranks) / self.micro_batch_rows(texts, ranks))
+        return texts and math.ceil(math.ceil(texts / ranks) / self.micro_batch_rows(texts, ranks))
 
 
 @dataclass(frozen=True)
@@ -267,6 +271,11 @@ class Run:
     def actor(self) -> Role:
         """The actor."""
         return next(role for role in self.roles if role.name == "actor")
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the trained roles."""
+        return [role.name for role in self.roles if role.trained]
 
     def ranks(self, gpus: int) -> int:
         """Return the number of data-parallel ranks on this many GPUs."""

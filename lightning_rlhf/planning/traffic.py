@@ -95,11 +95,15 @@ def _counts(role: Role, work: Work, ranks: int) -> _Counts:
     """Count the passes of a role in a step."""
     is_evaluated = {"actor": work.evaluates_old, "critic": True}.get(role.name, not role.trained)
     evaluations = is_evaluated + role.is_reference_too
+    reused = 0
+    if role.name == "actor" and work.evaluates_old and work.reuses_first:
+        rest = max(0, work.responses - work.minibatch_size)
+        reused = work.micro_batches(work.responses, ranks) - work.micro_batches(rest, ranks)
     if work.evaluates_mismatched:
         evaluations += 1 + role.is_reference_too
     updates = work.update_epochs * -(-work.responses // work.minibatch_size) if role.trained else 0
     return _Counts(
-        evaluations=evaluations * work.micro_batches(work.responses, ranks),
+        evaluations=evaluations * work.micro_batches(work.responses, ranks) - reused,
         trained=updates * work.micro_batches(work.minibatch_size, ranks),
         updates=updates,
     )

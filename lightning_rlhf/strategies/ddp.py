@@ -14,13 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
 from lightning_rlhf.strategies.distributed import DistributedRoles
+from lightning_rlhf.strategies.idle import OffloadsIdle
 
 
-class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
+class RLHFDDPStrategy(ReshardableCheckpoints, OffloadsIdle, DistributedRoles, DDPStrategy):
     """One ``DistributedDataParallel`` per trained role; module attributes and ``state_dict`` names do not change.
 
     Args:
         activation_checkpointing: attribute of :class:`RoleStrategy`.
+        offload_idle: whether frozen roles and optimizer states are in host memory while they are not used; see
+            :class:`OffloadsIdle`.
         timeout: longest time of a collective.
         **kwargs: arguments of Lightning's ``DDPStrategy`` and of ``DistributedDataParallel``.
     """
@@ -30,6 +33,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
     def __init__(
         self,
         activation_checkpointing: bool = False,
+        offload_idle: bool = False,
         timeout: timedelta | None = default_pg_timeout,
         **kwargs: Any,
     ) -> None:
@@ -38,6 +42,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         super().__init__(timeout=timeout, **({buffers: False, "gradient_as_bucket_view": True} | kwargs))
         self.activation_checkpointing = activation_checkpointing
+        self.offload_idle = offload_idle
         self._engines: dict[str, DistributedDataParallel] = {}
 
     def configure_ddp(self) -> None:
@@ -51,6 +56,7 @@ class RLHFDDPStrategy(ReshardableCheckpoints, DistributedRoles, DDPStrategy):
 
     def accumulate(self, name: str, sync: bool) -> AbstractContextManager[None]:
         """Exchange gradients only with the last micro-batch."""
+        super().accumulate(name, sync)
         return nullcontext() if sync else self._engines[name].no_sync()
 
     def teardown(self) -> None:

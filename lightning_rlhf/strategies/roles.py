@@ -76,6 +76,9 @@ class RoleStrategy:
         """Take one optimizer step of a trained role and clear its gradients. All ranks."""
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
+    def end_phase(self) -> None:
+        """Finish the updates of a training step, or a validation; generation may follow. All ranks."""
+
     def iter_full_params(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, full tensor) of weights with adapters merged in, then of persistent buffers.
 

@@ -9,20 +9,23 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpoints
-from lightning_rlhf.strategies.roles import RoleStrategy
+from lightning_rlhf.strategies.idle import OffloadsIdle
 
 
-class RLHFSingleDeviceStrategy(ReshardableCheckpoints, RoleStrategy, SingleDeviceStrategy):
+class RLHFSingleDeviceStrategy(ReshardableCheckpoints, OffloadsIdle, SingleDeviceStrategy):
     """One device, with checkpoints that all role strategies can load.
 
     Args:
         activation_checkpointing: attribute of :class:`RoleStrategy`.
+        offload_idle: whether frozen roles and optimizer states are in host memory while they are not used; see
+            :class:`OffloadsIdle`.
         **kwargs: arguments of Lightning's ``SingleDeviceStrategy``.
     """
 
-    def __init__(self, activation_checkpointing: bool = False, **kwargs: Any) -> None:
+    def __init__(self, activation_checkpointing: bool = False, offload_idle: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.activation_checkpointing = activation_checkpointing
+        self.offload_idle = offload_idle
         self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
         self.num_nodes = 1
 

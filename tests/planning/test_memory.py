@@ -18,6 +18,7 @@ from tests.planning.fakes import processes, sharded, source, texts
 
 MODEL = architecture(source("qwen2").hf_config())
 ACTOR, REF = Role("actor", MODEL, trained=True), Role("ref", MODEL, trained=False)
+CRITIC = Role("critic", MODEL, trained=True)  # with the shapes of the actor
 P = MODEL.elements
 WORK = Work(responses=64, minibatch_size=32, update_epochs=1, longest=32, micro_batch_tokens=64)
 NAMES = (
@@ -230,6 +231,24 @@ def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns():
     assert validated[terms.ACTIVATIONS] > 0
     assert large[terms.PARAMETERS] == awake[terms.PARAMETERS]
     assert host[terms.PUSHED] == 2 * ACTOR.model.elements
+
+
+def test_offloaded_idle_roles_are_counted_only_while_they_are_used():
+    def planned(offload, engine=None):
+        chosen = strategy("rlhf_ddp", offload_idle=offload)
+        work = replace(WORK, micro_batch_tokens=32)  # small activations, so that weights decide
+        return memory(Run([ACTOR, CRITIC, REF], chosen, work, engine, capacity=2**32), 8)
+
+    kept, _, _ = planned(False)
+    update, host, peak = planned(True)
+    assert peak.endswith(("of the actor", "of the critic"))
+    assert update[terms.OPTIMIZER] == kept[terms.OPTIMIZER] == host[terms.OPTIMIZER] == 2 * 8 * P
+    assert update[terms.PARAMETERS] == 2 * 4 * P == kept[terms.PARAMETERS] - 4 * P
+    assert host[terms.PARAMETERS] == 4 * P
+    generation, _, peak = planned(True, Engine(0.9, dtype="bfloat16", sleeps=True))
+    assert peak == "generation"
+    assert not generation[terms.OPTIMIZER]
+    assert generation[terms.PARAMETERS] == 3 * 4 * P  # the reference, in a validation
 
 
 @pytest.mark.parametrize(("size", "dtype", "each"), [(1, "float32", 4), (1, "bfloat16", 2), (2, "bfloat16", 1)])

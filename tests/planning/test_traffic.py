@@ -1,6 +1,7 @@
 """Bytes that are sent against the arguments of the libraries' collectives."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,15 @@ def test_zero_stages_by_hand():
         terms.BACKWARD: int(24 * 2 * padded),
         terms.SUMS: int(24 * 2 * seventh),
     }
+
+
+@pytest.mark.parametrize(("minibatch", "evaluated"), [(128, 0), (64, 4), (32, 6)])
+def test_the_first_mini_batch_has_no_pass_for_old_log_probs(minibatch, evaluated):
+    """8 ranks, 128 responses in 8 micro-batches, one epoch."""
+    work = Work(128, minibatch, 1, 32, 64, reuses_first=True)
+    own_pass = replace(work, reuses_first=False)
+    passes, with_own = (planned("qwen2", "rlhf_deepspeed_stage_3", each)[terms.FORWARD] for each in (work, own_pass))
+    assert passes / with_own == pytest.approx((8 + evaluated) / (8 + 8), rel=1e-6)
 
 
 def test_frozen_roles_only_have_forward_passes_and_whole_ones_send_nothing():

@@ -18,6 +18,7 @@ from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.first_forward import FirstForward
 from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -176,6 +177,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         micro_batch_tokens=module.layout.micro_batch_tokens or GPU_TOKENS,
         evaluates_old=not module.correction.bypass,
         mixed=mixed,
+        reuses_first=FirstForward.suits(module),
     )
 
 
@@ -199,6 +201,7 @@ def strategy_of(config: Any, gpus: int) -> Strategy:
             ("offload_optimizer", "offload_optimizer"),
             ("offload_params", "offload_params"),
             ("offload_frozen", "offload_frozen"),
+            ("offload_idle", "offload_idle"),
         )
         if options.get(option) is not None
     }

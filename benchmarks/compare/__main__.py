@@ -25,6 +25,7 @@ RUNS = {
     "grpo": {
         "lightning-rlhf, vLLM": (None, "grpo"),
         "TRL, vLLM": ("trl", "grpo-vllm"),
+        "lightning-rlhf, vLLM, two threads": (None, "grpo-threads"),
         "lightning-rlhf, vLLM, `keep_groups`": (None, "grpo-groups"),
         "lightning-rlhf, vLLM, `max_staleness: 1`": (None, "grpo-ahead"),
         "lightning-rlhf, vLLM, `max_staleness: 1`, `keep_groups`": (None, "grpo-ahead-groups"),
@@ -64,9 +65,10 @@ def peer_python(name: str, directory: Path) -> Path:
     return python
 
 
-def measure(command: list[str], result: Path, log: Path) -> dict[str, Any]:
+def measure(command: list[str], result: Path, log: Path, threads: int = 1) -> dict[str, Any]:
     """Run a process and return the content of its result file."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    environment["OMP_NUM_THREADS"] = str(threads)
     with log.open("w") as output:
         ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False)
     if ended.returncode or not result.exists():
@@ -113,7 +115,7 @@ def compare(name: str, directory: Path, rounds: int, steps: int) -> None:
             else:
                 command = [str(peer_python(peer, directory)), "-m", "benchmarks.compare.trl_runs"]
             command += [run, str(directory), str(result), str(steps)]
-            measured = measure(command, result, directory / f"{stem}.log")
+            measured = measure(command, result, directory / f"{stem}.log", threads=2 if run.endswith("threads") else 1)
             print(f"{name}, turn {turn + 1}, {library}: {median_of([measured], 'cpu'):.2f} s", flush=True)
 
 
@@ -180,10 +182,10 @@ def report(measured: dict[str, Any]) -> str:
     about = f"""# Performance
 
 Written by `make benchmark`, which measures lightning-rlhf beside TRL on the machine where it runs. Both train the same
-model on the same data in float32, one thread per process. The processes run one after the other, each with two steps
-that are not counted; figures are medians over the others. Where a title names no model, it has 2.4 M parameters. CPU
-seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the library of the row. MB are the
-peak memory, summed over processes, in which shared pages count several times.
+model on the same data in float32, one thread per process where no other number is given. The processes run one after
+the other, each with two steps that are not counted; figures are medians over the others. Where a title names no model,
+it has 2.4 M parameters. CPU seconds are those of all processes of a run. The ratio is that of lightning-rlhf to the
+library of the row. MB are the peak memory, summed over processes, in which shared pages count several times.
 
 Measured on {days}: {cores} cores of {model.partition(":")[2].strip()}, Python
 {platform.python_version()}. Nothing on this page was measured on a GPU."""

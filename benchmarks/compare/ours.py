@@ -1,8 +1,9 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo, grpo-groups (the responses to a prompt stay in one mini-batch), grpo-ahead (they are generated while the
-module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more responses in steps and mini-batches), grpo-smollm2 (with a
-chat model), grpo-smollm2-padded (with padded rows), ppo, sft or dpo.
+TASK is grpo, grpo-threads (the same, for a run with more threads), grpo-groups (the responses to a prompt stay in one
+mini-batch), grpo-ahead (they are generated while the module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more
+responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo, sft
+or dpo.
 """
 
 import sys

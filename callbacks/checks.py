@@ -11,12 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.positions import check_positions
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
-from lightning_rlhf.rewards.function import RewardFunction, check_rewards
-from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
+from lightning_rlhf.rollout.collect import ENVIRONMENT, Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
 from lightning_rlhf.types import Rollout
 
@@ -56,25 +57,32 @@ def check_module(callback: Callback, module: LightningModule, kind: type[Lightni
         )
 
 
-def check_reward_functions(rewards: list[RewardFunction], executor: RewardExecutor, data: PromptDataModule) -> None:
+def check_reward_functions(
+    rewards: list[RewardFunction],
+    executor: RewardExecutor,
+    data: PromptDataModule,
+    environment: EnvironmentSettings | None = None,
+) -> None:
     """Validate reward functions against the first rows of the data, and call them once.
 
     Args:
         rewards: reward functions of the run; may be empty.
         executor: executor of these functions.
         data: data module that was set up.
+        environment: environment of the run, whose conversations are then passed to the functions, too.
 
     Raises:
         ValueError: names of rewards are not valid, a column is missing, or a function cannot be called.
     """
     firsts = [examples[:2] for examples in data.examples.values() if examples]
     batches = [data.collate(rows, list(range(len(rows))), [], 0) for rows in firsts]
-    check_rewards(rewards, sorted({name for batch in batches for name in batch.columns}))
+    columns = sorted({name for batch in batches for name in batch.columns})
+    check_rewards(rewards, columns, [] if environment is None else CONVERSATION_COLUMNS)
     for reward in rewards:
         for line in missing_columns(reward, data):
             log.warning("%s", line)
     for batch in batches[:1]:
-        Collector(batch, executor, data.tokenizer, size=3 - len(batch)).dry_run()
+        Collector(batch, executor, data.tokenizer, size=3 - len(batch), environment=environment).dry_run()
 
 
 def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]:
@@ -84,6 +92,12 @@ def missing_columns(reward: RewardFunction, data: PromptDataModule) -> list[str]
         report = data.reports[name]
         lines += reward.missing_columns([row.columns for row in examples], report.name, report.locations)
     return lines
+
+
+def reward_weights(loop: Any) -> dict[str, float]:
+    """Return the weight of each reward of a RolloutLoop by its name."""
+    weights = {reward.label: reward.weight for reward in loop.rewards}
+    return weights if loop.environment is None else {**weights, ENVIRONMENT: loop.environment.weight}
 
 
 def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
@@ -100,17 +114,21 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     data = trainer.datamodule
     if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
         raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
-    if not loop.rewards and "reward_model" not in module.sources:
-        raise UsageError("no reward is configured: set RolloutLoop.rewards or the module's reward_model")
-    labels = [reward.label for reward in loop.rewards]
+    labels = list(reward_weights(loop))
+    if not labels and "reward_model" not in module.sources:
+        raise UsageError(
+            "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's reward_model"
+        )
+    if loop.environment is not None and ENVIRONMENT in [reward.label for reward in loop.rewards]:
+        raise UsageError(f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name")
     if loop.val_metric is not None and loop.val_metric not in labels:
         raise UsageError(f"val_metric must be the name of a reward, one of {labels}, got {loop.val_metric!r}")
     if loop.dynamic_sampling is not None:
-        loop.dynamic_sampling.check(data.batch_size, loop.group_size, loop.rewards, module)
+        loop.dynamic_sampling.check(data.batch_size, loop.group_size, reward_weights(loop), module)
     check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)
     roles = {f"the {name}": source for name, source in module.sources.items()}
     check_positions(roles, data.longest_text, loop.max_response_tokens)
-    check_reward_functions(loop.rewards, loop.reward_executor, data)
+    check_reward_functions(loop.rewards, loop.reward_executor, data, loop.environment)
     splitting = tensor_ranks(trainer, module)
     if loop.chosen_engine is not None and loop.chosen_engine.ranks % splitting:
         raise UsageError(

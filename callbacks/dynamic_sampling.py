@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rlhf.batching.sequences import concatenate
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch, Rollout
 
 
@@ -36,13 +35,13 @@ class DynamicSampling:
         if self.prompts_per_step < 1:
             raise UsageError(f"prompts_per_step must be at least 1, got {self.prompts_per_step}")
 
-    def check(self, batch_size: int, group_size: int, rewards: list[RewardFunction], module: RLHFModule) -> None:
+    def check(self, batch_size: int, group_size: int, weights: Mapping[str, float], module: RLHFModule) -> None:
         """Validate the settings before anything is generated.
 
         Args:
             batch_size: batch size of the data.
             group_size: responses per prompt.
-            rewards: reward functions of the run.
+            weights: weight of each reward by its name.
             module: module of the run.
 
         Raises:
@@ -57,7 +56,7 @@ class DynamicSampling:
             raise UsageError(
                 f"dynamic sampling compares responses to one prompt: group_size must be at least 2, got {group_size}"
             )
-        names = [reward.label for reward in rewards if self.reward is not None or reward.weight]
+        names = [name for name, weight in weights.items() if self.reward is not None or weight]
         if not names or (self.reward is not None and self.reward not in names):
             raise UsageError(
                 f"dynamic sampling compares the values of a reward function: {self.reward or 'any'} is not among "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.compat import is_taking_snapshot, run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import max_positions
@@ -21,7 +22,6 @@ from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
-from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import (
     EngineDied,
@@ -34,11 +34,11 @@ from lightning_rlhf.rollout.engine import (
 )
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
-from .checks import check_at_least, check_engine, check_overlap, check_rollouts, tensor_ranks
+from .checks import check_at_least, check_engine, check_overlap, check_rollouts, reward_weights
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
-from .sampling import ResponseSampler, StepRollouts
+from .sampling import ResponseSampler, StepRollouts, choose_run_engine, conversation_sampler
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class RolloutLoop(Callback):
         max_staleness: number of steps by which the weights that sampled a token may be older than those that the step
             starts from, at least 0. With 0, generation and learning take turns. With k, the engine generates the
             responses of the next k steps while the module learns; docs/rollouts.md describes the schedule.
+        environment: environment that replies to the policy, so that a response is a conversation of several turns;
+            ``max_response_tokens`` then counts all turns and the messages between them. None: responses of one turn.
     """
 
     provides_rollouts = True
@@ -94,6 +96,7 @@ class RolloutLoop(Callback):
         stop_token_ids: list[int] | None = None,
         dynamic_sampling: DynamicSampling | None = None,
         max_staleness: int = 0,
+        environment: EnvironmentSettings | None = None,
     ) -> None:
         check_at_least(1, group_size=group_size, max_response_tokens=max_response_tokens, val_samples=val_samples)
         check_at_least(0, check_rows=check_rows, max_staleness=max_staleness)
@@ -115,6 +118,7 @@ class RolloutLoop(Callback):
         self.stop_token_ids = list(stop_token_ids or [])
         self.dynamic_sampling = dynamic_sampling
         self.max_staleness = max_staleness
+        self.environment = environment
         self._engine_choice = engine
         self.engine: RolloutEngine | None = None
         self.engine_description = ""
@@ -143,7 +147,7 @@ class RolloutLoop(Callback):
         tokenizer = trainer.datamodule.tokenizer
         source = pl_module.sources["actor"]
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
-        self.engine = self._engine_of(trainer, pl_module, dtype)
+        self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype)
         self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
         sampling = SamplingParams(self.max_response_tokens, self.temperature)
         self.engine.check(sampling)
@@ -156,6 +160,7 @@ class RolloutLoop(Callback):
             max_tokens=self.max_response_tokens,
             stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
             vocabulary=vocab_size(source),
+            conversations=conversation_sampler(self.environment, trainer.datamodule),
         )
         own_threads, threads = divided_threads(torch.get_num_threads(), take_turns=not self.max_staleness)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens
@@ -178,15 +183,6 @@ class RolloutLoop(Callback):
             trainer.strategy.barrier("rollout engines")
             limit_gpu_memory(device, self.engine.gpu_share)
             self._let_engine_sleep(device)
-
-    def _engine_of(self, trainer: Trainer, pl_module: RLHFModule, dtype: str) -> RolloutEngine:
-        """Return the configured engine, or choose one for this run."""
-        engine, reason = self._engine_choice, "chosen in the configuration"
-        if engine == "auto":
-            config = pl_module.sources["actor"].hf_config()
-            engine, reason = choose_engine(config, tensor_ranks(trainer, pl_module), dtype, trainer.world_size)
-        log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
-        return engine
 
     @property
     def chosen_engine(self) -> RolloutEngine | None:
@@ -223,6 +219,8 @@ class RolloutLoop(Callback):
         self.reward_executor.close()
         if self.engine is not None:
             self.engine.close()
+        if self._sampler is not None:
+            self._sampler.close()
         for reward in self.rewards:
             reward.close()
 
@@ -315,6 +313,8 @@ class RolloutLoop(Callback):
         """Copy the actor's weights to the engine, unless it has them; the version is the number of steps taken."""
         if self._synced_step != trainer.global_step:
             assert self.engine is not None
+            if self.environment is not None and not self.engine.mixes_versions:
+                self._ahead.wait_for_all()  # the turns of a conversation are from the same weights
             roles = module.role_strategy
             version = trainer.global_step
             limit_gpu_memory(module.device, self.engine.gpu_share)
@@ -356,7 +356,7 @@ class RolloutLoop(Callback):
         self._validated_step = trainer.global_step
         self._validation = Validation(
             self.val_samples,
-            rewards=[reward.label for reward in self.rewards],
+            rewards=list(reward_weights(self)),
             metric=self.val_metric,
             answer=self.val_answer,
             sources=sources_in(trainer.datamodule),
@@ -372,9 +372,9 @@ class RolloutLoop(Callback):
             self._synced_step = None
             self.sync_weights(trainer, pl_module)
         size = self.val_samples
-        roles = pl_module.role_strategy
+        roles, tokenizer = pl_module.role_strategy, trainer.datamodule.tokenizer
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
-        collector = Collector(batch, self.reward_executor, trainer.datamodule.tokenizer, 1 + size, state)
+        collector = Collector(batch, self.reward_executor, tokenizer, 1 + size, state, self.environment)
         generate = partial(self._responses.generate, batch, "validation", version=self._version)
 
         def score(first: int, number: int, completion: Completion) -> None:
@@ -386,7 +386,7 @@ class RolloutLoop(Callback):
         sampled = generate(samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
-        self._validation.add(batch, rollout, trainer.datamodule.tokenizer)
+        self._validation.add(batch, rollout, tokenizer)
         pl_module.receive(rollout)
 
     def on_validation_batch_end(

@@ -16,7 +16,7 @@ from lightning_rlhf.rewards.executor import RolloutRewards
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import Generation
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.types import Completion, PromptBatch, Rollout
+from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch, Rollout
 
 _Prompt = tuple[int, int, float, int]  # step, responses per prompt, temperature, number of the prompt in the data
 
@@ -182,6 +182,10 @@ def _packed(request: RolloutRequest) -> dict[str, Any]:
         "finish_reasons": [completion.finish_reason for completion in completions],
         "policy_versions": [completion.policy_version for completion in completions],
         "later_versions": [[list(later) for later in completion.later_versions] for completion in completions],
+        "sampled": [completion.sampled and list(completion.sampled) for completion in completions],
+        "conversations": [
+            None if completion.conversation is None else vars(completion.conversation) for completion in completions
+        ],
     }
 
 
@@ -189,7 +193,10 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
     ids = [row.tolist() for row in state["token_ids"].split(state["tokens"])]
     logprobs = [row.tolist() for row in state["logprobs"].split(state["tokens"])]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]
-    columns = zip(ids, logprobs, state["finish_reasons"], state["policy_versions"], later, strict=True)
+    sampled = [own and tuple(own) for own in state["sampled"]]
+    records = [own and ConversationRecord(**own) for own in state["conversations"]]
+    reasons, versions = state["finish_reasons"], state["policy_versions"]
+    columns = zip(ids, logprobs, reasons, versions, later, sampled, records, strict=True)
     completions = [Completion(*column) for column in columns]
     samples = state["samples"]
     for number, index in enumerate(state["indices"]):

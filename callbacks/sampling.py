@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +13,15 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
+from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler, row_of
 from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
@@ -25,9 +30,45 @@ from .checks import tensor_ranks
 from .clock import Clock, max_over_ranks, means_over_ranks, sum_over_ranks
 from .rollout_requests import RequestsAhead, RolloutRequest, covered
 
+log = logging.getLogger(__name__)
 # Methods whose overrides may read rewards before RLHFModule.evaluate() has added them.
 _READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
 _CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
+
+
+def choose_run_engine(
+    choice: RolloutEngine | Literal["auto"], trainer: Trainer, module: RLHFModule, dtype: str
+) -> RolloutEngine:
+    """Return the configured engine, or choose one for this run.
+
+    Args:
+        choice: engine of the configuration.
+        trainer: trainer of the run.
+        module: module with the actor.
+        dtype: dtype of the engine's weights.
+    """
+    engine, reason = choice, "chosen in the configuration"
+    if engine == "auto":
+        config = module.sources["actor"].hf_config()
+        engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size)
+    log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
+    return engine
+
+
+def conversation_sampler(settings: EnvironmentSettings | None, data: PromptDataModule) -> ConversationSampler | None:
+    """Return the sampler of conversations; None without an environment.
+
+    Args:
+        settings: environment of the run.
+        data: data module that was set up.
+
+    Raises:
+        ValueError: the tokenizer or its chat template do not allow conversations, or the data has no tools.
+    """
+    if settings is None:
+        return None
+    bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    return ConversationSampler(settings, bridge, data.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -40,6 +81,7 @@ class ResponseSampler:
         max_tokens: longest response.
         stop_token_ids: tokens that end a response.
         vocabulary: V, number of tokens of the actor.
+        conversations: sampler of conversations with the environment; None without one.
     """
 
     engine: RolloutEngine
@@ -47,6 +89,12 @@ class ResponseSampler:
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     vocabulary: int
+    conversations: ConversationSampler | None = None
+
+    @property
+    def environment(self) -> EnvironmentSettings | None:
+        """Settings of the environment; None without one."""
+        return None if self.conversations is None else self.conversations.settings
 
     def generate(
         self,
@@ -73,10 +121,51 @@ class ResponseSampler:
         check = self.check(version, max_tokens)
         sampling = SamplingParams(check.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
+        if self.conversations is not None and purpose != "check":
+            return self._converse(
+                self.conversations, prompts, purpose, samples, sampling, check, on_finished
+            ).completions()
         seeds = self.seeds(prompts, purpose, samples)
         completions = self.engine.generate(ids, sampling, seeds, check.before(on_finished))
         check.check_all(completions, len(ids))
         return completions
+
+    def _converse(
+        self,
+        conversations: ConversationSampler,
+        prompts: PromptBatch,
+        purpose: str,
+        samples: int,
+        sampling: SamplingParams,
+        check: CompletionCheck,
+        on_finished: OnFinished | None,
+    ) -> Generation:
+        """Start conversations; arguments as of :meth:`generate`."""
+        epoch = prompts.epoch if purpose == "train" else 0
+        turns = range(1, conversations.settings.max_turns)
+        requests = [
+            ConversationRequest(
+                prompt_ids=prompts.token_ids[number],
+                text=prompts.texts[number],
+                messages=prompts.messages[number] if prompts.messages else [],
+                row=row_of(prompts.columns, number, prompts.texts[number]),
+                seed=derive_seed(run_seed(), "environment", epoch, index),
+                turn_seeds=(
+                    derive_seed(run_seed(), purpose, epoch, index, k),
+                    *(derive_seed(run_seed(), purpose, epoch, index, k, turn) for turn in turns),
+                ),
+                sampling=sampling,
+            )
+            for number, index in enumerate(prompts.indices)
+            for k in range(samples)
+        ]
+        generation = self.engine.serve(requests, partial(conversations, check=check), check.before(on_finished))
+
+        def checked() -> list[Completion]:
+            check.check_all(generation.completions(), len(requests))
+            return generation.completions()
+
+        return Generation(checked, generation)
 
     def submit(
         self, prompts: PromptBatch, *, samples: int, temperature: float, version: int, on_finished: OnFinished | None
@@ -84,6 +173,8 @@ class ResponseSampler:
         """Start to generate training responses; arguments and completions as of :meth:`generate`."""
         check = self.check(version)
         sampling = SamplingParams(self.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
+        if self.conversations is not None:
+            return self._converse(self.conversations, prompts, "train", samples, sampling, check, on_finished)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
         seeds = self.seeds(prompts, "train", samples)
         generation = self.engine.submit(ids, sampling, seeds, check.before(on_finished))
@@ -93,6 +184,11 @@ class ResponseSampler:
             return generation.completions()
 
         return Generation(checked, generation)
+
+    def close(self) -> None:
+        """End the environments."""
+        if self.conversations is not None:
+            self.conversations.close()
 
     def check(self, version: int, max_tokens: int | None = None) -> CompletionCheck:
         """Return the validation of completions that are requested after a push of this version."""
@@ -156,7 +252,8 @@ class StepRollouts:
         is_ahead = step is not None
         step = self.trainer.global_step if step is None else step
         state = TrainerState(step, self.trainer.max_steps, float(prompts.epoch))
-        collector = Collector(prompts, self.executor, self.sampler.tokenizer, samples, state)
+        environment = self.sampler.environment
+        collector = Collector(prompts, self.executor, self.sampler.tokenizer, samples, state, environment)
         stored = self.ahead.restored(step, prompts, samples, temperature)
         on_finished = collector.add if self.module.role_strategy.is_group_leader else None
         submit = partial(

@@ -52,6 +52,35 @@ _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
 
 
 @dataclass(frozen=True)
+class ConversationRecord:
+    """Record of a conversation with an environment: its messages, rewards and counts.
+
+    Args:
+        prompt_ids: tokens of the prompt with the messages that the environment appended to it at the start.
+        messages: messages behind the prompt, of policy and environment.
+        turn_ends: number of tokens behind the prompt after each turn of the policy.
+        turn_rewards: reward of each turn; the first contains that of the start.
+        stop: reason of the end: ``done``, ``max_turns``, ``truncated``, ``tokens`` or ``fault``.
+        tool_calls: number of tool calls.
+        malformed: number of turns with a tool call that could not be parsed.
+        fault: kind of the environment's failure; None without one.
+        metrics: numbers that the environment logged, summed over its replies.
+        environment_s: seconds in which the environment was called.
+    """
+
+    prompt_ids: list[int]
+    messages: list[dict[str, Any]]
+    turn_ends: list[int]
+    turn_rewards: list[float]
+    stop: str
+    tool_calls: int = 0
+    malformed: int = 0
+    fault: str | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    environment_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Completion:
     """An engine's result for one request.
 
@@ -62,6 +91,8 @@ class Completion:
         policy_version: version of the policy that sampled the first token.
         later_versions: (index, version) for each push while the response was sampled: the tokens from this index on
             have this version.
+        sampled: whether the policy sampled each token, which an environment wrote otherwise; None if it sampled all.
+        conversation: record of a conversation with an environment; None without one.
     """
 
     token_ids: list[int]
@@ -69,6 +100,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     later_versions: tuple[tuple[int, int], ...] = ()
+    sampled: tuple[bool, ...] | None = None
+    conversation: ConversationRecord | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids or len(self.token_ids) != len(self.logprobs):
@@ -76,6 +109,8 @@ class Completion:
                 f"a completion needs one log-probability per token and at least one token, "
                 f"got {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
             )
+        if self.sampled is not None and (len(self.sampled) != len(self.token_ids) or not self.sampled[-1]):
+            raise UsageError("a conversation needs one mark per token, and its last token must be sampled")
         for i, value in enumerate(self.logprobs):
             if value > _ROUNDING:  # NaN is reported later, with the name of the damaged weight
                 raise UsageError(f"log-probabilities of sampled tokens must not be positive, got {value} at token {i}")
@@ -87,6 +122,17 @@ class Completion:
         for start, version in self.later_versions:
             versions[start:] = [version] * (len(versions) - start)
         return versions
+
+    def cut(self, max_tokens: int) -> Completion:
+        """Return the completion, or its first tokens if it is longer.
+
+        Args:
+            max_tokens: largest number of tokens.
+        """
+        if len(self.token_ids) <= max_tokens:
+            return self
+        later = tuple((start, version) for start, version in self.later_versions if start < max_tokens)
+        return Completion(self.token_ids[:max_tokens], self.logprobs[:max_tokens], "length", self.policy_version, later)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from lightning_rlhf.rewards.loading import load_function
 from lightning_rlhf.rewards.results import RewardFailure, RewardOutput, RewardResult
 
 GENERATED_COLUMNS = ("prompts", "completions", "completion_ids", "finished")  # one entry per completion
+# Further ones with an environment; `conversations` are the messages behind the prompt.
+CONVERSATION_COLUMNS = ("conversations", "turns", "environment_rewards", "stop_reasons")
 CALL_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")  # one per call
 _ANSWERS = ("ground_truth", "solution", "answer", "answers", "label", "labels", "target")  # common names of one column
 # Names whose metrics reward/<name> and val/<name>_greedy have another meaning; see docs/metrics.md.
@@ -262,7 +264,9 @@ class RewardFunction:
                 conversation or [{"role": "user", "content": text}]
                 for text, conversation in zip(prompts, messages, strict=True)
             ]
-            converted["completions"] = [[{"role": "assistant", "content": text}] for text in converted["completions"]]
+            converted["completions"] = columns.get("conversations") or [
+                [{"role": "assistant", "content": text}] for text in converted["completions"]
+            ]
         return converted
 
     # -- validation -------------------------------------------------------------------------------------------
@@ -332,12 +336,13 @@ class RewardFunction:
             close()
 
 
-def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> None:
+def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str], further: Sequence[str] = ()) -> None:
     """Validate all reward functions of a run before anything is generated.
 
     Args:
         rewards: reward functions of the run.
         columns: column names of the data.
+        further: names of further generated columns, such as those of conversations.
 
     Raises:
         ValueError: a name is used twice or is the name of a metric, a required column is missing, or a column of the
@@ -351,11 +356,11 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Iterable[str]) -> 
             raise UsageError(f"a reward cannot be called {label!r}: '/' creates folders in loggers that write files")
         if label in _RESERVED_LABELS:
             raise UsageError(f"a reward cannot be called {label!r}, which is the name of a metric: use another name")
-    hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *CALL_ARGUMENTS)]
+    hidden = [column for column in columns if column in (*GENERATED_COLUMNS, *further, *CALL_ARGUMENTS)]
     if rewards and hidden:
         raise UsageError(
             f"the data has a column {hidden[0]!r}, the name of an argument of reward functions: rename it, "
             f"for example columns: {{my_{hidden[0]}: {hidden[0]}}}"
         )
     for reward in rewards:
-        reward.check(columns)
+        reward.check([*columns, *further])

@@ -30,7 +30,7 @@ _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LD_PRELOAD",
 )  # fmt: skip
 _MAX_PROCESSES = 8
-_MAX_OUTPUT = 10_000  # characters that one call may print
+MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 _SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
@@ -63,7 +63,7 @@ class RewardWorkers:
         if isinstance(error, FutureTimeoutError):
             return timeout_failure(function)
         if isinstance(error, ProcessExpired):
-            return RewardFailure(f"ended its worker process ({_describe_exit(error.exitcode)})")
+            return RewardFailure(f"ended its worker process ({describe_exit(error.exitcode)})")
         if not isinstance(error, BrokenProcessPool):
             return RewardFailure.from_error(error)
         # This or another call broke the pool, which ended all its calls: repeat this call.
@@ -88,7 +88,7 @@ class RewardWorkers:
             ]
             self._pool = ProcessPool(
                 max(2, min(_MAX_PROCESSES, os.cpu_count() or 1)),
-                initializer=_initialize,
+                initializer=initialize_worker,
                 initargs=(references,),
                 context=multiprocessing.get_context("spawn"),
             )
@@ -107,14 +107,15 @@ def timeout_failure(function: RewardFunction) -> RewardFailure:
     return RewardFailure(f"took longer than its timeout_s of {function.timeout_s:g} s", timed_out=True)
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Describe the exit code of a worker process."""
     return f"killed by signal {-code}" if code < 0 else f"exit code {0 if code == _EXIT_CODE_FOR_0 else code}"
 
 
 # -- the following runs in a worker process ------------------------------------------------------------------
 
 
-def _initialize(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
+def initialize_worker(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Prepare a new worker and import the functions, so that imports do not count as time of the first completion.
 
     Args:
@@ -148,7 +149,7 @@ def _evaluate(
     """
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, BoundedOutput)
-        stream.remaining = _MAX_OUTPUT
+        stream.remaining = MAX_OUTPUT
     result = _load(function, arguments).evaluate(columns, indices)
     return result.with_text_traceback() if isinstance(result, RewardFailure) else result
 
@@ -240,7 +241,7 @@ class BoundedOutput(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.remaining = _MAX_OUTPUT
+        self.remaining = MAX_OUTPUT
 
     def write(self, text: str) -> int:
         """Write the part of the text within the limit."""

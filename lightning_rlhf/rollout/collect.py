@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
+from lightning_rlhf.environments.conversation import StopReason
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.environments.worker import FaultKind
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.rewards.executor import Calls, RewardExecutor, RolloutRewards
+from lightning_rlhf.rewards.executor import Calls, MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
+
+ENVIRONMENT = "environment"  # name of the environment's reward
 
 
 class Collector:
@@ -27,6 +33,7 @@ class Collector:
         tokenizer: tokenizer that decodes responses for the functions; special tokens are left out.
         size: G, responses per prompt.
         state: progress of the run, for functions that use ``trainer_state``.
+        environment: settings of the environment whose conversations the completions are; None without one.
     """
 
     def __init__(
@@ -36,12 +43,14 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         size: int = 1,
         state: TrainerState | None = None,
+        environment: EnvironmentSettings | None = None,
     ) -> None:
         self._batch = batch
         self._executor = executor
         self._tokenizer = tokenizer
         self._size = size
         self._state = state
+        self._environment = environment
         self._started: Calls = {}
 
     def add(self, index: int, completion: Completion) -> None:
@@ -83,6 +92,8 @@ class Collector:
     def with_rewards(self, rollout: Rollout, scored: RolloutRewards) -> Rollout:
         """Return a rollout with the results of the reward functions and their weighted sum, on its device."""
         terms = [(reward.weight, scored.rewards[reward.label]) for reward in self._executor.functions]
+        if self._environment is not None:
+            terms.append((self._environment.weight, scored.rewards[ENVIRONMENT]))
         device = rollout.reward.device
         rewards = {name: values.to(device) for name, values in scored.rewards.items()}
         return replace(rollout, rewards=rewards, reward=weighted_sum(terms, len(rollout)).to(device))
@@ -102,15 +113,26 @@ class Collector:
                 f"got {len(completions)} completions for {len(batch)} prompts; each needs the same number, at least 1"
             )
         prompts = batch.positions or range(len(batch))
-        prompt_ids, prompt_lengths = pad_right([ids for ids in batch.token_ids for _ in range(size)])
+        records = [completion.conversation for completion in completions]
+        prompt_rows = [ids for ids in batch.token_ids for _ in range(size)]
+        prompt_ids, prompt_lengths = pad_right(
+            [ids if own is None else own.prompt_ids for ids, own in zip(prompt_rows, records, strict=True)]
+        )
         response_ids, response_lengths = pad_right([completion.token_ids for completion in completions])
-        mask = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
+        real = torch.arange(response_ids.shape[1]).unsqueeze(0) < response_lengths.unsqueeze(1)
+        mask = real.clone()
+        mask[real] = torch.tensor(
+            [mark for each in completions for mark in each.sampled or [True] * len(each.token_ids)]
+        )
         logprobs = torch.zeros(response_ids.shape)
-        logprobs[mask] = torch.tensor([value for completion in completions for value in completion.logprobs])
+        logprobs[real] = torch.tensor([value for completion in completions for value in completion.logprobs])
         versions = torch.zeros_like(response_ids)
-        versions[mask] = torch.tensor([version for completion in completions for version in completion.token_versions])
+        versions[real] = torch.tensor([version for completion in completions for version in completion.token_versions])
         columns = self._columns(range(len(completions)), completions)
         finish = self._executor.begin(columns, self._state, self._started)
+        if self._environment is not None:
+            finish = partial(with_environment, finish, completions)
+        skips = self._environment is not None and self._environment.on_error == "skip"
         rollout = Rollout(
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
@@ -122,8 +144,8 @@ class Collector:
             reward=torch.full((len(completions),), math.nan),
             group=torch.arange(len(batch)).repeat_interleave(size),
             truncated=torch.tensor([completion.finish_reason == "length" for completion in completions]),
-            policy_version=versions,
-            included=torch.ones(len(completions), dtype=torch.bool),
+            policy_version=versions.masked_fill(~mask, 0),
+            included=torch.tensor([not (skips and own is not None and own.fault is not None) for own in records]),
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
         )
@@ -134,9 +156,20 @@ class Collector:
         batch = self._batch
         prompts = [index // self._size for index in indices]
         ids = [completion.token_ids for completion in completions]
+        texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
+        conversations: dict[str, list[Any]] = {}
+        if self._environment is not None:
+            pairs = [(each.conversation, text) for each, text in zip(completions, texts, strict=True)]
+            conversations = {  # a dry run has no records
+                "conversations": [own.messages if own else [{"role": "assistant", "content": t}] for own, t in pairs],
+                "turns": [len(own.turn_ends) if own else 1 for own, _ in pairs],
+                "environment_rewards": [sum(own.turn_rewards) if own else 0.0 for own, _ in pairs],
+                "stop_reasons": [own.stop if own else "done" for own, _ in pairs],
+            }
         return {
+            **conversations,
             "prompts": [batch.texts[i] for i in prompts],
-            "completions": self._tokenizer.batch_decode(ids, skip_special_tokens=True),
+            "completions": texts,
             "completion_ids": ids,
             "finished": [completion.finish_reason == "stop" for completion in completions],
             **{name: [values[i] for i in prompts] for name, values in batch.columns.items()},
@@ -170,6 +203,49 @@ def collect(
     with RewardExecutor(rewards) as executor:
         collector = Collector(batch, executor, tokenizer, len(completions) // len(batch))
         return collector.rollout(completions, temperature)[0]
+
+
+def last_turn(completion: Completion) -> list[int]:
+    """Return the tokens of a completion, or those of the last turn of a conversation."""
+    if completion.conversation is None:
+        return completion.token_ids
+    *_, before, end = (0, *completion.conversation.turn_ends)
+    first = completion.token_ids[before:end]
+    written = (completion.sampled or ())[before:end].count(False)
+    return first[written:]
+
+
+def with_environment(finish: Callable[[], RolloutRewards], completions: Sequence[Completion]) -> RolloutRewards:
+    """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
+
+    Args:
+        finish: function that waits for the reward functions.
+        completions: conversations.
+    """
+    scored = finish()
+    records = [each.conversation for each in completions if each.conversation is not None]
+    rewards = torch.tensor([sum(own.turn_rewards) for own in records])
+    return RolloutRewards({**scored.rewards, ENVIRONMENT: rewards}, scored.metrics | conversation_metrics(completions))
+
+
+def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
+    """Return the metrics of conversations: for each the sum and the number of its terms."""
+    records = [each.conversation for each in completions if each.conversation is not None]
+    count = float(len(records))
+    tokens = float(sum(len(each.token_ids) for each in completions))
+    written = sum((each.sampled or ()).count(False) for each in completions)
+    totals = {
+        "turns": sum(len(own.turn_ends) for own in records),
+        "tool_calls": sum(own.tool_calls for own in records),
+        "malformed_calls": sum(own.malformed for own in records),
+        "environment_s": sum(own.environment_s for own in records),
+    }
+    totals |= {f"stop_{reason}": sum(own.stop == reason for own in records) for reason in get_args(StopReason)}
+    totals |= {f"fault_{kind}": sum(own.fault == kind for own in records) for kind in get_args(FaultKind)}
+    for name in sorted({name for own in records for name in own.metrics} - totals.keys()):
+        totals[name] = sum(own.metrics.get(name, 0.0) for own in records)
+    sums = {f"env/{name}": (float(total), count) for name, total in totals.items()}
+    return {**sums, "env/written_share": (float(written), tokens)}
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:

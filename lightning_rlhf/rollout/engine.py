@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import Completion, SamplingParams
 
 OnFinished = Callable[[int, Completion], None]  # called with the index of a prompt and its completion
+Serve = Callable[["RolloutEngine", list[Any], OnFinished | None], list[Completion]]  # see RolloutEngine.serve
 
 
 class EngineDied(RunError):
@@ -60,6 +63,24 @@ class Generation:
             self._wait = None
             self.finish()
         return self._completions
+
+
+def in_thread(generate: Callable[[], list[Completion]]) -> Generation:
+    """Call a function in a daemon thread; return the generation with its completions."""
+    future: Future[list[Completion]] = Future()
+
+    def run() -> None:
+        try:
+            completions = generate()
+        except BaseException as error:  # raised again where the completions are read
+            future.set_exception(error)
+        else:
+            generation.finish()
+            future.set_result(completions)
+
+    generation = Generation(future.result)
+    threading.Thread(target=run, name="generation", daemon=True).start()
+    return generation
 
 
 @dataclass(frozen=True)
@@ -285,6 +306,41 @@ class RolloutEngine(ABC):
         generation = Generation(lambda: completions)
         generation.completions()
         return generation
+
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """Start to generate one completion per prompt; requests of several calls are generated at the same time.
+
+        Not collective: only the first of the ranks that share an engine calls this, in a function that it passes to
+        :meth:`serve`. Engines without ``overlaps`` generate at once.
+
+        Args:
+            prompts: token ids.
+            sampling: sampling parameters of each prompt, which may differ in ``max_tokens`` only.
+            seeds: one per prompt, in [0, 2**63).
+
+        Returns:
+            Futures of the completions, which raise :class:`EngineDied` if the engine has ended.
+        """
+        longest = max(own.max_tokens for own in sampling)
+        completions = self.generate(prompts, replace(sampling[0], max_tokens=longest), seeds)
+        futures = [Future[Completion]() for _ in completions]
+        for future, completion, own in zip(futures, completions, sampling, strict=True):
+            future.set_result(completion.cut(own.max_tokens))
+        return futures
+
+    def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
+        """Generate one completion for each request with a function of the caller, which calls :meth:`request`.
+
+        The function runs in a thread, on the first of the ranks that share the engine, for the requests of all of them.
+
+        Args:
+            requests: requests of this rank, which can be pickled and compared.
+            handle: function of the engine, requests and ``on_finished`` that returns the completions.
+            on_finished: callback as for :meth:`submit`.
+        """
+        return in_thread(lambda: handle(self, list(requests), on_finished))
 
     @abstractmethod
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -157,7 +157,7 @@ def submit_together(
     seeds: Sequence[int],
     on_finished: OnFinished | None = None,
 ) -> Generation:
-    """Request the completions of all ranks on the first one; identical requests of several ranks only once.
+    """Request the completions of all ranks on the first one; see :func:`serve_together`.
 
     Args:
         group: ranks that share the engine.
@@ -166,40 +166,55 @@ def submit_together(
         sampling: sampling parameters, the same on all ranks.
         seeds: seeds of this rank, one per prompt.
         on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
+    """
+
+    def submit_all(requests: list[tuple[list[int], int, SamplingParams]], on_any: OnFinished | None) -> Generation:
+        different = list(dict.fromkeys([sampling, *(own for _, _, own in requests)]))
+        if len(different) > 1:
+            raise UsageError(f"ranks that share an engine must have equal sampling parameters, got {different}")
+        return submit([prompt for prompt, _, _ in requests], sampling, [seed for _, seed, _ in requests], on_any)
+
+    requests = [(list(prompt), seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+    return serve_together(group, submit_all, requests, on_finished)
+
+
+def serve_together(
+    group: RankGroup,
+    serve: Callable[[list[Any], OnFinished | None], Generation],
+    requests: Sequence[Any],
+    on_finished: OnFinished | None = None,
+) -> Generation:
+    """Serve the requests of all ranks on the first one; identical requests of several ranks only once.
+
+    Args:
+        group: ranks that share the engine.
+        serve: function that starts to generate one completion for each request, called on the first rank.
+        requests: requests of this rank, which can be pickled and compared.
+        on_finished: callback for the first rank's own completions as they finish; not called on other ranks.
 
     Returns:
         This rank's completions. All ranks must wait for them, in the same order as for others; an error of the first
         rank is raised there, on all ranks.
     """
-    requests = group.gather(([list(prompt) for prompt in prompts], list(seeds), sampling))
+    by_rank = group.gather(list(requests))
+    unique = [own for index, own in enumerate(by_rank) if own not in by_rank[:index]]
 
     def on_any_finished(index: int, completion: Completion) -> None:
-        if on_finished is not None and index < len(prompts):  # the first rank's requests are the first ones
+        if on_finished is not None and index < len(requests):  # the first rank's requests are the first ones
             on_finished(index, completion)
 
-    unique = [request for index, request in enumerate(requests) if request not in requests[:index]]
-
-    def submit_for_all() -> Generation:
-        if any(other != sampling for _, _, other in requests):
-            raise UsageError(
-                f"ranks that share an engine must have equal sampling parameters, got {[p for _, _, p in requests]}"
-            )
-        all_prompts = [prompt for rank_prompts, _, _ in unique for prompt in rank_prompts]
-        all_seeds = [seed for _, rank_seeds, _ in unique for seed in rank_seeds]
-        return submit(all_prompts, sampling, all_seeds, on_any_finished)
-
-    def by_rank() -> list[list[Completion]]:
+    def results() -> list[list[Completion]]:
         completions = iter(generation.completions())
-        by_request = [[next(completions) for _ in rank_prompts] for rank_prompts, _, _ in unique]
-        return [by_request[unique.index(request)] for request in requests]
+        by_request = [[next(completions) for _ in own] for own in unique]
+        return [by_request[unique.index(own)] for own in by_rank]
 
     if not group.is_first:
         return Generation(lambda: group.scatter_from_first(list))
     try:
-        generation = submit_for_all()
+        generation = serve([request for own in unique for request in own], on_any_finished)
     except Exception as error:
         generation = Generation(partial(_raise, error))
-    return Generation(lambda: group.scatter_from_first(by_rank), generation)
+    return Generation(lambda: group.scatter_from_first(results), generation)
 
 
 def _raise(error: Exception) -> list[Completion]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, generate_together, submit_together
+from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, Serve
+from lightning_rlhf.rollout.ranks import RankGroup, generate_together, serve_together, submit_together
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -143,6 +144,14 @@ class SharedEngine(RolloutEngine):
         return submit_together(
             self._running, self._engine.submit, prompts=prompts, sampling=sampling, seeds=seeds, on_finished=on_finished
         )
+
+    def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
+        """See :meth:`RolloutEngine.serve`; ranks without requests must call it too."""
+
+        def serve_all(all_requests: list[Any], on_any_finished: OnFinished | None) -> Generation:
+            return self._engine.serve(all_requests, handle, on_any_finished)
+
+        return serve_together(self._running, serve_all, requests, on_finished)
 
     def close(self) -> None:
         """End the engine; not collective."""

@@ -68,4 +68,4 @@ def test_the_tables_name_all_arguments_and_options():
     assert options["on_error"] == "raise"
     assert f"up to {worker._MAX_PROCESSES} processes" in PAGE
     assert f"up to {executor._THREADS} threads" in PAGE
-    assert f"{worker._MAX_OUTPUT:,} characters" in PAGE
+    assert f"{worker.MAX_OUTPUT:,} characters" in PAGE

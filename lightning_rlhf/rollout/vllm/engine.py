@@ -304,14 +304,38 @@ class VLLMEngine(RolloutEngine):
         on_finished: OnFinished | None = None,
     ) -> Generation:
         """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
-        completions: list[Future[Completion]] = [Future() for _ in prompts]
+        process = self._running
+        completions = self._request(prompts, sampling, seeds, on_finished)
         missing = set(completions)
 
-        def on_reply(own: Future[Completion], index: int, reply: Future[dict[str, Any]]) -> None:
-            missing.discard(own)
-            self._generating.discard(own)
+        def on_done(future: Future[Completion]) -> None:
+            missing.discard(future)
             if not missing:
                 generation.finish()
+
+        generation = Generation(lambda: process.results(completions, "completions"))
+        for future in completions:
+            future.add_done_callback(on_done)
+        return generation
+
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request`."""
+        return self._request(prompts, sampling, seeds)
+
+    def _request(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seeds: Sequence[int],
+        on_finished: OnFinished | None = None,
+    ) -> list[Future[Completion]]:
+        """Send requests; return the futures of their completions."""
+        completions: list[Future[Completion]] = [Future() for _ in prompts]
+
+        def on_reply(own: Future[Completion], index: int, reply: Future[dict[str, Any]]) -> None:
+            self._generating.discard(own)
             try:
                 completion = as_completion(reply.result())
                 if on_finished is not None:
@@ -321,13 +345,11 @@ class VLLMEngine(RolloutEngine):
             else:
                 own.set_result(completion)
 
-        process = self._running
-        generation = Generation(lambda: process.results(completions, "completions"))
-        self._generating |= missing
-        replies = process.generate(as_requests(prompts, sampling, seeds))
+        self._generating.update(completions)
+        replies = self._running.generate(as_requests(prompts, sampling, seeds))
         for index, (own, reply) in enumerate(zip(completions, replies, strict=True)):
             reply.add_done_callback(partial(on_reply, own, index))
-        return generation
+        return completions
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""

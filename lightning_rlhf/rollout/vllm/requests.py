@@ -30,19 +30,24 @@ def check_temperature(sampling: SamplingParams) -> None:
 
 
 def as_requests(
-    prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], seeds: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return one request per prompt, with the names of vLLM's sampling parameters."""
-    fields = {
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    return [
+        {"prompt": list(prompt), "sampling": _fields(own), "seed": seed}
+        for prompt, own, seed in zip(prompts, each, seeds, strict=True)
+    ]
+
+
+def _fields(sampling: SamplingParams) -> dict[str, Any]:
+    return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
     }
-    return [
-        {"prompt": list(prompt), "sampling": fields, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
 
 
 def as_completion(message: dict[str, Any]) -> Completion:

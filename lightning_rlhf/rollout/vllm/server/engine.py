@@ -12,8 +12,22 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, Generation, OnFinished, RolloutEngine
-from lightning_rlhf.rollout.ranks import RankGroup, generate_together, submit_together, world_size
+from lightning_rlhf.rollout.engine import (
+    EngineDied,
+    EngineSetup,
+    Generation,
+    OnFinished,
+    RolloutEngine,
+    Serve,
+    in_thread,
+)
+from lightning_rlhf.rollout.ranks import (
+    RankGroup,
+    generate_together,
+    serve_together,
+    submit_together,
+    world_size,
+)
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
@@ -27,6 +41,7 @@ _COMPARED_KEYS = (
 
 
 _GENERATIONS = 8  # largest number of concurrent generations of one rank
+_REQUESTS = 256  # largest number of concurrent single requests of one rank
 
 
 class VLLMServerEngine(RolloutEngine):
@@ -56,7 +71,8 @@ class VLLMServerEngine(RolloutEngine):
         self._push: WeightPush | None = None
         self._version = -1
         self._threads = ThreadPoolExecutor(_GENERATIONS, "generation")
-        self._generating = set[Future[list[Completion]]]()
+        self._requests = ThreadPoolExecutor(_REQUESTS, "requests")
+        self._generating = set[Future[Any]]()
 
     @property
     def ranks(self) -> int:
@@ -215,6 +231,26 @@ class VLLMServerEngine(RolloutEngine):
         generation = Generation(future.result)
         self._generating.add(future)
         return generation
+
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """See :meth:`RolloutEngine.request`; each request has a connection of its own."""
+        completions = []
+        for prompt, own, seed in zip(prompts, sampling, seeds, strict=True):
+            completions.append(
+                self._requests.submit(lambda *one: self._request_all(*one)[0], [prompt], own, [seed], None)
+            )
+        self._generating.update(completions)
+        return completions
+
+    def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
+        """See :meth:`RolloutEngine.serve`."""
+
+        def serve_all(all_requests: list[Any], on_any_finished: OnFinished | None) -> Generation:
+            return in_thread(lambda: handle(self, all_requests, on_any_finished))
+
+        return serve_together(self._sharing_ranks, serve_all, requests, on_finished)
 
     def _request_all(
         self,

@@ -1,0 +1,191 @@
+"""Bridges: the tokens between a sampled turn and the next one, for the messages that an environment wrote."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.data.chat import Chat, Message
+from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.environments.protocol import ToolCall
+from lightning_rlhf.expected_errors import UsageError
+
+_SENTINEL = "SENTINEL0ANSWER"  # stands for an answer of the policy in a rendered conversation
+_CUT = " ... "  # mark in a text whose middle was left out
+_PROBE = {"role": "user", "content": "probe"}
+
+
+class Bridge(ABC):
+    """Conversion of an environment's messages to tokens.
+
+    Texts of an environment cannot contain special tokens: each is changed by a space behind its first character.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        max_message_tokens: tokens of one message; longer ones are cut in the middle. None does not cut.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_message_tokens: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_message_tokens = max_message_tokens
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+        added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+        markers = {text for text, special in added.items() if (special or text in template) and text.strip()}
+        self._markers = sorted({*markers, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
+
+    @abstractmethod
+    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+        """Return the tokens of a prompt with messages that an environment appended to it.
+
+        Args:
+            text: prompt as text.
+            messages: prompt as messages; empty for plain text.
+            written: messages of the environment, at least one.
+        """
+
+    @abstractmethod
+    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+        """Return the tokens between a turn and the next one.
+
+        Args:
+            turn: tokens of the turn.
+            calls: tool calls of the turn.
+            written: messages of the environment, at least one.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Validate that the tokenizer allows this bridge, before a model is loaded.
+
+        Raises:
+            ValueError: it does not.
+        """
+
+    def ids(self, text: str) -> list[int]:
+        """Tokenize a text without special tokens at its ends."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def safe(self, message: Message) -> Message:
+        """Return a message whose text contains no special token and is not too long."""
+        text = message["content"]
+        limit = self.max_message_tokens
+        if limit is not None and len(text) > limit:
+            # A token has a bounded number of characters in practice; this only avoids work on very long texts.
+            text = text if len(text) <= 64 * limit else f"{text[: 32 * limit]}{text[-32 * limit :]}"
+            ids = self.ids(text)
+            if len(ids) > limit:
+                kept = max(0, limit - len(self.ids(_CUT)))
+                ends = [self.tokenizer.decode(part) for part in (ids[: (kept + 1) // 2], ids[len(ids) - kept // 2 :])]
+                text = _CUT.join(str(end) for end in ends)
+        return {**message, "content": self._without_markers(text)}
+
+    def _without_markers(self, text: str) -> str:
+        """Insert a space into every special token in a text."""
+        while found := [marker for marker in self._markers if marker in text]:
+            text = text.replace(found[0], f"{found[0][:1]} {found[0][1:]}")
+        return text
+
+
+class PlainBridge(Bridge):
+    """Texts alone, without a chat template, for models that were trained on such texts.
+
+    Args:
+        tokenizer: tokenizer of the run.
+        max_message_tokens: argument of :class:`Bridge`.
+    """
+
+    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+        """See :meth:`Bridge.prompt`."""
+        return self.ids(text) + self.between([], [], written)
+
+    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+        """See :meth:`Bridge.between`."""
+        return [id_ for message in written for id_ in self.ids(self.safe(message)["content"])]
+
+    def check(self) -> None:
+        """Accept every tokenizer."""
+
+
+class TemplateBridge(Bridge):
+    """The chat template's text behind an answer: it is rendered with a made-up answer, and cut behind it.
+
+    This does not need a template that renders a prefix of a conversation as a prefix of its text: many templates
+    change earlier turns when more messages follow, but few change the text behind them, and :meth:`check` finds those.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        max_message_tokens: argument of :class:`Bridge`.
+        tools: JSON schemas of the tools.
+        options: variables of the template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_message_tokens: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, max_message_tokens)
+        self._chat = Chat(tokenizer, [dict(tool) for tool in tools] or None, dict(options or {}))
+        self._checked_roles = ("user", "tool") if tools else ("user",)
+
+    def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
+        """See :meth:`Bridge.prompt`."""
+        safe = [self.safe(message) for message in written]
+        return self.ids(self._chat.render([*messages, *safe], "prompt", generation=True))
+
+    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+        """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""
+        ids = self.ids(self._behind([_PROBE], calls, [self.safe(message) for message in written]))
+        return ids[1:] if turn and ids[:1] == [turn[-1]] else ids
+
+    def check(self) -> None:
+        """Validate the template.
+
+        Raises:
+            ValueError: there is no template, it rejects the messages, or its text behind an answer depends on the
+                messages before it; the message shows both texts.
+        """
+        if self.tokenizer.chat_template is None:
+            raise UsageError(
+                "the environment writes messages, but the tokenizer has no chat template: use one with a template, or "
+                "set bridge: plain for a model that was trained on texts without a template"
+            )
+        long = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}, _PROBE]
+        for role in self._checked_roles:
+            calls = [ToolCall("probe", {"x": 1}, "call00001")] if role == "tool" else []
+            written = [{"role": role, "content": "reply"}]
+            short_text, long_text = (self._behind(history, calls, written) for history in ([_PROBE], long))
+            if short_text != long_text:
+                raise UsageError(
+                    f"the chat template renders the text behind an answer differently when more messages precede it, "
+                    f"so the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
+                    f"{long_text!r} with three. Use another chat template, or set bridge: plain"
+                )
+
+    def _behind(self, history: Sequence[Message], calls: Sequence[ToolCall], written: Sequence[Message]) -> str:
+        """Return the text of the template behind an answer, with the messages of the environment."""
+        answer: Message = {"role": "assistant", "content": _SENTINEL}
+        if calls:
+            answer["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        try:
+            text = self._chat.render([*history, answer, *written], "conversation", generation=True)
+        except BadRow as error:
+            raise UsageError(
+                f"{error}, in a conversation of an answer and a message of role {written[0]['role']!r}; use a template "
+                f"that has this role, or set bridge: plain"
+            ) from error
+        if text.count(_SENTINEL) != 1:
+            raise UsageError(
+                f"the chat template renders an answer {text.count(_SENTINEL)} times, expected once, so the text behind "
+                f"it is not known: use another chat template, or set bridge: plain"
+            )
+        return text.split(_SENTINEL)[1]

@@ -1,0 +1,116 @@
+"""The tokens of a conversation: turns that the policy sampled, and texts that its environment wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.types import Completion
+
+# Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
+# tokens were left for another turn; the environment failed.
+StopReason = Literal["done", "max_turns", "truncated", "tokens", "fault"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a conversation.
+
+    Args:
+        max_turns: turns of the policy, at least 1.
+        max_response_tokens: tokens behind the prompt, of all turns and of the environment's texts between them.
+        max_turn_tokens: tokens of one turn; None is limited by ``max_response_tokens`` only.
+    """
+
+    max_turns: int
+    max_response_tokens: int
+    max_turn_tokens: int | None = None
+
+
+class Conversation:
+    """One conversation as one row of tokens: sampled turns and written texts in turns, behind a prompt.
+
+    Sampled tokens are never decoded and encoded again: each request contains exactly the tokens before it.
+
+    Args:
+        prompt: tokens of the prompt.
+        limits: limits of the conversation.
+    """
+
+    def __init__(self, prompt: Sequence[int], limits: Limits) -> None:
+        self.prompt = list(prompt)
+        self.limits = limits
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.sampled: list[bool] = []
+        self.turn_ends: list[int] = []  # number of tokens behind the prompt after each turn
+        self.stop: StopReason | None = None
+        self._versions: list[int] = []
+
+    @property
+    def request(self) -> list[int]:
+        """All tokens so far, which the next turn continues."""
+        return self.prompt + self.token_ids
+
+    @property
+    def turn_budget(self) -> int:
+        """Largest number of tokens of the next turn."""
+        left = self.limits.max_response_tokens - len(self.token_ids)
+        return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
+
+    def add_turn(self, completion: Completion) -> None:
+        """Append a sampled turn, and end the conversation if a limit cut the turn or no further turn is allowed."""
+        self._expect_running()
+        if len(completion.token_ids) > self.turn_budget:
+            raise UsageError(f"a turn has {len(completion.token_ids)} tokens, at most {self.turn_budget} are allowed")
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.sampled += [True] * len(completion.token_ids)
+        self._versions += completion.token_versions
+        self.turn_ends.append(len(self.token_ids))
+        if completion.finish_reason == "length":
+            self.stop = "truncated"
+
+    def add_written(self, ids: Sequence[int]) -> None:
+        """Append tokens of the environment; end the conversation instead if no token is left for another turn.
+
+        Args:
+            ids: tokens between the last turn and the next one.
+        """
+        self._expect_running()
+        if len(self.turn_ends) == self.limits.max_turns:
+            self.stop = "max_turns"
+        elif len(self.token_ids) + len(ids) >= self.limits.max_response_tokens:
+            self.stop = "tokens"
+        else:
+            self.token_ids += ids
+            self.logprobs += [0.0] * len(ids)
+            self.sampled += [False] * len(ids)
+            self._versions += [self._versions[-1]] * len(ids)
+
+    def end(self, stop: StopReason) -> None:
+        """End the conversation, if it has not ended."""
+        self.stop = self.stop or stop
+
+    @property
+    def completion(self) -> Completion:
+        """The conversation as one completion; its last token is sampled."""
+        if self.stop is None or not self.turn_ends:
+            raise UsageError("a conversation without an end or without a turn has no completion")
+        end = self.turn_ends[-1]
+        versions = self._versions[:end]
+        later = [(i, versions[i]) for i in range(1, end) if versions[i] != versions[i - 1]]
+        return Completion(
+            token_ids=self.token_ids[:end],
+            logprobs=self.logprobs[:end],
+            finish_reason="length" if self.stop in ("truncated", "tokens") else "stop",
+            policy_version=versions[0],
+            later_versions=tuple(later),
+            sampled=tuple(self.sampled[:end]),
+        )
+
+    def _expect_running(self) -> None:
+        if self.stop is not None:
+            raise UsageError(f"the conversation has ended ({self.stop})")

@@ -1,0 +1,313 @@
+"""Where environments run: in worker processes with a time limit, in an event loop, or in threads of the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import multiprocessing
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from lightning_rlhf.environments import worker
+from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, as_reply
+from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of
+from lightning_rlhf.rewards.executor import DaemonThreads
+from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.rewards.worker import describe_exit
+
+_GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
+_REPEATS = 2  # of a call whose worker process was ended by something else
+
+
+class Host(ABC):
+    """Runs the calls of environments; one conversation has at most one call at a time."""
+
+    @abstractmethod
+    def call(self, call: Call) -> Future[Reply | Fault]:
+        """Start a call."""
+
+    @abstractmethod
+    def release(self, key: str) -> None:
+        """Close the environment of a conversation that has ended, without waiting for it."""
+
+    def end_overdue(self) -> None:  # noqa: B027 (most hosts end their calls themselves)
+        """End calls that could not be ended at their time limit; called about once a second."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all calls and processes; the host can be used again."""
+
+
+def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
+    """Return the host for an environment.
+
+    Args:
+        spec: environment of the run.
+        timeout_s: time limit of a call, seconds; None: no limit, in threads of this process.
+        concurrency: largest number of calls at the same time.
+    """
+    if is_async(spec):
+        return LoopHost(spec, timeout_s, concurrency)
+    return ThreadHost(spec, concurrency) if timeout_s is None else ProcessHost(spec, timeout_s, concurrency)
+
+
+def is_async(spec: Spec) -> bool:
+    """Return whether the environment's class has an ``async`` method."""
+    factory = load_function(spec.factory) if isinstance(spec.factory, str) else spec.factory
+    return any(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step"))
+
+
+class ThreadHost(Host):
+    """Threads of this process, without a time limit."""
+
+    def __init__(self, spec: Spec, concurrency: int) -> None:
+        self._spec = spec
+        self._threads = DaemonThreads(concurrency, "environments")
+
+    def call(self, call: Call) -> Future[Reply | Fault]:
+        """See :meth:`Host.call`."""
+        return self._threads.submit(worker.advance, self._spec, call)
+
+    def release(self, key: str) -> None:
+        """See :meth:`Host.release`."""
+        self._threads.submit(worker.release, key)
+
+    def close(self) -> None:
+        """End the threads after their current calls."""
+        self._threads.close()
+
+
+@dataclass
+class _Slot:
+    """A worker process with some conversations.
+
+    Args:
+        pool: pool of this one process, which starts it again when it ends.
+        calls: number of unfinished calls.
+        ended: how often the process was ended.
+    """
+
+    pool: ProcessPool
+    calls: int = 0
+    ended: int = 0
+
+
+class ProcessHost(Host):
+    """Worker processes, each with the environments of several conversations and one call at a time.
+
+    A call that takes too long is ended with its process. The process's other conversations continue in a new one, where
+    their environments are made again and see the same turns.
+
+    Args:
+        spec: environment of the run.
+        timeout_s: time limit of a call, seconds.
+        concurrency: largest number of processes; they start when they are needed.
+    """
+
+    def __init__(self, spec: Spec, timeout_s: float, concurrency: int) -> None:
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._slots: list[_Slot] = []
+        self._homes: dict[str, tuple[_Slot, int]] = {}  # slot of each conversation, and how often it had ended then
+        self._lock = threading.RLock()
+
+    def call(self, call: Call) -> Future[Reply | Fault]:
+        """See :meth:`Host.call`."""
+        result: Future[Reply | Fault] = Future()
+        self._schedule(call, result, _REPEATS)
+        return result
+
+    def _schedule(self, call: Call, result: Future[Reply | Fault], repeats: int) -> None:
+        with self._lock:
+            slot, ended = self._homes.get(call.key) or (self._slot(), -1)
+            replayed = len(call.turns) if ended != slot.ended else 0
+            self._homes[call.key] = slot, slot.ended
+            slot.calls += 1
+            limit = self._timeout_s * (1 + replayed)
+            future = slot.pool.schedule(worker.advance, args=(self._spec, call), timeout=limit)
+        future.add_done_callback(partial(self._finish, call, slot, result, repeats))
+
+    def _slot(self) -> _Slot:
+        """Return an idle slot, a new one while the limit allows, or the one with the fewest conversations."""
+        idle = [slot for slot in self._slots if not slot.calls]
+        if not idle and len(self._slots) < self._concurrency:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPool(1, initializer=worker.initialize, initargs=(self._spec,), context=context)
+            self._slots.append(_Slot(pool))
+            return self._slots[-1]
+        homes = Counter(id(slot) for slot, _ in self._homes.values())
+        return min(idle or self._slots, key=lambda slot: homes[id(slot)])
+
+    def _finish(
+        self, call: Call, slot: _Slot, result: Future[Reply | Fault], repeats: int, future: Future[Any]
+    ) -> None:
+        with self._lock:
+            slot.calls -= 1
+        try:
+            reply = future.result()
+        except CancelledError:
+            result.cancel()
+            return
+        except FutureTimeoutError:
+            slot.ended += 1
+            reply = Fault("timeout", f"took longer than its timeout_s of {self._timeout_s:g} s")
+        except ProcessExpired as error:
+            slot.ended += 1
+            reply = Fault("died", f"ended its worker process ({describe_exit(error.exitcode)})")
+        except BrokenProcessPool:
+            slot.ended += 1
+            if repeats:
+                self._schedule(call, result, repeats - 1)
+                return
+            reply = Fault("died", "lost its worker process")
+        except Exception as error:  # for example a reply that cannot be sent between processes
+            reply = Fault("invalid", f"returned a value that cannot be sent between processes: {error}")
+        result.set_result(reply)
+
+    def release(self, key: str) -> None:
+        """See :meth:`Host.release`."""
+        with self._lock:
+            slot, _ = self._homes.pop(key, (None, 0))
+            if slot is not None and slot.pool.active:
+                slot.pool.schedule(worker.release, args=(key,), timeout=self._timeout_s)
+
+    def close(self) -> None:
+        """Kill the processes."""
+        with self._lock:
+            slots, self._slots = self._slots, []
+            self._homes.clear()
+        for slot in slots:
+            slot.pool.stop()
+        for slot in slots:
+            slot.pool.join()
+
+
+class LoopHost(Host):
+    """An event loop for environments with ``async`` methods, which are cancelled at their time limit.
+
+    Args:
+        spec: environment of the run.
+        timeout_s: time limit of a call, seconds; None: no limit.
+        concurrency: largest number of calls at the same time.
+    """
+
+    def __init__(self, spec: Spec, timeout_s: float | None, concurrency: int) -> None:
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._concurrency = concurrency
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[str, tuple[float, Future[Reply | Fault]]] = {}  # start of each call that has begun
+        self._live: dict[str, tuple[Any, int]] = {}  # environment of each conversation, and the turns that it has seen
+
+    def call(self, call: Call) -> Future[Reply | Fault]:
+        """See :meth:`Host.call`."""
+        result: Future[Reply | Fault] = Future()
+        loop = self._started()
+        loop.call_soon_threadsafe(lambda: loop.create_task(self._answer(call, result)))
+        return result
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._slots = asyncio.Semaphore(self._concurrency)
+            threading.Thread(target=_run, args=(self._loop,), name="async environments", daemon=True).start()
+        return self._loop
+
+    async def _answer(self, call: Call, result: Future[Reply | Fault]) -> None:
+        async with self._slots:
+            self._running[call.key] = time.monotonic(), result
+            try:
+                reply: Reply | Fault = await asyncio.wait_for(self._advance(call), self._timeout_s)
+            except TimeoutError:
+                reply = Fault("timeout", f"took longer than its timeout_s of {self._timeout_s:g} s")
+            except InvalidReplyError as error:
+                reply = Fault("invalid", str(error))
+            except (Exception, SystemExit) as error:  # an environment may raise any class
+                reply = Fault("error", f"raised {type(error).__name__}: {error}"[:2000])
+            self._running.pop(call.key, None)
+            if isinstance(reply, Fault):
+                await self._release(call.key)
+            if not result.done():
+                result.set_result(reply)
+
+    async def _advance(self, call: Call) -> Reply | Fault:
+        environment, steps = self._live.get(call.key, (None, -1))
+        if steps == len(call.turns) - 1 >= 0:
+            return await self._step(call, environment, steps)
+        environment = self._spec.make()
+        reply = as_reply(await _called(environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
+        self._live[call.key] = environment, 0
+        for number, digest in enumerate(call.replies):
+            if digest_of(reply) != digest:
+                return Fault("replay", "gave another reply when a conversation was repeated in a new event loop")
+            reply = await self._step(call, environment, number)
+        return reply
+
+    async def _step(self, call: Call, environment: Any, number: int) -> Reply:
+        turn = call.turns[number]
+        offered = {"turn": turn, "text": turn.text, "calls": turn.calls}
+        reply = as_reply(await _called(environment, "step", offered), "step")
+        self._live[call.key] = environment, number + 1
+        return reply
+
+    async def _release(self, key: str) -> None:
+        environment, _ = self._live.pop(key, (None, 0))
+        if hasattr(environment, "close"):
+            with contextlib.suppress(Exception, SystemExit):
+                await asyncio.wait_for(_called(environment, "close", {}), self._timeout_s)
+
+    def release(self, key: str) -> None:
+        """See :meth:`Host.release`."""
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(lambda: loop.create_task(self._release(key)))
+
+    def end_overdue(self) -> None:
+        """End calls that block the event loop; other conversations continue in a new one."""
+        if self._timeout_s is None:
+            return
+        overdue = time.monotonic() - self._timeout_s - _GRACE_S
+        late = [(key, result) for key, (started, result) in list(self._running.items()) if started < overdue]
+        if late:
+            self._loop = None  # its thread is blocked; the next call starts a new loop
+            self._live.clear()
+            for key, result in late:
+                self._running.pop(key, None)
+                result.set_result(Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))
+
+    def close(self) -> None:
+        """Cancel the calls and end the loop."""
+        loop, self._loop = self._loop, None
+        self._live.clear()
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+
+async def _called(environment: Any, name: str, offered: dict[str, Any]) -> Any:
+    method = getattr(environment, name)
+    result = method(**arguments_of(method, offered))
+    return await result if inspect.isawaitable(result) else result
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    finally:
+        loop.close()

@@ -1,0 +1,183 @@
+"""The protocol of environments: what a policy's turn contains, and what an environment replies.
+
+This file does not import torch, so that worker processes start fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from lightning_rlhf.expected_errors import UsageError
+
+Message = dict[str, Any]
+ROLES = ("user", "tool", "system")  # of the messages that an environment may write
+LARGEST_TEXT = 1_000_000  # characters of all messages of a reply; the rest is cut
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+class ToolError(Exception):
+    """Error that a tool raises for a mistake of the policy, which then receives its text as the tool's result."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in a turn.
+
+    Args:
+        name: name of the tool.
+        arguments: arguments by name.
+        id: identifier of the call, if the policy wrote one.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A complete turn of the policy. A turn that a limit has cut ends the conversation and is not passed on.
+
+    Args:
+        text: text of the turn, without special tokens and without tool calls.
+        calls: tool calls, in order.
+        malformed: description of the first tool call that could not be parsed; None without one.
+        number: number of the policy's earlier turns.
+        raw: text with special tokens and tool calls.
+    """
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: str | None = None
+    number: int = 0
+    raw: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Reply of an environment.
+
+    Args:
+        messages: messages that the policy reads next; a text is a single message, from a tool if the turn called one,
+            otherwise from the user. Ignored if ``done``.
+        reward: reward of the turn, or of the start for a reply of ``reset``; finite.
+        done: whether the conversation ends.
+        metrics: numbers to log, by name; their means over conversations are logged as ``env/<name>``.
+    """
+
+    messages: str | Sequence[Message] = ""
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment:
+    """Base class of environments; a class with these methods need not inherit from it.
+
+    There is a new object for each conversation. Its replies must depend only on the row, the seed and the turns, so
+    that a conversation can be repeated. Any method may be ``async``. Methods may leave out arguments that they do not
+    use; ``step`` may also have ``text`` or ``calls`` instead of ``turn``.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Reply | str | None:
+        """Start a conversation.
+
+        Args:
+            row: columns of the prompt's row, with its text as ``prompt``.
+            seed: seed of the conversation, in [0, 2**63); the responses to a prompt in a step have the same.
+
+        Returns:
+            Messages that are appended to the prompt; None or an empty reply leaves the prompt as it is.
+        """
+        return None
+
+    def step(self, turn: Turn) -> Reply | str:
+        """Reply to a turn of the policy; a text is a reply that does not end the conversation."""
+        raise NotImplementedError(f"{type(self).__name__} has no step()")
+
+    def close(self) -> None:
+        """Release resources; called once, also after an error."""
+
+
+class InvalidReplyError(UsageError):
+    """Error for a value that is not a valid reply."""
+
+
+def as_reply(value: Any, method: str) -> Reply:
+    """Validate the value that an environment returned, and convert it to a reply with plain values.
+
+    Args:
+        value: returned value.
+        method: method that returned it, ``reset`` or ``step``.
+
+    Raises:
+        InvalidReplyError: the value is not a reply, or a part of it has a wrong type or value.
+    """
+    if value is None and method == "reset":
+        return Reply()
+    if isinstance(value, str):
+        value = Reply(value)
+    if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
+        raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected a Reply or a text")
+    reward = value.reward
+    if not isinstance(reward, Real) or isinstance(reward, bool) or not -_FLOAT32_MAX <= reward <= _FLOAT32_MAX:
+        raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
+    if not isinstance(value.done, bool):
+        raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
+    if not isinstance(value.metrics, Mapping):
+        raise InvalidReplyError(f"{method}() returned metrics={_shown(value.metrics)}, expected a mapping")
+    metrics = {}
+    for name, number in value.metrics.items():
+        if not isinstance(name, str) or not isinstance(number, Real) or not math.isfinite(number):
+            raise InvalidReplyError(
+                f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
+            )
+        metrics[name] = float(number)
+    return Reply(_bounded(_messages(value.messages, method)), float(reward), value.done, metrics)
+
+
+def _messages(value: Any, method: str) -> str | list[Message]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise InvalidReplyError(f"{method}() returned messages={_shown(value)}, expected a text or a list of messages")
+    messages = []
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise InvalidReplyError(
+                f"{method}() returned the message {_shown(message)}, expected 'role' and text in 'content'"
+            )
+        if message.get("role") not in ROLES:
+            raise InvalidReplyError(
+                f"{method}() returned a message of role {_shown(message.get('role'))}, expected one of {ROLES}: the "
+                f"assistant's messages are the policy's"
+            )
+        kept = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+        messages.append({"role": message["role"], "content": message["content"], **kept})
+    return messages
+
+
+def _bounded(messages: str | list[Message]) -> str | list[Message]:
+    """Cut messages whose texts are too long together, and replace characters that are not valid Unicode."""
+    left = LARGEST_TEXT
+    if isinstance(messages, str):
+        return _unicode(messages[:left])
+    bounded = []
+    for message in messages:
+        bounded.append({**message, "content": _unicode(message["content"][:left])})
+        left = max(0, left - len(message["content"]))
+    return bounded
+
+
+def _unicode(text: str) -> str:
+    """Replace surrogates, which cannot be encoded."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:80] + "..."

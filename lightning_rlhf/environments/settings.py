@@ -1,0 +1,111 @@
+"""Settings of the environment of a run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
+from lightning_rlhf.environments.parsers import ToolCallParser
+from lightning_rlhf.environments.worker import Spec
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.rewards.loading import load_function
+
+
+@dataclass(frozen=True)
+class EnvironmentSettings:
+    """An environment that replies to the policy, and the limits of a conversation; see docs/environments.md.
+
+    A failure is an exception of the environment, a value that is not a reply, a call that takes longer than
+    ``timeout_s``, or the end of its process.
+
+    Args:
+        factory: class of the environment, or function that returns one, or its reference ``file.py:name`` or
+            ``module:name``. Every conversation has a new object.
+        arguments: keyword arguments of the factory.
+        parser: parser of tool calls; None passes turns on as text.
+        bridge: tokens of the environment's messages: ``template`` uses the chat template, ``plain`` only the text.
+        max_turns: largest number of turns of the policy, at least 1.
+        max_turn_tokens: most tokens of one turn; None is limited by ``max_response_tokens`` of the loop, which counts
+            all turns and the messages between them.
+        max_message_tokens: most tokens of one message of the environment; longer ones are cut in the middle. None does
+            not cut.
+        weight: factor of the environment's rewards in the sum of all rewards; 0 only logs them.
+        timeout_s: time limit of one call of the environment, seconds, positive. The environment runs in worker
+            processes, which can be killed; one with ``async`` methods is cancelled instead. None: no limit, in threads
+            of the trainer's process.
+        concurrency: largest number of calls at the same time, and of worker processes, at least 1.
+        on_error: action at a failure: ``raise`` ends the run, ``skip`` does not train on the conversation, ``zero``
+            sets its reward to 0, ``end`` keeps the rewards of the turns before.
+        max_error_rate: largest fraction of the conversations of a rollout, in [0, 1], that may fail without ending the
+            run.
+    """
+
+    factory: str | Callable[..., Any]  # str first: otherwise the configuration cannot be saved
+    arguments: dict[str, Any] = field(default_factory=dict)
+    parser: ToolCallParser | None = None
+    bridge: Literal["template", "plain"] = "template"
+    max_turns: int = 8
+    max_turn_tokens: int | None = None
+    max_message_tokens: int | None = None
+    weight: float = 1.0
+    timeout_s: float | None = 60.0
+    concurrency: int = 8
+    on_error: Literal["raise", "skip", "zero", "end"] = "raise"
+    max_error_rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        least = {"max_turns": self.max_turns, "concurrency": self.concurrency}
+        least |= {"max_turn_tokens": self.max_turn_tokens or 1, "max_message_tokens": self.max_message_tokens or 1}
+        for name, value in least.items():
+            if value < 1:
+                raise UsageError(f"{name} of the environment must be at least 1, got {value}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise UsageError(f"timeout_s of the environment must be positive or null, got {self.timeout_s}")
+        if not 0 <= self.max_error_rate <= 1:
+            raise UsageError(f"max_error_rate of the environment must be in [0, 1], got {self.max_error_rate}")
+        try:
+            factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+            inspect.signature(factory).bind(**self.arguments)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"environment {self.factory!r}: {error}") from error
+        if isinstance(factory, type) and not callable(getattr(factory, "step", None)):
+            raise UsageError(f"environment {self.factory!r} has no method step(), which replies to a turn")
+
+    @property
+    def spec(self) -> Spec:
+        """The environment as it is sent to worker processes."""
+        function = self.factory
+        if inspect.isclass(function) and "<locals>" not in function.__qualname__:
+            return Spec(f"{function.__module__}:{function.__qualname__}", self.arguments)
+        return Spec(function, self.arguments)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools that the environment has in an attribute ``schemas``; an empty list without it."""
+        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        if not hasattr(factory, "schemas"):
+            return []
+        return list(factory(**self.arguments).schemas)
+
+    def make_bridge(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Bridge:
+        """Return the bridge for a tokenizer, after its validation.
+
+        Args:
+            tokenizer: tokenizer of the run.
+            options: variables of the chat template.
+
+        Raises:
+            ValueError: the tokenizer or its chat template do not allow the bridge.
+        """
+        bridge: Bridge
+        if self.bridge == "plain":
+            bridge = PlainBridge(tokenizer, self.max_message_tokens)
+        else:
+            bridge = TemplateBridge(tokenizer, self.max_message_tokens, self.schemas, options)
+        bridge.check()
+        return bridge

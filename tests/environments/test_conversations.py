@@ -1,0 +1,210 @@
+"""Conversations of engines with environments: rows, order, faults."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls, Tools
+from lightning_rlhf.environments.bridges import PlainBridge
+from lightning_rlhf.models.loading import save_architecture
+from lightning_rlhf.models.tensors import whole_tensors
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineSetup
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.types import SamplingParams
+from tests.environments import worlds
+from tests.stand_ins import VOCABULARY, ScriptedEngine, TinyModel
+
+LETTERS = CharacterTokenizer("abcdefgh").load()
+END = LETTERS.eos_token_id
+
+
+def requests(count, row=None, max_tokens=24, turns=8):
+    sampling = SamplingParams(max_tokens, 1.0, stop_token_ids=(END,))
+    return [
+        ConversationRequest([4 + i % 5, 3], "ab", [], row or {}, seed=i // 2, turn_seeds=tuple(range(i * 9, i * 9 + turns)), sampling=sampling)
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def converse():
+    """Runs conversations with an engine and closes the environments."""
+    samplers = []
+
+    def converse(engine, asked, on_finished=None, **settings):
+        settings = EnvironmentSettings(**({"bridge": "plain", "max_turns": 4} | settings))
+        samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
+        check = CompletionCheck(100, engine.version if isinstance(engine, ScriptedEngine) else 0, 10**6)
+        return engine.serve(asked, partial(samplers[-1], check=check), on_finished).completions()
+
+    yield converse
+    for sampler in samplers:
+        sampler.close()
+
+
+class Spy(ScriptedEngine):
+    """Records the prompts that it gets."""
+
+    def __init__(self, texts):
+        super().__init__(texts, LETTERS)
+        self.prompts = []
+
+    def generate(self, prompts, sampling, seeds, on_finished=None):
+        self.prompts += [list(prompt) for prompt in prompts]
+        return super().generate(prompts, sampling, seeds, on_finished)
+
+
+def ids(text):
+    return LETTERS(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
+    engine = Spy(["ab"])
+    (own,) = converse(engine, requests(1), factory=worlds.Echo, timeout_s=timeout_s, max_turns=3)
+    said, written = [*ids("ab"), END], ids("ab")
+    assert engine.prompts == [[4, 3], [4, 3, *said, *written], [4, 3, *said, *written, *said, *written]]
+    assert own.token_ids == [*said, *written, *said, *written, *said]
+    assert own.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * 2 + (True,) * 3
+    assert own.logprobs == [-1.0 if sampled else 0.0 for sampled in own.sampled]
+    record = own.conversation
+    assert (record.stop, record.turn_ends, record.prompt_ids) == ("max_turns", [3, 8, 13], [4, 3])
+    roles = ["assistant", "user", "assistant", "user", "assistant"]
+    assert record.messages == [{"role": role, "content": "ab"} for role in roles]
+
+
+def test_rewards_metrics_and_ends_of_turns(converse):
+    engine = Spy(["d"])
+    first, _, second, _ = converse(
+        engine, [replace(own, seed=3 + own.seed) for own in requests(4)], factory=worlds.Guess
+    )
+    assert (first.conversation.stop, first.conversation.turn_rewards) == ("done", [1.0])
+    assert first.conversation.metrics == {"found": 1.0}
+    assert (second.conversation.stop, second.conversation.turn_rewards) == ("max_turns", [-0.125] * 4)
+
+
+def test_messages_at_the_start_belong_to_the_prompt(converse):
+    engine = Spy(["ab"])
+    (own,) = converse(engine, requests(1, {"greeting": "hg"}), factory=worlds.Greets, max_turns=1)
+    assert engine.prompts == [[*ids("ab"), *ids("hg")]]
+    assert own.conversation.prompt_ids == [*ids("ab"), *ids("hg")]
+    assert own.token_ids == [*ids("ab"), END]
+    assert own.conversation.messages[0] == {"role": "user", "content": "hg"}
+
+
+def test_a_prompt_that_leaves_no_token_for_a_turn_is_a_failure(converse):
+    with pytest.raises(RuntimeError, match="lengthen the prompt by 30 tokens, but max_response_tokens 24 must contain"):
+        converse(Spy(["ab"]), requests(1, {"greeting": "h" * 30}), factory=worlds.Greets)
+
+
+def test_results_of_tools_and_mistakes_are_messages(converse):
+    tools = {"factory": Tools, "arguments": {"functions": [worlds.lookup]}, "timeout_s": None}
+    parser = MarkedToolCalls("lookup", "key", start="g", end="h")
+    for said, result in (("gkh", "v"), ("gah", "Error: no entry 'a'")):
+        tokenizer = CharacterTokenizer("abcdefghkv").load()
+        engine = ScriptedEngine([said, "a"], tokenizer)
+        settings = EnvironmentSettings(**tools, parser=parser, bridge="plain", max_turns=1)
+        sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
+        (own,) = engine.serve(requests(1), partial(sampler, check=CompletionCheck(100, -1, 100)), None).completions()
+        sampler.close()
+        assert own.conversation.tool_calls == 1
+        assert own.conversation.metrics == {"tool_errors": float(result != "v")}
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """A transformers engine with a small model."""
+    source = TinyModel()
+    directory = tmp_path_factory.mktemp("engine")
+    save_architecture(source, directory)
+    engine = TransformersEngine(batch_size=3)
+    engine.start(EngineSetup(directory, "float32", 64, directory / "log"))
+    engine.wait()
+    engine.update_weights(whole_tensors(source.causal().lm), 0)
+    yield engine
+    engine.close()
+
+
+def small(count, **options):
+    return [replace(own, prompt_ids=[1 + own.prompt_ids[0] % 5]) for own in requests(count, **options)]
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": None}, {"concurrency": 1}, {"factory": worlds.SlowEcho}])
+def test_the_host_of_the_environments_does_not_change_a_bit(converse, engine, options):
+    expected = converse(engine, small(8), factory=worlds.Echo, concurrency=4)
+    own = converse(engine, small(8), **({"factory": worlds.Echo} | options))
+    assert [each.token_ids for each in own] == [each.token_ids for each in expected]
+    assert [each.logprobs for each in own] == [each.logprobs for each in expected]
+    assert len({tuple(each.token_ids) for each in own}) > 4
+
+
+def test_requests_in_another_order_and_alone_give_the_same_conversations(converse, engine):
+    together = converse(engine, small(6), factory=worlds.Echo)
+    backwards = converse(engine, small(6)[::-1], factory=worlds.Echo)[::-1]
+    alone = [converse(engine, [own], factory=worlds.Echo)[0] for own in small(6)]
+    assert VOCABULARY > 8
+    for first, second, third in zip(together, backwards, alone, strict=True):
+        assert first.token_ids == second.token_ids == third.token_ids
+        assert first.logprobs == pytest.approx(second.logprobs, abs=1e-5)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_ends_the_run_with_the_environments_traceback(converse):
+    with pytest.raises(RuntimeError, match=r"(?s)Misbehaves raised ValueError: a broken world.*on_error.*do_raise"):
+        converse(Spy(["ab"]), requests(2, {"fault": "raise"}), factory=worlds.Misbehaves)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_error", ["skip", "zero", "end"])
+def test_no_misbehaviour_ends_a_run_or_changes_other_conversations(converse, on_error):
+    names = list(worlds.FAULTS)
+    asked = [
+        replace(own, row={"fault": names[i // 2] if i % 2 else ""}) for i, own in enumerate(requests(2 * len(names)))
+    ]
+    rows = converse(
+        Spy(["ab"]), asked, factory=worlds.Misbehaves, on_error=on_error, timeout_s=2.0, concurrency=2, max_turns=3
+    )  # fmt: skip
+    kinds = {name: rows[2 * i + 1].conversation.fault for i, name in enumerate(names)}
+    assert kinds == worlds.FAULTS
+    assert len(kinds) >= 35
+    for good, bad in zip(rows[::2], rows[1::2], strict=True):
+        assert good == replace(
+            rows[0], conversation=replace(rows[0].conversation, environment_s=good.conversation.environment_s)
+        )
+        assert bad.conversation.stop == "fault"
+
+
+@pytest.mark.parametrize("act", ["gigabyte", "print", "fork", "chdir", "seed", "environ", "close"])
+def test_what_is_not_a_failure(converse, act):
+    (own,) = converse(Spy(["ab"]), requests(1, {"act": act}), factory=worlds.Harmless, max_turns=3)
+    assert own.conversation.fault is None
+    assert own.conversation.stop == ("tokens" if act == "gigabyte" else "max_turns")
+
+
+def test_an_environment_that_cannot_be_repeated_is_a_failure_of_its_neighbours(converse):
+    asked = requests(2)
+    rows = converse(
+        Spy(["ab"]), asked, factory=worlds.Unsteady, on_error="end", max_error_rate=1.0, concurrency=1, max_turns=2
+    )  # fmt: skip
+    assert {own.conversation.fault for own in rows} <= {"died", "replay"}
+
+
+def test_too_many_failures_end_the_run(converse):
+    asked = [replace(own, row={"fault": "raise" if i < 2 else ""}) for i, own in enumerate(requests(3))]
+    with pytest.raises(RuntimeError, match=r"failed in 2 of 3 conversations, more than its max_error_rate of 0.5"):
+        converse(Spy(["ab"]), asked, factory=worlds.Misbehaves, on_error="skip")
+
+
+def test_a_failure_at_the_start_leaves_a_turn(converse):
+    asked = requests(1, {"fault": "reset"})
+    (own,) = converse(Spy(["ab"]), asked, factory=worlds.Misbehaves, on_error="zero", max_error_rate=1.0)
+    assert (own.conversation.stop, own.conversation.fault, own.conversation.turn_rewards) == ("fault", "error", [0.0])
+    assert own.token_ids == [*ids("ab"), END]

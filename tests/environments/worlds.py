@@ -1,0 +1,255 @@
+"""Environments of the tests, also in worker processes."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from lightning_rlhf.environments.protocol import Environment, Reply, ToolError
+
+
+class Guess(Environment):
+    """A number from a to h: each wrong guess is answered by ``<`` or ``>``."""
+
+    def reset(self, seed):
+        self.number = seed % 8
+
+    def step(self, text):
+        guess = ord(text[0]) - ord("a") if text else -1
+        if guess == self.number:
+            return Reply(reward=1.0, done=True, metrics={"found": 1.0})
+        return Reply("b" if guess < self.number else "c", reward=-0.125)
+
+
+class Echo(Environment):
+    """Repeats the first letters of each turn."""
+
+    def step(self, text):
+        return text[:2]
+
+
+class SlowEcho(Echo):
+    """The same, with an ``async`` step."""
+
+    async def step(self, text):
+        await asyncio.sleep(0.001)
+        return text[:2]
+
+
+class Greets(Echo):
+    """Appends letters of the row to the prompt."""
+
+    def reset(self, row):
+        return row["greeting"]
+
+
+class Misbehaves(Environment):
+    """Does at its second turn what its row names; other rows echo."""
+
+    def __init__(self, log=None):
+        self.log = log
+        self.turns = 0
+
+    def reset(self, row):
+        self.fault = row["fault"]
+        if self.fault == "reset":
+            raise KeyError("at the start")
+
+    def step(self, turn):
+        self.turns += 1
+        if turn.number == 1 and self.fault:
+            return getattr(self, f"do_{self.fault}")()
+        return turn.text[:2]
+
+    def do_raise(self):
+        raise ValueError("a broken world")
+
+    def do_exit(self):
+        sys.exit(3)
+
+    def do_die(self):
+        os._exit(0)
+
+    def do_kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def do_hang(self):
+        time.sleep(3600)
+
+    def do_spin(self):
+        while True:
+            pass
+
+    def do_ignore(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        time.sleep(3600)
+
+    def do_nan(self):
+        return Reply("a", reward=math.nan)
+
+    def do_infinite(self):
+        return Reply("a", reward=1e39)
+
+    def do_text_reward(self):
+        return Reply("a", reward="1")
+
+    def do_bool_reward(self):
+        return Reply("a", reward=True)
+
+    def do_none(self):
+        return None
+
+    def do_number(self):
+        return 3
+
+    def do_tuple(self):
+        return "a", 1.0, False
+
+    def do_done_text(self):
+        return Reply("a", done="yes")
+
+    def do_bytes(self):
+        return Reply(b"a")
+
+    def do_assistant(self):
+        return Reply([{"role": "assistant", "content": "a"}])
+
+    def do_no_content(self):
+        return Reply([{"role": "user"}])
+
+    def do_content_list(self):
+        return Reply([{"role": "user", "content": ["a"]}])
+
+    def do_bad_metric(self):
+        return Reply("a", metrics={"x": math.inf})
+
+    def do_metric_key(self):
+        return Reply("a", metrics={1: 1.0})
+
+    def do_metric_list(self):
+        return Reply("a", metrics=[1.0])
+
+    def do_tool_error(self):
+        raise ToolError("only tools raise this")
+
+    def do_base(self):
+        raise BaseException("not an Exception")
+
+    def do_recursion(self):
+        return self.do_recursion()
+
+    def do_memory(self):
+        raise MemoryError
+
+    def do_generator(self):
+        yield "a"
+
+    def do_lambda(self):
+        return Reply(lambda: "a")
+
+    def do_closed_stdout(self):
+        sys.stdout.close()
+        os.close(1)
+        raise OSError("nothing to write to")
+
+    def do_stop_iteration(self):
+        raise StopIteration
+
+    def do_segfault(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def do_abort(self):
+        os.abort()
+
+
+FAULTS = {
+    "reset": "error",
+    **{name[3:]: "error" for name in vars(Misbehaves) if name.startswith("do_")},
+    **dict.fromkeys(("die", "kill", "segfault", "abort"), "died"),
+    **dict.fromkeys(("hang", "spin", "ignore"), "timeout"),
+    **dict.fromkeys(
+        (
+            "nan", "infinite", "text_reward", "bool_reward", "none", "number", "tuple", "done_text", "bytes",
+            "assistant", "no_content", "content_list", "bad_metric", "metric_key", "metric_list", "generator", "lambda",
+        ),
+        "invalid",
+    ),
+}  # fmt: skip
+
+
+class Harmless(Environment):
+    """Does at its second turn what must not be a failure."""
+
+    def reset(self, row):
+        self.act = row["act"]
+
+    def step(self, turn):
+        if turn.number == 1:
+            getattr(self, f"do_{self.act}")()
+        return "x" * 10_000_000 if self.act == "gigabyte" and turn.number == 1 else turn.text[:2]
+
+    def do_gigabyte(self):
+        """Replies with ten million letters."""
+
+    def do_print(self):
+        for _ in range(100_000):
+            print("x" * 100)
+
+    def do_fork(self):
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+
+    def do_chdir(self):
+        os.chdir("/")
+
+    def do_seed(self):
+        import random
+
+        random.seed(0)
+
+    def do_environ(self):
+        os.environ["HOME"] = "/nowhere"
+
+    def do_close(self):
+        self.close = self.fail
+
+    def fail(self):
+        raise ValueError("close")
+
+
+class Unsteady(Environment):
+    """Replies with the number of the process, so that it cannot be repeated in another one."""
+
+    def step(self, turn):
+        if turn.number == 1:
+            os._exit(1)
+        return str(os.getpid())
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
+    return a + b
+
+
+def lookup(key: str) -> str:
+    """Look up a key.
+
+    Args:
+        key: the key
+    """
+    if key != "k":
+        raise ToolError(f"no entry {key!r}")
+    return "v"
+
+
+def crash() -> str:
+    """Crash."""
+    raise RuntimeError("the tool is broken")

@@ -68,6 +68,11 @@ def conversation_sampler(settings: EnvironmentSettings | None, data: PromptDataM
     if settings is None:
         return None
     bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
+        log.info(
+            "The environment has tools, but the data module has none, so only prompts of rows with a column tools "
+            "describe them to the policy: set tools of the data module to describe them in all prompts."
+        )
     return ConversationSampler(settings, bridge, data.tokenizer)
 
 
@@ -149,7 +154,7 @@ class ResponseSampler:
                 text=prompts.texts[number],
                 messages=prompts.messages[number] if prompts.messages else [],
                 row=row_of(prompts.columns, number, prompts.texts[number]),
-                seed=derive_seed(run_seed(), "environment", epoch, index),
+                seed=derive_seed(run_seed(), "environment", purpose, epoch, index),
                 turn_seeds=(
                     derive_seed(run_seed(), purpose, epoch, index, k),
                     *(derive_seed(run_seed(), purpose, epoch, index, k, turn) for turn in turns),

@@ -17,6 +17,7 @@ FLOORS = (
         "interrupts",
         "launch_environment",
         "paths",
+        "references",
         "seeding",
         "tensor_batch",
         "types",
@@ -25,6 +26,7 @@ FLOORS = (
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above
     {"data", "models", "rewards"},
+    {"environments"},
     {"rollout", "strategies"},
     {"modules", "planning", "serving"},
     {"callbacks"},

@@ -12,7 +12,7 @@ from lightning_rlhf.cli.parser import parameters
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
-from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.references import load_function
 from tests.modules.test_schedules import optimizer
 from tests.stand_ins import TinyModel, responses, rollout_of
 

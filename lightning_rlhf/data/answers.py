@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Message, chat_of, holds_messages, messages_of
+from lightning_rlhf.data.chat import Message, holds_messages, messages_of
 from lightning_rlhf.data.columns import Fields
 from lightning_rlhf.data.lengths import cut
 from lightning_rlhf.data.row import BadRow
@@ -74,7 +74,7 @@ class AnswersDataModule(RowsDataModule):
             label: name of the conversation in error messages.
             first: index of the first message that the loss mask may cover.
         """
-        chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
+        chat = self.chat(fields)
         ids, loss_mask = chat.tokenize_with_mask(messages, label, first)
         if self.tokenizer.unk_token_id in ids:
             self.note_unknown(chat.render(messages, label))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.compat import replaces_samplers
-from lightning_rlhf.data.chat import Message, chat_of, check_options, holds_messages, messages_of
+from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
@@ -24,6 +24,7 @@ from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_r
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
+from lightning_rlhf.data.tool_schemas import tool_schemas
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import run_seed
@@ -58,6 +59,8 @@ class RowsDataModule(LightningDataModule):
         as_messages: conversion of text to messages, for a chat model: True converts a prompt to a user message and an
             answer to an assistant message. For texts that contain a whole conversation, the marker at the start of each
             role's messages: ``{user: "Human:", assistant: "Assistant:"}``. Columns with messages are not changed.
+        tools: functions that the chat template describes as tools in rows without a column ``tools``: references
+            ``file.py:name`` or ``module:name``.
     """
 
     field_candidates: ClassVar[tuple[FieldCandidates, ...]]
@@ -80,6 +83,7 @@ class RowsDataModule(LightningDataModule):
         sampler: Sampler | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         as_messages: bool | dict[str, str] = False,
+        tools: list[str] | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("batch_size", batch_size), ("max_tokens", max_tokens)):
@@ -95,6 +99,7 @@ class RowsDataModule(LightningDataModule):
         self.shuffle, self.sampler = shuffle, sampler
         self.chat_template_kwargs: Mapping[str, Any] = chat_template_kwargs or {}
         check_options(self.chat_template_kwargs)
+        self.tools = tool_schemas(tools or [])
         if as_messages and split_after is not None:
             raise UsageError(
                 "split_after splits plain text, which as_messages converts to messages: set only one of them"
@@ -245,7 +250,11 @@ class RowsDataModule(LightningDataModule):
         if not holds_messages(value):
             return fields.text("prompt"), []
         messages = messages_of(value, "prompt")
-        return chat_of(self.tokenizer, fields, self.chat_template_kwargs).render(messages, "prompt", True), messages
+        return self.chat(fields).render(messages, "prompt", True), messages
+
+    def chat(self, fields: Fields) -> Chat:
+        """Return the chat template with the tools and variables of a row."""
+        return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools)
 
     def split(self, text: str) -> tuple[str, str]:
         """Split a text into prompt and answer after the last ``split_after``.

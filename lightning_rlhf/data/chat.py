@@ -210,13 +210,19 @@ def _renders_differently(message: int, label: str, remedy: str = "") -> BadRow:
     )
 
 
-def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping[str, Any]) -> Chat:
+def chat_of(
+    tokenizer: PreTrainedTokenizerBase,
+    fields: Fields,
+    options: Mapping[str, Any],
+    default_tools: Sequence[Any] = (),
+) -> Chat:
     """Return the chat template with a row's ``tools``; the row's ``chat_template_kwargs`` override the configuration's.
 
     Args:
         tokenizer: tokenizer with a chat template.
         fields: fields of the row.
         options: template variables of the configuration.
+        default_tools: JSON schemas of the tools of rows without ``tools``.
 
     Raises:
         BadRow: the row's tools or template variables are not valid.
@@ -234,7 +240,7 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, fields: Fields, options: Mapping
         raise BadRow(f"chat_template_kwargs is a {type(row_options).__name__}, expected a mapping of names to values")
     merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
-    return Chat(tokenizer, tools or None, merged)
+    return Chat(tokenizer, tools or list(default_tools) or None, merged)
 
 
 def check_options(options: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:

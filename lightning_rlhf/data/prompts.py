@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Message, chat_of, common_prefix, holds_messages, messages_of
+from lightning_rlhf.data.chat import Message, common_prefix, holds_messages, messages_of
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PromptBatch
@@ -64,7 +64,7 @@ class PromptDataModule(RowsDataModule):
             messages = messages[:-1]
         if not messages:
             raise BadRow("the conversation begins with an assistant message, so it has no prompt")
-        chat = chat_of(self.tokenizer, fields, self.chat_template_kwargs)
+        chat = self.chat(fields)
         return chat.render(messages, "prompt", generation=True), messages
 
     @cached_property

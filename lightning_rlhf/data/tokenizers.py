@@ -18,6 +18,11 @@ from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_me
 _SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
+_TURNS = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+
 
 @runtime_checkable
 class TokenizerSource(Protocol):
@@ -34,9 +39,12 @@ class CharacterTokenizer:
     Args:
         characters: unique characters of the vocabulary; other characters become ``<unk>``. Their ids follow those of
             the special tokens: pad 0, begin 1, end 2, unknown 3.
+        chat: whether the tokenizer has a chat template, of the texts of all messages, and an end token after each of
+            the assistant's.
     """
 
     characters: str
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.characters)) != len(self.characters) or not self.characters:
@@ -48,7 +56,8 @@ class CharacterTokenizer:
         tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL["unk_token"]))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL)
+        template = {"chat_template": _TURNS} if self.chat else {}
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_SPECIAL, **template)
 
 
 @dataclass(frozen=True)

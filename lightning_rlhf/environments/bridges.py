@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.chat import Chat, Message
 from lightning_rlhf.data.row import BadRow
-from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.expected_errors import UsageError
 
 _SENTINEL = "SENTINEL0ANSWER"  # stands for an answer of the policy in a rendered conversation
+_REPLY = "REPLY0OF0ENVIRONMENT"
 _CUT = " ... "  # mark in a text whose middle was left out
 _PROBE = {"role": "user", "content": "probe"}
 
@@ -47,12 +47,11 @@ class Bridge(ABC):
         """
 
     @abstractmethod
-    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
         """Return the tokens between a turn and the next one.
 
         Args:
             turn: tokens of the turn.
-            calls: tool calls of the turn.
             written: messages of the environment, at least one.
         """
 
@@ -100,9 +99,9 @@ class PlainBridge(Bridge):
 
     def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.prompt`."""
-        return self.ids(text) + self.between([], [], written)
+        return self.ids(text) + self.between([], written)
 
-    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.between`."""
         return [id_ for message in written for id_ in self.ids(self.safe(message)["content"])]
 
@@ -139,9 +138,9 @@ class TemplateBridge(Bridge):
         safe = [self.safe(message) for message in written]
         return self.ids(self._chat.render([*messages, *safe], "prompt", generation=True))
 
-    def between(self, turn: Sequence[int], calls: Sequence[ToolCall], written: Sequence[Message]) -> list[int]:
+    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""
-        ids = self.ids(self._behind([_PROBE], calls, [self.safe(message) for message in written]))
+        ids = self.ids(self._behind([_PROBE], [self.safe(message) for message in written]))
         return ids[1:] if turn and ids[:1] == [turn[-1]] else ids
 
     def check(self) -> None:
@@ -158,24 +157,26 @@ class TemplateBridge(Bridge):
             )
         long = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}, _PROBE]
         for role in self._checked_roles:
-            calls = [ToolCall("probe", {"x": 1}, "call00001")] if role == "tool" else []
-            written = [{"role": role, "content": "reply"}]
-            short_text, long_text = (self._behind(history, calls, written) for history in ([_PROBE], long))
+            written = [{"role": role, "content": _REPLY}]
+            short_text, long_text = (self._behind(history, written) for history in ([_PROBE], long))
             if short_text != long_text:
                 raise UsageError(
                     f"the chat template renders the text behind an answer differently when more messages precede it, "
                     f"so the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
                     f"{long_text!r} with three. Use another chat template, or set bridge: plain"
                 )
+            if short_text.count(_REPLY) != 1:
+                raise UsageError(
+                    f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
+                    f"once: the text behind an answer is {short_text!r}. Use another chat template, or set bridge: plain"
+                )
 
-    def _behind(self, history: Sequence[Message], calls: Sequence[ToolCall], written: Sequence[Message]) -> str:
-        """Return the text of the template behind an answer, with the messages of the environment."""
+    def _behind(self, history: Sequence[Message], written: Sequence[Message]) -> str:
+        """Return the text of the template behind an answer, with the messages of the environment.
+
+        The made-up answer has no tool calls, because the policy's own turn contains them.
+        """
         answer: Message = {"role": "assistant", "content": _SENTINEL}
-        if calls:
-            answer["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
         try:
             text = self._chat.render([*history, answer, *written], "conversation", generation=True)
         except BadRow as error:

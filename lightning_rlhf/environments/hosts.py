@@ -22,8 +22,8 @@ from pebble import ProcessExpired, ProcessPool
 from lightning_rlhf.environments import worker
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, as_reply
 from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of
+from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import DaemonThreads
-from lightning_rlhf.rewards.loading import load_function
 from lightning_rlhf.rewards.worker import describe_exit
 
 _GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop

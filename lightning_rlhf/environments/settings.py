@@ -13,7 +13,7 @@ from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBri
 from lightning_rlhf.environments.parsers import ToolCallParser
 from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.references import load_function
 
 
 @dataclass(frozen=True)

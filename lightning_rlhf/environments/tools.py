@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.references import load_function
 
 _PLAIN_TYPES: dict[Any, tuple[type, ...]] = {
     str: (str,),
@@ -50,16 +50,9 @@ class Tools(Environment):
         Raises:
             ValueError: a function has no docstring, or an argument has no type hint or no description.
         """
-        from transformers.utils import get_json_schema
-        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+        from lightning_rlhf.data.tool_schemas import tool_schemas  # imports transformers, which workers do not need
 
-        schemas = []
-        for name, function in self.functions.items():
-            try:
-                schemas.append(get_json_schema(function))
-            except (DocstringParsingException, TypeHintParsingException) as error:
-                raise UsageError(f"the tool {name} has no schema for the chat template: {error}") from error
-        return schemas
+        return tool_schemas(list(self.functions.values()))
 
     def step(self, turn: Turn) -> Reply:
         """Run the calls of a turn."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn, as_reply
-from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker
 
 FaultKind = Literal["error", "invalid", "timeout", "died", "replay"]

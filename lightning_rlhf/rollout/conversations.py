@@ -255,7 +255,7 @@ class _Loop:
             role = "tool" if own.turns[-1].calls else "user"
             written = _as_messages(reply.messages, role)
             turn = own.conversation.request
-            own.conversation.add_written(self._bridge.between(turn, own.turns[-1].calls, written) if written else [])
+            own.conversation.add_written(self._bridge.between(turn, written) if written else [])
             if own.conversation.stop is None:
                 own.messages += written
         self._continue(own)

@@ -8,7 +8,7 @@ from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
 from lightning_rlhf.callbacks import Console, RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
 from lightning_rlhf.cli.parser import parameters
-from lightning_rlhf.rewards.loading import load_function
+from lightning_rlhf.references import load_function
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
 

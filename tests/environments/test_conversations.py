@@ -24,9 +24,17 @@ END = LETTERS.eos_token_id
 def requests(count, row=None, max_tokens=24, turns=8):
     sampling = SamplingParams(max_tokens, 1.0, stop_token_ids=(END,))
     return [
-        ConversationRequest([4 + i % 5, 3], "ab", [], row or {}, seed=i // 2, turn_seeds=tuple(range(i * 9, i * 9 + turns)), sampling=sampling)
+        ConversationRequest(
+            prompt_ids=[4 + i % 5, 3],
+            text="ab",
+            messages=[],
+            row=row or {},
+            seed=i // 2,
+            turn_seeds=tuple(range(i * 9, i * 9 + turns)),
+            sampling=sampling,
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
-from lightning_rlhf.rewards.loading import load_function
 
 ALL = "all"
 Extract = Callable[[list[str]], Sequence[Hashable]]  # returns the answers of the responses to one prompt

@@ -1,0 +1,1 @@
+"""Small tasks of several turns, for examples and tests."""

@@ -1,0 +1,79 @@
+"""A guessing game: a number from 1 to 31 is found with at most five guesses, each answered by ``<``, ``>`` or ``=``.
+
+Halving the range finds every number. Without the answers, five guesses find 5 of 31 numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rlhf.environments.protocol import Environment, Reply
+from lightning_rlhf.seeding import derive_seed
+
+CHARACTERS = "0123456789?<>="
+_LARGEST = 31
+GUESSES = 5
+
+
+class Guessing(Environment):
+    """Answers guesses; the reward is 1 for the number."""
+
+    def reset(self, seed: int) -> None:
+        """Choose the number."""
+        self.number = 1 + seed % _LARGEST
+
+    def step(self, text: str) -> Reply:
+        """Compare a guess with the number; a text that is not a number ends the game."""
+        guess = int(text) if text.isdecimal() else -1
+        if guess in (-1, self.number):
+            return Reply(reward=float(guess == self.number), done=True)
+        return Reply("<" if self.number < guess else ">")
+
+
+@dataclass(frozen=True)
+class Games:
+    """Prompts of games, all the same; column ``prompt``.
+
+    Args:
+        num_rows: number of rows.
+    """
+
+    num_rows: int
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows with their locations."""
+        for number in range(self.num_rows):
+            yield f"game {number}", {"prompt": [{"role": "user", "content": "?"}]}
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Games of a player who guesses at random among the numbers that are possible; column ``messages``.
+
+    Args:
+        num_rows: number of rows.
+        seed: seed of the games.
+        forgets: probability that a guess ignores all answers, in [0, 1].
+    """
+
+    num_rows: int
+    seed: int = 0
+    forgets: float = 0.2
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows with their locations."""
+        for number in range(self.num_rows):
+            draw = random.Random(derive_seed("guessing", self.seed, number))
+            secret, low, high = draw.randint(1, _LARGEST), 1, _LARGEST
+            messages = [{"role": "user", "content": "?"}]
+            for turn in range(GUESSES):
+                guess = draw.randint(1, _LARGEST) if draw.random() < self.forgets else draw.randint(low, high)
+                messages.append({"role": "assistant", "content": str(guess)})
+                if guess == secret or turn == GUESSES - 1:
+                    break
+                messages.append({"role": "user", "content": "<" if secret < guess else ">"})
+                low, high = (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
+            yield f"game {number}", {"messages": messages}

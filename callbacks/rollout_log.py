@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from rich.console import Console as RichConsole
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.types import PromptBatch, Rollout
@@ -74,6 +77,7 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
+                    **segments_of(tokenizer, response.tolist(), rollout.response_mask[i].tolist()),
                     **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
@@ -97,6 +101,21 @@ class RolloutLog(Callback):
             numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
             table.add_row(*(_short(str(row[name])) for name in texts), *numbers)
         RichConsole(highlight=False, markup=False).print(table)
+
+
+def segments_of(tokenizer: PreTrainedTokenizerBase, response: list[int], mask: list[bool]) -> dict[str, Any]:
+    """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
+
+    Args:
+        tokenizer: tokenizer that decodes them, special tokens included.
+        response: tokens of the response.
+        mask: whether the policy sampled each token.
+    """
+    if all(mask[: len(response)]):
+        return {}
+    parts = groupby(zip(response, mask, strict=False), key=itemgetter(1))
+    named = [("policy" if sampled else "environment", [token for token, _ in part]) for sampled, part in parts]
+    return {"segments": [{"from": name, "text": tokenizer.decode(ids)} for name, ids in named]}
 
 
 def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:

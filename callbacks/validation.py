@@ -122,7 +122,7 @@ class Validation:
         """Add a batch of B prompts with B x (1 + N) responses."""
         for name, values in rollout.rewards.items():
             self._rewards[name].batches.append(self._table(values))
-        self._lengths.append(self._table(rollout.response_lengths))
+        self._lengths.append(self._table(rollout.sampled_lengths))
         self._truncated.append(self._table(rollout.truncated))
         if self._correctness is not None:
             reward = rollout.rewards[str(self._metric)]

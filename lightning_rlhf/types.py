@@ -200,6 +200,8 @@ class Rollout(TensorBatch):
         included: (B,) bool, False for responses that only fill the batch: metrics include them, losses do not.
         position: (B,) int64, position among the responses of all ranks, which determines the order of mini-batches.
         temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
+        step_rewards: (B, T) float32, part of ``reward`` that an environment gave for a turn before the last, at the
+            turn's last token, 0 elsewhere; None without an environment.
     """
 
     prompt_ids: Tensor
@@ -216,12 +218,13 @@ class Rollout(TensorBatch):
     included: Tensor
     position: Tensor
     temperature: float = 1.0
+    step_rewards: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape}
-        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
+        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version", "step_rewards"), tokens)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "response_ids":
                 expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
@@ -232,6 +235,11 @@ class Rollout(TensorBatch):
     def total_lengths(self) -> Tensor:
         """(B,) tokens of prompt and response together."""
         return self.prompt_lengths + self.response_lengths
+
+    @property
+    def sampled_lengths(self) -> Tensor:
+        """(B,) tokens of the response that the policy sampled."""
+        return self.response_mask.sum(dim=1)
 
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.

@@ -109,6 +109,8 @@ def concatenate(rollouts: Sequence[Rollout]) -> Rollout:
     fields = {}
     for name in (field.name for field in dataclasses.fields(Rollout) if field.name not in ("rewards", "temperature")):
         columns = [getattr(rollout, name) for rollout in rollouts]
+        if columns[0] is None:
+            continue
         if columns[0].ndim == 2:
             width = max(column.shape[1] for column in columns)
             columns = [functional.pad(column, (0, width - column.shape[1])) for column in columns]

@@ -168,7 +168,7 @@ class TemplateBridge(Bridge):
             if short_text.count(_REPLY) != 1:
                 raise UsageError(
                     f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
-                    f"once: the text behind an answer is {short_text!r}. Use another chat template, or set bridge: plain"
+                    f"once: the text behind an answer is {short_text!r}. Use another template, or set bridge: plain"
                 )
 
     def _behind(self, history: Sequence[Message], written: Sequence[Message]) -> str:

@@ -81,3 +81,18 @@ def discounted_sums(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor
         ahead = torch.where(mask[:, t], rewards[:, t] + gamma * ahead, ahead)
         sums[:, t] = ahead
     return sums.masked_fill(~mask, 0)
+
+
+def rewards_at_tokens(reward: Tensor, mask: Tensor, step_rewards: Tensor | None = None) -> Tensor:
+    """Return (B, T) rewards that add up to the reward of each response: at its last policy token, or at given tokens.
+
+    Tokens of an environment behind the policy's last token are masked, and a reward there would be lost.
+
+    Args:
+        reward: (B,) reward of each response.
+        mask: (B, T) bool, True on policy tokens.
+        step_rewards: (B, T) parts of the reward that belong to earlier tokens; None puts all at the last one.
+    """
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
+    steps = torch.zeros_like(mask, dtype=reward.dtype) if step_rewards is None else step_rewards.to(reward.dtype)
+    return steps.scatter_add(1, last, (reward - steps.sum(dim=1)).unsqueeze(1))

@@ -130,7 +130,7 @@ def describe(experience: Experience, roles: Collection[str], ranks: DataRanks = 
     if "critic" in roles:
         explained = explained_variance(experience.values, experience.returns, experience.mask, ranks)
         metrics["value/explained_variance"] = explained.item()
-    metrics["rollout/response_tokens"] = ranks.sum(rollout.response_lengths.sum()).item()
+    metrics["rollout/response_tokens"] = ranks.sum(rollout.sampled_lengths.sum()).item()
     if math.isnan(metrics["group/equal_reward_fraction"]):
         metrics = {name: value for name, value in metrics.items() if name not in _OF_GROUPS_OF_TWO}
     return metrics
@@ -153,8 +153,8 @@ def _ranges(experience: Experience, roles: Collection[str]) -> _Masked:
         "reward/": (experience.reward, every),
         "advantage/": (experience.advantages, experience.mask),
         "return/": (experience.returns, experience.mask),
-        "rollout/response_tokens_": (rollout.response_lengths, every),
-        "rollout/finished_tokens_": (rollout.response_lengths, ~rollout.truncated),
+        "rollout/response_tokens_": (rollout.sampled_lengths, every),
+        "rollout/finished_tokens_": (rollout.sampled_lengths, ~rollout.truncated),
         "rollout/prompt_tokens_": (rollout.prompt_lengths, every),
     }
     if "critic" in roles:

@@ -16,6 +16,7 @@ from lightning_rlhf.batching.shares import balanced_shares, shuffled
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
+from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.models.loading import ModelSource
 from lightning_rlhf.modules.algorithm_checks import check_algorithm
 from lightning_rlhf.modules.first_forward import FirstForward
@@ -372,12 +373,9 @@ class RLHFModule(RoleModule):
         return TokenScores(logprobs, torch.zeros_like(logprobs))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-        """Return (B, T) the reward at the policy's last token, minus the KL penalty of each of its tokens."""
-        mask = rollout.response_mask
-        kl = self.kl_reward(logprobs, ref_logprobs, mask, logprobs)
-        # Environment tokens after the policy's last token are masked, and a reward there would be lost.
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1, keepdim=True)
-        return (-self.kl_coef * kl).scatter_add(1, last, reward.unsqueeze(1))
+        """Return (B, T) the reward at the last token of the response, or of its turn, minus each token's KL penalty."""
+        kl = self.kl_reward(logprobs, ref_logprobs, rollout.response_mask, logprobs)
+        return rewards_at_tokens(reward, rollout.response_mask, rollout.step_rewards) - self.kl_coef * kl
 
     def values(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """Return (B, T) the critic's values and (B,) those after truncated responses; zeros without a critic."""

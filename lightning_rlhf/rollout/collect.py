@@ -148,14 +148,26 @@ class Collector:
             included=torch.tensor([not (skips and own is not None and own.fault is not None) for own in records]),
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
+            step_rewards=self._step_rewards(completions, response_ids.shape[1]),
         )
         return rollout, finish
+
+    def _step_rewards(self, completions: Sequence[Completion], width: int) -> Tensor | None:
+        """Return (B, T) weighted rewards of turns before the last; None without an environment."""
+        if self._environment is None:
+            return None
+        rewards = torch.zeros(len(completions), width)
+        for row, completion in enumerate(completions):
+            if (record := completion.conversation) is not None:
+                for end, value in zip(record.turn_ends[:-1], record.turn_rewards, strict=False):
+                    rewards[row, end - 1] = self._environment.weight * value
+        return rewards
 
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""
         batch = self._batch
         prompts = [index // self._size for index in indices]
-        ids = [completion.token_ids for completion in completions]
+        ids = [sampled_tokens(completion) for completion in completions]
         texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
         conversations: dict[str, list[Any]] = {}
         if self._environment is not None:
@@ -203,6 +215,13 @@ def collect(
     with RewardExecutor(rewards) as executor:
         collector = Collector(batch, executor, tokenizer, len(completions) // len(batch))
         return collector.rollout(completions, temperature)[0]
+
+
+def sampled_tokens(completion: Completion) -> list[int]:
+    """Return the tokens of a completion that the policy sampled."""
+    if completion.sampled is None:
+        return completion.token_ids
+    return [token for token, sampled in zip(completion.token_ids, completion.sampled, strict=True) if sampled]
 
 
 def last_turn(completion: Completion) -> list[int]:

@@ -212,7 +212,7 @@ class _Loop:
         if own.fault is not None:
             conversation.end("fault")
         if conversation.stop is not None:
-            own.messages.append({"role": "assistant", "content": raw})
+            own.messages.append({"role": "assistant", "content": text})
             own.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(own.rewards))
             self._finish(own)
             return

@@ -1,0 +1,187 @@
+"""Training on conversations: rollouts, rewards at turns, metrics, checkpoints."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
+from lightning_rlhf.callbacks.rollout_log import segments_of
+from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
+from lightning_rlhf.functional.masked import rewards_at_tokens
+from lightning_rlhf.rewards.function import RewardFunction
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.types import Completion, ConversationRecord
+from tests.environments import worlds
+from tests.stand_ins import TinyModel, quiet_trainer
+
+LETTERS = CharacterTokenizer("abcdefg", chat=True)
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class CountsA(Environment):
+    """Ends at the first turn; the reward is its number of letters a."""
+
+    def step(self, text):
+        return Reply(reward=float(text.count("a")), done=True)
+
+
+def count_a(completions):
+    return [float(text.count("a")) for text in completions]
+
+
+def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, **options):
+    rows, val = InMemory([{"prompt": "abc"}, {"prompt": "ga"}] * 4), InMemory([{"prompt": "ab"}] * 2)
+    data = PromptDataModule(rows, LETTERS, val=val, batch_size=2, max_tokens=8)
+    actor = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 8}
+    more = {"critic": TinyModel(seed=1), "critic_optimizer": SGD} if module is PPOModule else {}
+    module = module(**actor, **more)
+    loop = RolloutLoop(
+        list(rewards), TransformersEngine(), group_size=4, max_response_tokens=16, environment=environment, **options
+    )
+    trainer = quiet_trainer(callbacks=[loop, *callbacks], default_root_dir=tmp_path, max_steps=steps, max_epochs=-1)
+    torch.manual_seed(0)
+    trainer.fit(module, datamodule=data)
+    return module, trainer
+
+
+@pytest.mark.parametrize("module", [GRPOModule, PPOModule])
+def test_the_policy_learns_from_its_own_tokens_alone(tmp_path, module):
+    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
+    module, trainer = run(tmp_path, settings, module=module, callbacks=[RolloutLog()])
+    rollout, experience = module.experience.rollout, module.experience
+    real = torch.arange(rollout.response_ids.shape[1]) < rollout.response_lengths.unsqueeze(1)
+    written = real & ~rollout.response_mask
+    assert written.any()
+    for values in (rollout.rollout_logprobs, experience.advantages, rollout.policy_version, experience.token_rewards):
+        assert not values[written].any()
+    gap = (experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
+    assert gap.abs().max() < 1e-4
+    assert torch.equal(rollout.reward, rollout.rewards["environment"])
+    torch.testing.assert_close(experience.token_rewards.sum(1), rollout.reward)
+    metrics = trainer.callback_metrics
+    assert 1 < metrics["env/turns"] <= 3
+    assert metrics["env/stop_truncated"] + metrics["env/stop_max_turns"] + metrics["env/stop_done"] == 1
+    assert metrics["env/written_share"] == written.sum() / real.sum()
+    assert metrics["rollout/response_tokens"] == rollout.response_mask.sum()
+    assert {"val/environment_greedy", "val/environment_sampled", "reward/environment"} <= metrics.keys()
+
+
+def test_an_environment_of_one_turn_changes_nothing(tmp_path):
+    settings = EnvironmentSettings(CountsA, timeout_s=None, bridge="plain")
+    with_one, _ = run(tmp_path / "one", settings)
+    without, _ = run(tmp_path / "none", rewards=[RewardFunction(count_a)])
+    rewards = with_one.experience.rollout.rewards["environment"]
+    finished = ~with_one.experience.rollout.truncated
+    assert torch.equal(rewards[finished], without.experience.rollout.rewards["count_a"][finished])
+    ids = [module.experience.rollout.response_ids for module in (with_one, without)]
+    assert torch.equal(*ids)
+
+
+def judged(completions, conversations, turns, environment_rewards, stop_reasons):
+    roles = [[message["role"] for message in messages] for messages in conversations]
+    assert all(own[::2] == ["assistant"] * len(own[::2]) for own in roles)
+    assert all(messages[-1]["content"] == text for messages, text in zip(conversations, completions, strict=True))
+    assert all(count == len(own[::2]) for own, count in zip(roles, turns, strict=True))
+    assert set(stop_reasons) <= {"done", "max_turns", "truncated", "tokens", "fault"}
+    return environment_rewards
+
+
+def in_messages(completions):
+    return [float(len(messages)) for messages in completions]
+
+
+def test_reward_functions_get_the_whole_conversation(tmp_path):
+    settings = EnvironmentSettings(
+        worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain", weight=0.0
+    )
+    rewards = [RewardFunction(judged), RewardFunction(in_messages, weight=0.5, messages=True)]
+    module, _ = run(tmp_path, settings, rewards)
+    rollout = module.experience.rollout
+    assert torch.equal(rollout.rewards["judged"], rollout.rewards["environment"])
+    torch.testing.assert_close(rollout.reward, rollout.rewards["judged"] + 0.5 * rollout.rewards["in_messages"])
+    assert not rollout.step_rewards.any()  # the weight is 0
+
+
+def test_skipped_conversations_are_not_trained_on(tmp_path):
+    settings = EnvironmentSettings(
+        Breaks, max_turns=2, max_turn_tokens=3, timeout_s=None, bridge="plain", on_error="skip", max_error_rate=1.0
+    )
+    module, trainer = run(tmp_path, settings)
+    rollout = module.experience.rollout
+    assert 0 < rollout.included.sum() < len(rollout)
+    assert not module.experience.mask[~rollout.included].any()
+    assert trainer.callback_metrics["env/fault_error"] == (~rollout.included).float().mean()
+
+
+class Breaks(Environment):
+    """Fails where a turn begins with a, b or c."""
+
+    def step(self, text):
+        if text[:1] in "abc":
+            raise ValueError("broken")
+        return Reply("a", reward=float(len(text)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"bridge": "template", "tokenizer": CharacterTokenizer("abcdefg")},
+            "no chat template: use one with a template",
+        ),
+        ({"rewards": [RewardFunction(count_a, name="environment")]}, "a reward cannot be called 'environment'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_an_engine_starts(tmp_path, changes, message):
+    settings = EnvironmentSettings(CountsA, timeout_s=None, bridge=changes.get("bridge", "plain"))
+    data = PromptDataModule(
+        InMemory([{"prompt": "ab"}] * 8), changes.get("tokenizer", LETTERS), batch_size=2, max_tokens=8
+    )
+    module = GRPOModule(TinyModel(), actor_optimizer=SGD, minibatch_size=8)
+    loop = RolloutLoop(
+        changes.get("rewards", []), TransformersEngine(), group_size=4, max_response_tokens=16, environment=settings
+    )
+    trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, datamodule=data)
+
+
+def test_rewards_of_turns_by_hand():
+    reward, mask = torch.tensor([3.0, 1.0]), torch.tensor([[1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]).bool()
+    steps = torch.tensor([[0.0, 2.0, 0, 0, 0], [0.0] * 5])
+    expected = [[0.0, 2.0, 0, 1.0, 0], [1.0, 0, 0, 0, 0]]
+    assert rewards_at_tokens(reward, mask, steps).tolist() == expected
+    assert rewards_at_tokens(reward, mask).tolist() == [[0.0, 0, 0, 3.0, 0], [1.0, 0, 0, 0, 0]]
+
+
+def test_conversations_survive_a_checkpoint():
+    record = ConversationRecord(
+        [1, 2], [{"role": "user", "content": "é"}], [1, 3], [0.5, 1.0], "done", 1, 0, None, {"x": 1.0}, 0.25
+    )
+    kept = Completion([5, 6, 7], [-1.0, 0.0, -0.5], "stop", 3, (), (True, False, True), record)
+    plain = Completion([5], [-1.0], "length", 3)
+
+    class Request:
+        step, samples, temperature, prompts = 7, 2, 1.0, type("P", (), {"indices": [4]})
+
+        def completions(self):
+            return [kept, plain]
+
+    ((key, completions),) = _unpacked(_packed(Request()))
+    assert key == (7, 2, 1.0, 4)
+    assert completions == [kept, plain]
+
+
+def test_the_log_has_the_parts_of_a_response():
+    tokenizer = LETTERS.load()
+    ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
+    parts = segments_of(tokenizer, ids, [True, True, False, False, True, False])["segments"]
+    assert parts == [
+        {"from": "policy", "text": "ab"}, {"from": "environment", "text": "cd"}, {"from": "policy", "text": "e"},
+    ]  # fmt: skip
+    assert segments_of(tokenizer, ids, [True] * 5) == {}

@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from concurrent.futures import CancelledError, Future
@@ -22,9 +23,10 @@ from pebble import ProcessExpired, ProcessPool
 from lightning_rlhf.environments import worker
 from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, as_reply
 from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import DaemonThreads
-from lightning_rlhf.rewards.worker import describe_exit
+from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit
 
 _GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
 _REPEATS = 2  # of a call whose worker process was ended by something else
@@ -184,10 +186,12 @@ class ProcessHost(Host):
                 slot.pool.schedule(worker.release, args=(key,), timeout=self._timeout_s)
 
     def close(self) -> None:
-        """Kill the processes."""
+        """Kill the processes and all that they started."""
         with self._lock:
             slots, self._slots = self._slots, []
             self._homes.clear()
+        if slots:
+            time.sleep(2 * SCAN_SECONDS)  # until the processes that the last calls started are known
         for slot in slots:
             slot.pool.stop()
         for slot in slots:
@@ -228,19 +232,29 @@ class LoopHost(Host):
     async def _answer(self, call: Call, result: Future[Reply | Fault]) -> None:
         async with self._slots:
             self._running[call.key] = time.monotonic(), result
-            try:
-                reply: Reply | Fault = await asyncio.wait_for(self._advance(call), self._timeout_s)
-            except TimeoutError:
-                reply = Fault("timeout", f"took longer than its timeout_s of {self._timeout_s:g} s")
-            except InvalidReplyError as error:
-                reply = Fault("invalid", str(error))
-            except (Exception, SystemExit) as error:  # an environment may raise any class
-                reply = Fault("error", f"raised {type(error).__name__}: {error}"[:2000])
+            advancing = asyncio.ensure_future(self._advance(call))
+            await asyncio.wait([advancing], timeout=self._timeout_s)
+            reply = self._result(advancing)
             self._running.pop(call.key, None)
             if isinstance(reply, Fault):
                 await self._release(call.key)
             if not result.done():
                 result.set_result(reply)
+
+    def _result(self, advancing: asyncio.Future[Reply | Fault]) -> Reply | Fault:
+        """Return the result of a call, or describe its error; a call that has not ended is cancelled."""
+        if not advancing.done():
+            advancing.cancel()
+            return Fault("timeout", f"took longer than its timeout_s of {self._timeout_s:g} s")
+        if advancing.cancelled():
+            return Fault("error", "cancelled itself")
+        error = advancing.exception()
+        if isinstance(error, InvalidReplyError):
+            return Fault("invalid", str(error))
+        if error is not None:
+            trace = "".join(traceback.format_exception(error))
+            return Fault("error", f"raised {type(error).__name__}: {error}"[:2000], trace)
+        return advancing.result()
 
     async def _advance(self, call: Call) -> Reply | Fault:
         environment, steps = self._live.get(call.key, (None, -1))
@@ -265,7 +279,7 @@ class LoopHost(Host):
     async def _release(self, key: str) -> None:
         environment, _ = self._live.pop(key, (None, 0))
         if hasattr(environment, "close"):
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(Exception, asyncio.CancelledError):
                 await asyncio.wait_for(_called(environment, "close", {}), self._timeout_s)
 
     def release(self, key: str) -> None:
@@ -285,20 +299,24 @@ class LoopHost(Host):
             self._live.clear()
             for key, result in late:
                 self._running.pop(key, None)
-                result.set_result(Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))
+                if not result.done():
+                    result.set_result(Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))
 
     def close(self) -> None:
         """Cancel the calls and end the loop."""
         loop, self._loop = self._loop, None
         self._live.clear()
-        if loop is not None:
+        if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(loop.stop)
 
 
 async def _called(environment: Any, name: str, offered: dict[str, Any]) -> Any:
     method = getattr(environment, name)
-    result = method(**arguments_of(method, offered))
-    return await result if inspect.isawaitable(result) else result
+    try:
+        result = method(**arguments_of(method, offered))
+        return await result if inspect.isawaitable(result) else result
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, which all conversations share
+        raise RunError(f"it raised {type(error).__name__}: {error}") from error
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -106,6 +106,7 @@ class EnvironmentSettings:
         if self.bridge == "plain":
             bridge = PlainBridge(tokenizer, self.max_message_tokens)
         else:
-            bridge = TemplateBridge(tokenizer, self.max_message_tokens, self.schemas, options)
+            tools = self.schemas if self.arguments.get("role") != "user" else []
+            bridge = TemplateBridge(tokenizer, self.max_message_tokens, tools, options)
         bridge.check()
         return bridge

@@ -8,7 +8,7 @@ import json
 import typing
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, ToolError, Turn
 from lightning_rlhf.expected_errors import UsageError
@@ -33,9 +33,13 @@ class Tools(Environment):
     Args:
         functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in
             Google style with an ``Args`` section become the schema for the chat template.
+        role: role of the messages with results; ``user`` for a chat template that has no tools.
     """
 
-    def __init__(self, functions: Sequence[str | Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[str | Callable[..., Any]], role: Literal["tool", "user"] = "tool") -> None:
+        if role not in ("tool", "user"):
+            raise UsageError(f"role must be tool or user, got {role!r}")
+        self.role = role
         if not functions:
             raise UsageError("Tools needs at least one function")
         loaded = [load_function(function) if isinstance(function, str) else function for function in functions]
@@ -57,7 +61,7 @@ class Tools(Environment):
     def step(self, turn: Turn) -> Reply:
         """Run the calls of a turn."""
         if turn.malformed is not None:
-            message = {"role": "tool", "content": f"Error: the tool call could not be read: {turn.malformed}"}
+            message = {"role": self.role, "content": f"Error: the tool call could not be read: {turn.malformed}"}
             return Reply([message], metrics={"tool_errors": 1.0})
         if not turn.calls:
             return Reply(done=True)
@@ -70,7 +74,8 @@ class Tools(Environment):
             text, is_error = self._run(call), False
         except ToolError as error:
             text, is_error = f"Error: {error}", True
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}, is_error
+        identity = {"name": call.name, "tool_call_id": call.id} if self.role == "tool" else {}
+        return {"role": self.role, **identity, "content": text}, is_error
 
     def _run(self, call: ToolCall) -> str:
         function = self.functions.get(call.name)

@@ -32,7 +32,7 @@ _LAUNCHER_VARIABLES = (
 _MAX_PROCESSES = 8
 MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
-_SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
+SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
 _functions: dict[str, RewardFunction] = {}  # loaded functions of this worker process, by reference
 
@@ -187,7 +187,7 @@ def _start_guard(worker: int, trainer: int) -> None:
     os.closerange(0, min(ends))  # an inherited pipe end would keep the pipe open after the worker has ended
     os.closerange(max(ends) + 1, os.sysconf("SC_OPEN_MAX"))
     descendants: dict[int, int] = {}
-    while not select.select(ends, [], [], _SCAN_SECONDS)[0]:
+    while not select.select(ends, [], [], SCAN_SECONDS)[0]:
         _record_descendants(worker, descendants)
     trainer_ended = bool(select.select([ends[1]], [], [], 0)[0])
     _record_descendants(worker, descendants)

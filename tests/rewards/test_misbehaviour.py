@@ -340,7 +340,7 @@ def test_processes_in_other_sessions_are_killed_with_the_function(how):
     with RewardExecutor([reward]) as executor:
         assert score_texts(executor, [how]).rewards["zero"].tolist() == [1.0]
         assert running("4321")
-        time.sleep(2 * worker._SCAN_SECONDS)
+        time.sleep(2 * worker.SCAN_SECONDS)
     end = time.monotonic() + 10
     while running("4321") and time.monotonic() < end:
         time.sleep(0.05)

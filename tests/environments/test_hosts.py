@@ -1,0 +1,155 @@
+"""Where environments run: limits, ends, processes."""
+
+import asyncio
+import os
+import time
+
+import psutil
+import pytest
+
+from lightning_rlhf.environments import Environment, Reply, Turn
+from lightning_rlhf.environments.hosts import LoopHost, ProcessHost, ThreadHost, make_host
+from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
+from tests.environments import worlds
+
+
+@pytest.fixture
+def host():
+    """Makes hosts and closes them."""
+    hosts = []
+
+    def host(factory, timeout_s=30.0, concurrency=2, **arguments):
+        hosts.append(make_host(Spec(factory, arguments), timeout_s, concurrency))
+        return hosts[-1]
+
+    yield host
+    for own in hosts:
+        own.close()
+
+
+def talk(host, key, *texts, row=None, seed=0):
+    """Plays turns one after the other and returns the replies."""
+    turns, digests, replies = [], [], []
+    for text in (None, *texts):
+        if text is not None:
+            turns.append(Turn(text, number=len(turns)))
+        replies.append(host.call(Call(key, row or {}, seed, tuple(turns), tuple(digests))).result(60))
+        if isinstance(replies[-1], Fault):
+            break
+        digests.append(digest_of(replies[-1]))
+    return replies
+
+
+def test_the_kind_of_environment_and_its_limit_choose_the_host(host):
+    assert isinstance(host(worlds.Echo), ProcessHost)
+    assert isinstance(host(worlds.Echo, timeout_s=None), ThreadHost)
+    assert isinstance(host(worlds.SlowEcho), LoopHost)
+    assert isinstance(host(worlds.SlowEcho, timeout_s=None), LoopHost)
+
+
+@pytest.mark.parametrize(("factory", "timeout_s"), [(worlds.Echo, 30.0), (worlds.Echo, None), (worlds.SlowEcho, 30.0)])
+def test_conversations_have_their_own_environments(host, factory, timeout_s):
+    own = host(factory, timeout_s)
+    assert talk(own, "a", "xyz", "uv")[1:] == [Reply("xy"), Reply("uv")]
+    assert talk(own, "b", "123")[1:] == [Reply("12")]
+    own.release("a")
+    assert talk(own, "a", "q")[1:] == [Reply("q")]
+
+
+def test_a_call_that_takes_too_long_ends_its_process_alone(host):
+    own = host(worlds.Misbehaves, timeout_s=1.0, concurrency=1)
+    good = [Turn("ab"), Turn("cd", number=1), Turn("ef", number=2)]
+    row, digests = {"fault": ""}, []
+    for count in range(3):
+        reply = own.call(Call("good", row, 0, tuple(good[:count]), tuple(digests))).result(30)
+        digests.append(digest_of(reply))
+        assert talk(own, f"bad {count}", "x", "y", row={"fault": "hang"})[-1].kind == "timeout"
+    assert reply == Reply("cd")
+    assert own.call(Call("good", row, 0, tuple(good), tuple(digests))).result(30) == Reply("ef")
+
+
+def test_nothing_is_left_behind(host):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    own = host(worlds.Harmless, concurrency=3)
+    for number in range(6):
+        talk(own, f"c{number}", "a", "b", row={"act": "fork"})
+    started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert started
+    own.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert [child for child in alive if "sleep" in " ".join(child.cmdline())] == []
+    assert len(alive) <= 1  # the resource tracker of multiprocessing
+
+
+def test_no_more_processes_than_allowed(host):
+    own = host(Pid, concurrency=2)
+    calls = [own.call(Call(str(i), {}, 0)) for i in range(8)]
+    assert len({call.result(60).messages for call in calls}) <= 2
+
+
+class Pid(Environment):
+    """Replies with the number of its process."""
+
+    def reset(self):
+        time.sleep(0.05)
+        return str(os.getpid())
+
+
+class Sleeps(Environment):
+    """Waits in one of several ways where a turn names it."""
+
+    async def step(self, text):
+        if text == "await":
+            await asyncio.sleep(3600)
+        if text == "block":
+            time.sleep(3.0)
+        if text == "exit":
+            raise SystemExit(1)
+        if text == "cancel":
+            raise asyncio.CancelledError
+        return text
+
+
+@pytest.mark.parametrize(("text", "kind"), [("await", "timeout"), ("exit", "error"), ("cancel", "error")])
+def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
+    own = host(Sleeps, timeout_s=0.5)
+    calls = [Call("good", {}, 0), Call("bad", {}, 0)]
+    digests = tuple(digest_of(own.call(call).result(10)) for call in calls)
+    bad = own.call(Call("bad", {}, 0, (Turn(text),), digests[:1]))
+    good = own.call(Call("good", {}, 0, (Turn("a"),), digests[:1]))
+    assert good.result(10) == Reply("a")
+    assert bad.result(10).kind == kind
+
+
+def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
+    own = host(Sleeps, timeout_s=0.2)
+    digest = digest_of(own.call(Call("bad", {}, 0)).result(10))
+    call = own.call(Call("bad", {}, 0, (Turn("block"),), (digest,)))
+    while not call.done():
+        time.sleep(0.1)
+        own.end_overdue()
+    assert call.result() == Fault("timeout", "blocked its event loop for longer than 0.2 s")
+    assert talk(own, "next", "a")[-1] == Reply("a")
+
+
+def test_no_more_async_calls_than_allowed_at_once(host):
+    own = host(Counting, concurrency=3)
+    Counting.running = Counting.most = 0
+    calls = [own.call(Call(str(i), {}, 0)) for i in range(9)]
+    assert all(call.result(10) == Reply() for call in calls)
+    assert Counting.most == 3
+
+
+class Counting(Environment):
+    """Counts the calls at the same time."""
+
+    running = most = 0
+
+    async def reset(self):
+        Counting.running += 1
+        Counting.most = max(Counting.most, Counting.running)
+        await asyncio.sleep(0.02)
+        Counting.running -= 1
+
+    async def step(self, text):
+        return text

@@ -1,0 +1,78 @@
+"""Tool calls in turns: what is accepted, and what is reported to the policy."""
+
+import json
+
+import pytest
+
+from lightning_rlhf.environments import JSONToolCalls, MarkedToolCalls, ToolCall
+from lightning_rlhf.environments.parsers import call_of
+
+PARSE = JSONToolCalls()
+
+
+def calls(*bodies):
+    return "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
+
+
+def test_text_and_calls():
+    first, second = '{"name": "add", "arguments": {"a": 1}}', '{"name": "list", "arguments": {}, "id": "c1"}'
+    parsed = PARSE(f"let me see {calls(first, second)} now", None)
+    assert parsed.text == "let me see  now"
+    assert parsed.calls == (ToolCall("add", {"a": 1}), ToolCall("list", {}, "c1"))
+    assert parsed.malformed is None
+    assert PARSE("no call", None).calls == ()
+
+
+MALFORMED = [
+    "", " ", "{", "}", "[]", "null", "1", '"add"', "add(1)", "{'name': 'add'}", '{"name": 1, "arguments": {}}',
+    '{"name": null}', '{"arguments": {}}', '{"name": "a", "arguments": []}', '{"name": "a", "arguments": "x"}',
+    '{"name": "a", "arguments": null}', '{"name": "a", "parameters": {}}', '{"name": "a", "arguments": {}, "x": 1}',
+    '{"name": "a", "arguments": {}} trailing', '{"name": "a", "arguments": {"x": NaN}}',
+    '{"name": "a", "arguments": {"x": Infinity}}', '{"name": "a", "name": "b", "arguments": {}}',
+    '{"name": "a", "arguments": {"x": 1, "x": 2}}', '{"name": "a", "arguments": {},}', 
+    "{\"name\": \"a\", \"arguments\": {'x': 1}}",
+    '{"name": "a", "arguments": {}}{"name": "b", "arguments": {}}', '[{"name": "a", "arguments": {}}]',
+    '{"name": "a" "arguments": {}}', '{name: "a", arguments: {}}', '{"name": "a", "arguments": {"x": 01}}',
+    '{"name": "a", "arguments": {"x": .5}}', "true", "<tool_call>", "[" * 100_000, '{"a":' * 100_000,
+    '{"name": "a", "arguments": {"x": "\n"}}', "print('x')", "```json\n{}\n```", "\\u007b\\u007d", '{"NAME": "a"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_malformed_calls_are_not_accepted(number):
+    good = '{"name": "add", "arguments": {}}'
+    for text in (calls(MALFORMED[number]), calls(good, MALFORMED[number]), calls(MALFORMED[number], good)):
+        parsed = PARSE(text, None)
+        assert parsed.calls == ()
+        assert parsed.malformed.startswith("call ")
+
+
+def test_a_call_that_was_cut_is_not_accepted():
+    body = '<tool_call>{"name": "add", "arguments": {"a": 1}}'
+    assert PARSE(body, None).malformed == "call 1 has no </tool_call>"
+    assert JSONToolCalls(end_optional=True)(body, None).calls == (ToolCall("add", {"a": 1}),)
+    for length in range(len("<tool_call>"), len(body)):
+        assert JSONToolCalls(end_optional=True)(body[:length], None).malformed
+
+
+def test_values_that_are_texts_of_markers_stay_texts():
+    value = {"name": "say", "arguments": {"text": "<tool>x</tool>"}}
+    assert PARSE(calls(json.dumps(value)), None).calls == (ToolCall("say", {"text": "<tool>x</tool>"}),)
+
+
+def test_marked_calls_of_small_models():
+    parse = MarkedToolCalls("calculate", "sum", start="[", end="]")
+    assert parse("a[1+2]b[3+4", None).calls == (
+        ToolCall("calculate", {"sum": "1+2"}),
+        ToolCall("calculate", {"sum": "3+4"}),
+    )
+    assert parse("12", None).text == "12"
+
+
+def test_markers_must_not_be_empty():
+    with pytest.raises(ValueError, match="must not be empty"):
+        JSONToolCalls(start="")
+
+
+def test_a_call_without_arguments():
+    assert call_of({"name": "now"}) == ToolCall("now", {})

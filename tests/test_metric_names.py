@@ -24,6 +24,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, Throughput, throughput
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
@@ -33,6 +34,7 @@ from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.objectives.return_advantages import OptimalTokenBaseline, ReinforcePlusPlus
 from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, check_rewards
 from lightning_rlhf.types import SequenceBatch
+from tests.environments import worlds
 from tests.helpers import concrete_objectives
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
@@ -96,6 +98,15 @@ def rollouts_ahead(directory):
     return run(directory, module, data, [loop], steps=2)
 
 
+def conversations(directory):
+    loop = RolloutLoop(
+        [], ScriptedEngine(["a", "bb"], LETTERS.load()), group_size=2, max_response_tokens=8, check_rows=0,
+        environment=EnvironmentSettings(worlds.Guess, bridge="plain", max_turns=2, timeout_s=None),
+    )  # fmt: skip
+    data = PromptDataModule(InMemory(PROMPTS), LETTERS, val=InMemory(PROMPTS), batch_size=2, max_tokens=4)
+    return run(directory, RLHFModule(TinyModel(), minibatch_size=4), data, [loop])
+
+
 def policy_losses(directory):
     found = {}
     for kind in concrete_objectives(PolicyLoss):
@@ -143,7 +154,10 @@ def rollout():
     return made
 
 
-RUNS = (a_whole_ppo_run, dynamic_sampling, rollouts_ahead, policy_losses, corrections, supervised, preferences)
+RUNS = (
+    a_whole_ppo_run, dynamic_sampling, rollouts_ahead, conversations, policy_losses, corrections, supervised,
+    preferences,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +170,13 @@ def logged(tmp_path_factory):
     return found | {kind.__name__: set(kind(tmp_path_factory.mktemp(kind.__name__))) for kind in RUNS}
 
 
-REWARDS = ("style", "right", "given")
+REWARDS = ("style", "right", "given", "environment")
 PLACEHOLDERS = {
     "<reward>": f"({'|'.join(sorted(REWARDS))})",
     "<role>": "[a-z_]+",
     "<k>": "[0-9]+",
     "<option>": "(token|sequence_sum|sequence_mean|sequence_max)_k[123]",
+    "<metric>": "found",
     "<key>": "(?!not_applicable$|errors$|timeouts$)[^/]+",
 }
 LOGGED, NOT_LOGGED = (ROOT / "docs/metrics.md").read_text().split("## Not logged")

@@ -257,14 +257,14 @@ def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
         "turns": sum(len(own.turn_ends) for own in records),
         "tool_calls": sum(own.tool_calls for own in records),
         "malformed_calls": sum(own.malformed for own in records),
-        "environment_s": sum(own.environment_s for own in records),
     }
     totals |= {f"stop_{reason}": sum(own.stop == reason for own in records) for reason in get_args(StopReason)}
     totals |= {f"fault_{kind}": sum(own.fault == kind for own in records) for kind in get_args(FaultKind)}
     for name in sorted({name for own in records for name in own.metrics} - totals.keys()):
         totals[name] = sum(own.metrics.get(name, 0.0) for own in records)
     sums = {f"env/{name}": (float(total), count) for name, total in totals.items()}
-    return {**sums, "env/written_share": (float(written), tokens)}
+    seconds = sum(own.environment_s for own in records)
+    return {**sums, "env/written_share": (float(written), tokens), "time/environment_s": (seconds, count)}
 
 
 def weighted_sum(terms: Sequence[tuple[float, Tensor]], rows: int) -> Tensor:

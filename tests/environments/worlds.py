@@ -21,7 +21,7 @@ class Guess(Environment):
         guess = ord(text[0]) - ord("a") if text else -1
         if guess == self.number:
             return Reply(reward=1.0, done=True, metrics={"found": 1.0})
-        return Reply("b" if guess < self.number else "c", reward=-0.125)
+        return Reply("b" if guess < self.number else "c", reward=-0.125, metrics={"found": 0.0})
 
 
 class Echo(Environment):
@@ -29,6 +29,19 @@ class Echo(Environment):
 
     def step(self, text):
         return text[:2]
+
+
+class Remembers(Environment):
+    """Replies with a letter of the first turn; the reward of each turn depends on seed, row and all turns."""
+
+    def reset(self, row, seed):
+        self.value = (seed + len(row["prompt"])) % 97
+        self.first = None
+
+    def step(self, turn):
+        self.first = turn.text[:1] if self.first is None else self.first
+        self.value = (31 * self.value + sum(map(ord, turn.text))) % 97
+        return Reply(self.first or "0", reward=self.value / 97)
 
 
 class SlowEcho(Echo):

@@ -85,10 +85,20 @@ CORRECTION = {
 }
 
 
-def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, **trainer):
+CONVERSATIONS = {
+    "factory": "tests.environments.worlds:Remembers",
+    "bridge": "plain",
+    "max_turns": 3,
+    "max_turn_tokens": 5,
+    "concurrency": 2,
+}
+
+
+def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, environment=None, **trainer):
     """12 steps over 2.4 epochs: two models, schedulers, a steered KL; validations at and between checkpoints."""
     module = "transformers" if engine == "TransformersEngine" else "vllm.engine"
     ahead = {"max_staleness": max_staleness} if max_staleness else {}
+    ahead |= {"environment": environment} if environment else {}
     return {
         "seed_everything": 7,
         "model": {
@@ -115,7 +125,7 @@ def ppo(every=2, engine="TransformersEngine", background=True, max_staleness=0, 
                     rewards=[{"function": "tests.faults.runs.digits"}],
                     engine={"class_path": f"lightning_rlhf.rollout.{module}.{engine}"},
                     group_size=2,
-                    max_response_tokens=6,
+                    max_response_tokens=24 if environment else 6,
                     val_samples=2,
                     **ahead,
                 ),

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.faults import runs
-from tests.faults.runs import KILLED, ROOT, assert_same, checkpoint, output, ppo, rows, supervised
+from tests.faults.runs import CONVERSATIONS, KILLED, ROOT, assert_same, checkpoint, output, ppo, rows, supervised
 
 _LOOP = "lightning_rlhf.callbacks.rollout_loop:RolloutLoop."
 _SAVE = "lightning_rlhf.callbacks.checkpoint:RunCheckpoint."
@@ -209,3 +209,18 @@ def test_processes_of_the_real_command_killed_at_random_times_leave_no_trace(und
 def test_ten_kills_of_a_run_on_vllm_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(1, engine="VLLMEngine", max_staleness=max_staleness)
     killed_at_random_points(forge, undisturbed(config, calls=0), tmp_path, config, kills=10, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_kills_in_conversations_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
+    config = ppo(1, environment=CONVERSATIONS, max_staleness=max_staleness)
+    table = [dict(row) for row in rows(undisturbed(config, calls=0))]
+    training = [row for row in table if row["kl/coef"]]
+    assert len({row["env/turns"] for row in training}) > 1
+    assert all(0 < float(row["env/written_share"]) < 1 for row in training)
+    place = "lightning_rlhf.rollout.conversations:_Loop._on_reply"
+    deaths = [{"place": (place, call, when)} for call, when in ((75, "before"), (120, "after"), (60, "before"))]
+    assert forge.finish(tmp_path, config, deaths) == 3
+    assert_same(tmp_path, undisturbed(config, calls=0))

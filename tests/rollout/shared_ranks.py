@@ -3,12 +3,17 @@
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_rlhf.rollout.engine import EngineDied, EngineSetup, RolloutEngine
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
+from lightning_rlhf.environments.bridges import PlainBridge
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied, EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -153,3 +158,40 @@ def lose():
     told = said(lambda: engine.generate([[1]], SAMPLING, [0]))
     Path(os.environ["TOLD"]).write_text(f"{time.monotonic() - began} {told}")
     os._exit(0)
+
+
+def converse():
+    """Conversations of different length and number on two ranks, and of the same requests on both."""
+    rank = joined()
+    engine, stand_in = started(rank)
+    engine.update_weights(Parameters(), 7)
+    settings = EnvironmentSettings(Counts, bridge="plain", max_turns=4, timeout_s=None)
+    tokenizer = CharacterTokenizer("abcdefgh").load()
+    sampler = ConversationSampler(settings, PlainBridge(tokenizer), tokenizer)
+    check = CompletionCheck(99, 7, 99)
+
+    def asked(number, turns):
+        sampling = SamplingParams(40, stop_token_ids=(2,))
+        return ConversationRequest([number], "", [], {"turns": turns}, 0, (4, 5, 6, 7), sampling)
+
+    def run(requests):
+        found = engine.serve(requests, partial(sampler, check=check)).completions()
+        return [(len(own.conversation.turn_ends), own.token_ids, own.policy_version) for own in found]
+
+    different = [asked(4, 1), asked(5, 3)] if rank == 0 else [asked(6, 2)]
+    results = {"different": run(different), "same": run([asked(8, 2)]), "none": run([asked(9, 1)] * rank)}
+    sampler.close()
+    results["calls"] = len([call for call in stand_in.calls if isinstance(call, list)])
+    engine.close()
+    dist.destroy_process_group()
+    return results
+
+
+class Counts(Environment):
+    """Ends after the number of turns in its row."""
+
+    def reset(self, row):
+        self.turns = row["turns"]
+
+    def step(self, turn):
+        return Reply("a", done=turn.number + 1 == self.turns)

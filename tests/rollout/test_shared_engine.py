@@ -40,6 +40,18 @@ def test_two_ranks_share_an_engine():
 
 
 @pytest.mark.slow
+def test_two_ranks_share_the_environments_of_their_conversations():
+    first, second = run_ranks("tests.rollout.shared_ranks:converse", 2)
+    a = 4  # the token of the letter that environments write
+    assert [(turns, len(ids)) for turns, ids, _ in first["different"]] == [(1, 2), (3, 20)]
+    assert [(turns, len(ids)) for turns, ids, _ in second["different"]] == [(2, 8)]
+    assert second["different"] == [[2, [6, 4, a, 6, 6, 4, a, 5], 7]]
+    assert first["same"] == second["same"]
+    assert (first["none"], len(second["none"])) == ([], 1)
+    assert (first["calls"] > 0, second["calls"]) == (True, 0)
+
+
+@pytest.mark.slow
 def test_a_fault_of_the_first_rank_is_told_to_both_in_the_same_words():
     first, second = run_ranks("tests.rollout.shared_ranks:fail", 2)
     assert first.pop("update") == second.pop("update") == "RuntimeError: NaN is no weight"

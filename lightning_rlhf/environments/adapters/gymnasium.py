@@ -1,0 +1,109 @@
+"""Environments with the interface of gymnasium, which gem has, too: ``reset(seed=...)`` and ``step(action)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_rlhf.environments.protocol import Environment, Reply
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.references import load_function
+
+_SEEDS = 2**31  # gymnasium's environments have seeds below 2**32, and some of numpy's below 2**31
+
+
+class Gymnasium(Environment):
+    """An environment of gymnasium, gem, or another library with their interface.
+
+    Observations are passed on as texts, and the turns of the policy as actions.
+
+    Args:
+        id: name of the environment, such as ``FrozenLake-v1``.
+        make: function that makes it: ``gymnasium:make`` or ``gem:make``.
+        arguments: further arguments of that function.
+        action: function of a turn's text that returns the action, or its reference; it may raise ValueError for a text
+            that is not an action. None passes integers on to discrete action spaces, and texts to others.
+        invalid: message for a text that is not an action; None ends the episode.
+        observation: function of an observation that returns its text, or its reference.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        make: str = "gymnasium:make",
+        arguments: Mapping[str, Any] | None = None,
+        action: str | Callable[[str], Any] | None = None,
+        invalid: str | None = "invalid action",
+        observation: str | Callable[[Any], str] = str,
+    ) -> None:
+        self._environment: Any = load_function(make)(id, **(arguments or {}))
+        self._action = load_function(action) if isinstance(action, str) else action
+        self._observation = load_function(observation) if isinstance(observation, str) else observation
+        self._invalid = invalid
+        if self._action is None:
+            self._action = int if hasattr(getattr(self._environment, "action_space", None), "n") else str
+
+    def reset(self, seed: int) -> Reply:
+        """Start an episode; its first observation is appended to the prompt."""
+        observation, info = self._environment.reset(seed=seed % _SEEDS)
+        return Reply(self._text(observation, info))
+
+    def step(self, text: str) -> Reply:
+        """Take a step."""
+        assert self._action is not None
+        try:
+            action = self._action(text.strip())
+        except ValueError:
+            return Reply(self._invalid or "", done=self._invalid is None, metrics={"invalid_actions": 1.0})
+        observation, reward, terminated, truncated, info = self._environment.step(action)
+        return Reply(self._text(observation, info), float(reward), bool(terminated or truncated))
+
+    def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
+        """Return an observation as text, with the suffix of gem."""
+        return self._observation(observation) + str((info or {}).get("suffix", ""))
+
+    def close(self) -> None:
+        """Close the environment."""
+        close = getattr(self._environment, "close", None)
+        if close is not None:
+            close()
+
+
+class TextArena(Environment):
+    """A game of textarena for one player. The reward of the game is that of the last turn.
+
+    Args:
+        id: name of the game, such as ``GuessTheNumber-v0``.
+        arguments: further arguments of ``textarena.make``.
+    """
+
+    def __init__(self, id: str, arguments: Mapping[str, Any] | None = None) -> None:
+        try:
+            import textarena
+        except ModuleNotFoundError as error:
+            raise UsageError("TextArena needs textarena: run pip install 'lightning-rlhf[textarena]'") from error
+        self._game: Any = textarena.make(id, **(arguments or {}))
+        self._ended = False
+
+    def reset(self, seed: int) -> Reply:
+        """Start a game; its first observation is appended to the prompt."""
+        self._game.reset(num_players=1, seed=seed % _SEEDS)
+        return Reply(self._observed())
+
+    def step(self, text: str) -> Reply:
+        """Make a move."""
+        done, _ = self._game.step(text)
+        if not done:
+            return Reply(self._observed())
+        rewards, _ = self._game.close()
+        self._ended = True
+        return Reply(reward=float(rewards[0]), done=True)
+
+    def _observed(self) -> str:
+        _, observation = self._game.get_observation()
+        return str(observation)
+
+    def close(self) -> None:
+        """Close the game, if it has not ended."""
+        if not self._ended:
+            self._game.close()

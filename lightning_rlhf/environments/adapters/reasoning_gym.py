@@ -1,0 +1,74 @@
+"""Tasks of reasoning-gym: rows with questions, and their scores. They have one turn, and so no environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from lightning_rlhf.expected_errors import MissingPackageError
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """Questions of a dataset of reasoning-gym; columns ``prompt``, ``answer``, ``entry`` and ``dataset``.
+
+    The same seed gives the same rows. :func:`score` is the reward function for them.
+
+    Args:
+        dataset: name of the dataset, such as ``chain_sum``.
+        num_rows: number of rows.
+        seed: seed of the rows.
+        arguments: further arguments of the dataset, such as its difficulty.
+    """
+
+    dataset: str
+    num_rows: int
+    seed: int = 0
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the rows with their locations."""
+        data = _module().create_dataset(self.dataset, seed=self.seed, size=self.num_rows, **self.arguments)
+        for number in range(self.num_rows):
+            entry = data[number]
+            yield (
+                f"{self.dataset} {number}",
+                {
+                    "prompt": entry["question"],
+                    "answer": entry["answer"],
+                    "entry": json.dumps(entry, default=str),
+                    "dataset": self.dataset,
+                },
+            )
+
+
+def score(completions: list[str], entry: list[str], dataset: list[str]) -> list[float]:
+    """Return the scores of the datasets, in [0, 1]; wrong answers may have a small positive score.
+
+    Args:
+        completions: answers.
+        entry: entries of the datasets as JSON, from :class:`ReasoningGym`.
+        dataset: names of the datasets.
+    """
+    return [
+        float(_scorer(name).score_answer(text, json.loads(own)))
+        for text, own, name in zip(completions, entry, dataset, strict=True)
+    ]
+
+
+@lru_cache
+def _scorer(dataset: str) -> Any:
+    return _module().create_dataset(dataset, seed=0, size=1)
+
+
+def _module() -> Any:
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            "ReasoningGym needs reasoning-gym: run pip install 'lightning-rlhf[reasoning-gym]'"
+        ) from error
+    return reasoning_gym

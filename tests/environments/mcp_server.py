@@ -1,0 +1,29 @@
+"""An MCP server with three tools, over its standard streams."""
+
+import os
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("test")
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def secret() -> str:
+    """Not on the list."""
+    return "secret"
+
+
+if __name__ == "__main__":
+    server.run("stdio")

@@ -1,0 +1,204 @@
+"""Environments of other libraries: fakes with their interfaces, and the libraries themselves where installed."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.environments import Reply, ToolCall, Turn
+from lightning_rlhf.environments.adapters.gymnasium import Gymnasium, TextArena
+from lightning_rlhf.environments.adapters.mcp import MCP
+from lightning_rlhf.environments.adapters.peers import SkyRLEnvironment, TRLEnvironment
+from lightning_rlhf.environments.adapters.reasoning_gym import ReasoningGym, score
+from lightning_rlhf.environments.hosts import LoopHost
+from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
+
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+
+
+class Counter:
+    """The interface of gymnasium, with the suffix of gem."""
+
+    action_space = type("Discrete", (), {"n": 3})()
+
+    def __init__(self, start):
+        self.value, self.closed = start, False
+
+    def reset(self, *, seed=None, options=None):
+        self.value += seed % 5
+        return self.value, {"suffix": "!"}
+
+    def step(self, action):
+        self.value += action
+        return self.value, 0.5 * action, self.value > 6, False, {}
+
+    def close(self):
+        self.closed = True
+
+
+def make_counter(id, start):
+    assert id == "Counter"
+    return Counter(start)
+
+
+def test_the_interface_of_gymnasium():
+    own = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1})
+    assert own.reset(seed=7) == Reply("3!")
+    assert own.step(" 2 ") == Reply("5", 1.0, False)
+    assert own.step("two") == Reply("invalid action", metrics={"invalid_actions": 1.0})
+    assert own.step("2") == Reply("7", 1.0, True)
+    own.close()
+    assert own._environment.closed
+    ends = Gymnasium("Counter", f"{__name__}:make_counter", {"start": 1}, action=float, invalid=None, observation=hex)
+    assert ends.reset(seed=0).messages == "0x1!"
+    assert ends.step("x").done
+
+
+def test_an_environment_of_gymnasium():
+    pytest.importorskip("gymnasium", reason="needs gymnasium")
+    own = Gymnasium("FrozenLake-v1", arguments={"is_slippery": False})
+    assert own.reset(seed=2**40).messages == "0"
+    replies = [own.step(action) for action in "112212"]
+    assert (replies[-1].reward, replies[-1].done) == (1.0, True)
+    own.close()
+
+
+def test_a_game_of_textarena():
+    pytest.importorskip("textarena", reason="needs textarena")
+    own = TextArena("GuessTheNumber-v0")
+    assert "guess" in own.reset(seed=3).messages.lower()
+    low, high = 1, 20
+    for _ in range(10):
+        guess = (low + high) // 2
+        reply = own.step(f"[{guess}]")
+        if reply.done:
+            break
+        low, high = (guess + 1, high) if "higher" in reply.messages.lower().split("[game]")[-1] else (low, guess - 1)
+    own.close()
+    assert (reply.reward, reply.done) == (1.0, True)
+
+
+def test_a_dataset_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym", reason="needs reasoning-gym")
+    rows = [row for _, row in ReasoningGym("chain_sum", 4, seed=1).rows()]
+    assert rows == [row for _, row in ReasoningGym("chain_sum", 4, seed=1).rows()]
+    entries, names = [row["entry"] for row in rows], [row["dataset"] for row in rows]
+    assert score([row["answer"] for row in rows], entries, names) == [1.0] * 4
+    assert max(score(["none"] * 4, entries, names)) < 0.1
+
+
+class Shop:
+    """An environment for TRL's environment_factory."""
+
+    def reset(self, prompt, **row):
+        self.bought = []
+        return f"You have {row['money']} coins."
+
+    def buy(self, item: str) -> str:
+        """Buy something.
+
+        Args:
+            item: the thing to buy
+        """
+        self.bought.append(item)
+        return f"bought {item}"
+
+    def get_reward(self):
+        return len(self.bought) / 2
+
+    def _private(self):
+        raise AssertionError
+
+
+def test_an_environment_of_trl():
+    own = TRLEnvironment(Shop)
+    assert [schema["function"]["name"] for schema in own.schemas] == ["buy"]
+    assert own.reset({"prompt": "shop", "money": 3}) == "You have 3 coins."
+    reply = own.step(Turn("", (ToolCall("buy", {"item": "tea"}), ToolCall("_private", {}))))
+    assert [message["content"] for message in reply.messages] == [
+        "bought tea",
+        "Error: there is no tool '_private', only buy",
+    ]
+    assert (reply.reward, reply.done) == (0.5, False)
+    assert own.step(Turn("thanks")) == Reply(done=True)
+
+
+class Maths:
+    """The interface of skyrl_gym's BaseTextEnv."""
+
+    def __init__(self, env_config=None, extras=None):
+        self.answer, self.closed = extras["answer"], False
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": "think"}], {}
+
+    def step(self, action):
+        done = action == self.answer
+        observations = [] if done else [{"role": "user", "content": "wrong"}]
+        return {
+            "observations": observations,
+            "reward": float(done),
+            "done": done,
+            "metadata": {"tries": 1, "kind": "x"},
+        }
+
+    def close(self):
+        self.closed = True
+
+
+def test_an_environment_of_skyrl():
+    own = SkyRLEnvironment(f"{__name__}:Maths", extras="info")
+    assert own.reset({"prompt": "1+1", "info": {"answer": "2"}}) == Reply([{"role": "user", "content": "think"}])
+    assert own.step("3") == Reply([{"role": "user", "content": "wrong"}], 0.0, False, {"tries": 1.0})
+    assert own.step("2") == Reply([], 1.0, True, {"tries": 1.0})
+    own.close()
+    assert own._environment.closed
+
+
+# -- MCP --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": ["add"]}, "either the url"),
+        ({"tools": ["add"], "url": "u", "command": ["c"]}, "either the url"),
+        ({"tools": [], "url": "u"}, "got none"),
+    ],
+)
+def test_an_mcp_server_is_named_once_with_its_tools(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MCP(**arguments)
+
+
+@pytest.mark.slow
+def test_tools_of_an_mcp_server():
+    pytest.importorskip("mcp", reason="needs mcp")
+    (schema,) = MCP(["add"], command=SERVER).schemas
+    assert schema["function"]["name"] == "add"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    with pytest.raises(ValueError, match="the MCP server has no tool 'sub', only add, die, secret"):
+        _ = MCP(["sub"], command=SERVER).schemas
+    host = LoopHost(Spec(MCP, {"tools": ["add", "die"], "command": SERVER}), 30.0, 4)
+    try:
+        digest = digest_of(host.call(Call("a", {}, 0)).result(30))
+        calls = (ToolCall("add", {"a": 2, "b": 3}, "c"), ToolCall("add", {"a": "x"}), ToolCall("secret", {}))
+        reply = host.call(Call("a", {}, 0, (Turn("", calls),), (digest,))).result(30)
+        right, wrong, hidden = [message["content"] for message in reply.messages]
+        assert (right, hidden) == ("5", "Error: there is no tool 'secret', only add, die")
+        assert wrong.startswith("Error: ")
+        assert reply.metrics == {"tool_errors": 2.0}
+        dead = host.call(Call("b", {}, 0)).result(30)
+        dead = host.call(Call("b", {}, 0, (Turn("", (ToolCall("die", {}),)),), (digest_of(dead),))).result(40)
+        assert isinstance(dead, Fault)
+        host.release("a")
+    finally:
+        host.close()
+
+
+def test_a_turn_without_a_call_ends_the_conversation_with_an_mcp_server():
+    own = MCP(["add"], url="http://127.0.0.1:9/mcp")
+    assert asyncio.run(own.step(Turn("5"))) == Reply(done=True)
+    malformed = asyncio.run(own.step(Turn("", malformed="call 1: no JSON")))
+    assert malformed.messages[0]["content"] == "Error: the tool call could not be read: call 1: no JSON"

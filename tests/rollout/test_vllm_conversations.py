@@ -1,0 +1,163 @@
+"""Conversations with vLLM: the same to the bit in any order, and a busy engine."""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import Environment, EnvironmentSettings
+from lightning_rlhf.environments.bridges import PlainBridge
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.environments import worlds
+from tests.rollout.engines import ARCHITECTURE, END, largest_gap, prompts_of, pushed, setup_of, source_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+TOKENIZER = CharacterTokenizer("".join(chr(number) for number in range(65, 122))).load()  # 61 tokens
+
+
+def requests(count, turns=4, max_tokens=120):
+    sampling = SamplingParams(max_tokens, stop_token_ids=(END,))
+    return [
+        ConversationRequest(prompt, "", [], {}, i // 4, tuple(range(100 * i, 100 * i + turns)), sampling)
+        for i, prompt in enumerate(prompts_of(count))
+    ]
+
+
+def converse(engine, asked, version=0, on_finished=None, **settings):
+    settings = EnvironmentSettings(
+        **(
+            {"factory": worlds.Echo, "bridge": "plain", "max_turns": 4, "max_turn_tokens": 24, "timeout_s": None}
+            | settings
+        )
+    )
+    sampler = ConversationSampler(settings, PlainBridge(TOKENIZER), TOKENIZER)
+    check = CompletionCheck(120, version, ARCHITECTURE["vocab_size"])
+    try:
+        return engine.serve(asked, partial(sampler, check=check), on_finished).completions()
+    finally:
+        sampler.close()
+
+
+class Lockstep:
+    """An engine whose requests wait for the turns of all conversations."""
+
+    overlaps = False
+
+    def __init__(self, engine):
+        self.request = engine.request
+        self.serve = partial(VLLMEngine.serve, self)
+
+
+def test_lockstep_continuous_reversed_and_bounded_are_the_same_to_the_bit(engines):
+    engine = engines.tied
+    actor = pushed(engine, source_of(seed=1))
+    asked = requests(16)
+    expected = converse(engine, asked)
+    runs = {
+        "again": converse(engine, asked),
+        "lockstep": converse(Lockstep(engine), asked),
+        "reversed": converse(engine, asked[::-1])[::-1],
+        "one call at a time": converse(engine, asked, concurrency=1),
+        "alone": [converse(engine, [own])[0] for own in asked[:4]],
+        "in an event loop": converse(engine, asked, factory=worlds.SlowEcho),
+    }
+    for name, found in runs.items():
+        for own, other in zip(found, expected, strict=name != "alone"):
+            assert (own.token_ids, own.logprobs, own.sampled) == (other.token_ids, other.logprobs, other.sampled), name
+    turns = [len(own.conversation.turn_ends) for own in expected]
+    assert max(turns) > 1
+    assert any(False in own.sampled for own in expected)
+    sampled_only = [
+        replace(own, logprobs=[value if mark else 0.0 for value, mark in zip(own.logprobs, own.sampled, strict=True)])
+        for own in expected
+    ]
+    assert sampled_only == expected
+    assert largest_gap_of_sampled(actor, asked, expected) < 1e-5
+
+
+def largest_gap_of_sampled(actor, asked, completions):
+    """The gap between engine and trainer on sampled tokens, each turn as a response to all tokens before it."""
+    prompts, parts = [], []
+    for request, own in zip(asked, completions, strict=True):
+        first = 0
+        for end in own.conversation.turn_ends:
+            start = first + own.sampled[first:end].count(False)
+            prompts.append([*request.prompt_ids, *own.token_ids[:start]])
+            part = slice(start, end)
+            parts.append(replace(own, token_ids=own.token_ids[part], logprobs=own.logprobs[part], sampled=None))
+            first = end
+    return largest_gap(actor, prompts, parts)
+
+
+def test_conversations_are_passed_on_as_they_end(engines):
+    pushed(engines.tied, source_of(seed=1))
+    order = []
+    completions = converse(engines.tied, requests(8), on_finished=lambda index, _: order.append(index))
+    assert sorted(order) == list(range(8))
+    assert len(completions) == 8
+
+
+class Waits(Environment):
+    """Answers after 50 ms."""
+
+    def step(self, text):
+        time.sleep(0.05)
+        return text[:2]
+
+
+@pytest.mark.slow
+def test_the_engine_is_busy_while_environments_wait(engines):
+    """64 conversations of 8 turns, with 50 ms in each call: the engine has work at least 85 % of the time."""
+    engine = engines.tied
+    pushed(engine, source_of(seed=1))
+    busy = _Busy(engine)
+    asked = [replace(own, turn_seeds=tuple(range(1000 * i, 1000 * i + 8))) for i, own in enumerate(requests(64))]
+    found = converse(busy, asked, factory=Waits, concurrency=64, max_turns=8, max_turn_tokens=12)
+    assert sum(len(own.conversation.turn_ends) for own in found) > 64
+    assert busy.share() > 0.85
+
+
+class _Busy:
+    """Counts the seconds in which an engine has a request."""
+
+    overlaps = True
+
+    def __init__(self, engine):
+        self.engine, self.running, self.seconds = engine, 0, 0.0
+        self.serve = partial(VLLMEngine.serve, self)
+        self.first = self.since = self.last = None
+
+    def _change(self, by):
+        now = time.perf_counter()
+        if self.running:
+            self.seconds += now - self.since
+        self.first, self.since, self.last = self.first or now, now, now
+        self.running += by
+
+    def request(self, *arguments):
+        futures = self.engine.request(*arguments)
+        self._change(len(futures))
+        for future in futures:
+            future.add_done_callback(lambda _: self._change(-1))
+        return futures
+
+    def share(self):
+        return self.seconds / (self.last - self.first)
+
+
+@pytest.mark.slow
+def test_the_death_of_the_engine_ends_the_conversations(tmp_path):
+    engine = VLLMEngine()
+    engine.start(setup_of(source_of(), tmp_path))
+    try:
+        pushed(engine, source_of())
+        engine._running.process.kill()
+        with pytest.raises(EngineDied, match="killed by signal 9"):
+            converse(engine, requests(8))
+    finally:
+        engine.close()

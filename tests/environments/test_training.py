@@ -1,11 +1,13 @@
 """Training on conversations: rollouts, rewards at turns, metrics, checkpoints."""
 
+import copy
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 
-from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
+from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.rollout_log import segments_of
 from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
@@ -13,11 +15,12 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
 from lightning_rlhf.functional.masked import rewards_at_tokens
+from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import Completion, ConversationRecord
 from tests.environments import worlds
-from tests.stand_ins import TinyModel, quiet_trainer
+from tests.stand_ins import Response, TinyModel, fit, quiet_trainer, rollout_of
 
 LETTERS = CharacterTokenizer("abcdefg", chat=True)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -185,3 +188,36 @@ def test_the_log_has_the_parts_of_a_response():
         {"from": "policy", "text": "ab"}, {"from": "environment", "text": "cd"}, {"from": "policy", "text": "e"},
     ]  # fmt: skip
     assert segments_of(tokenizer, ids, [True] * 5) == {}
+
+
+@dataclass(frozen=True)
+class Twos(AdvantageEstimator):
+    """An advantage of 2 for every token of the policy."""
+
+    def __call__(self, inputs, ranks=None):
+        return 2.0 * inputs.mask, 2.0 * inputs.mask
+
+
+def test_the_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_path):
+    """REINFORCE on one conversation, against a loop over its sampled tokens in float64."""
+    row = Response([3, 4], [5, 6, 2, 7, 8, 9, 2], reward=2.0, policy=[True, True, True, False, False, True, True])
+    module = RLHFModule(
+        TinyModel(),
+        advantages=Twos(),
+        actor_optimizer=partial(torch.optim.SGD, lr=1.0),
+        minibatch_size=1,
+        max_grad_norm=None,
+    )
+    module.configure_model()
+    model = copy.deepcopy(module.actor.lm).double()
+    before = [parameter.detach().clone() for parameter in module.actor.lm.parameters()]
+    fit(module, [rollout_of([row])], default_root_dir=tmp_path)
+    ids = torch.tensor([row.prompt + row.tokens])
+    logprobs = model(ids).logits.log_softmax(-1)
+    total = 0.0
+    for position, (token, sampled) in enumerate(zip(row.tokens, row.mask, strict=True)):
+        if sampled:
+            total = total - 2.0 * logprobs[0, len(row.prompt) - 1 + position, token]
+    (total / sum(row.mask)).backward()
+    for old, new, exact in zip(before, module.actor.lm.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(old - new, exact.grad.float(), rtol=1e-4, atol=1e-6)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from lightning_rlhf.data.row import Row
 from lightning_rlhf.expected_errors import MissingPackageError
 
 
@@ -29,7 +30,7 @@ class ReasoningGym:
     seed: int = 0
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         data = _module().create_dataset(self.dataset, seed=self.seed, size=self.num_rows, **self.arguments)
         for number in range(self.num_rows):

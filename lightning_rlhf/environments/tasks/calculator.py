@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from lightning_rlhf.data.row import Row
 from lightning_rlhf.environments.protocol import ToolError
 from lightning_rlhf.seeding import derive_seed
 
@@ -49,7 +49,7 @@ class Problems:
             a, b = (generator.randrange(10 ** (self.digits - 1), 10**self.digits) for _ in range(2))
             yield generator, f"{a}+{b}", str(a + b)
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number, (_, problem, result) in enumerate(self.draw()):
             yield f"problem {number}", {"prompt": [{"role": "user", "content": f"{problem}="}], "answer": result}
@@ -68,7 +68,7 @@ class Demonstrations(Problems):
 
     calls: float = 0.2
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number, (generator, problem, result) in enumerate(self.draw()):
             messages = [{"role": "user", "content": f"{problem}="}]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from lightning_rlhf.data.row import Row
 from lightning_rlhf.environments.protocol import Environment, Reply
 from lightning_rlhf.seeding import derive_seed
 
@@ -43,7 +43,7 @@ class Games:
 
     num_rows: int
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             yield f"game {number}", {"prompt": [{"role": "user", "content": "?"}]}
@@ -63,7 +63,7 @@ class Demonstrations:
     seed: int = 0
     forgets: float = 0.2
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             draw = random.Random(derive_seed("guessing", self.seed, number))

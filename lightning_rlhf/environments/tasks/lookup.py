@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_rlhf.data.row import Row
 from lightning_rlhf.environments.protocol import Environment, Reply
 from lightning_rlhf.seeding import derive_seed
 
@@ -52,7 +53,7 @@ class Questions:
 
     num_rows: int
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             key = KEYS[number % len(KEYS)]
@@ -75,7 +76,7 @@ class Demonstrations:
     two: float = 0.3
     one: float = 0.3
 
-    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             draw = random.Random(derive_seed("lookup", self.seed, number))

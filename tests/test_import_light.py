@@ -29,6 +29,11 @@ def test_importing_the_package_loads_nothing_heavy():
     assert not loaded_after("import lightning_rlhf; dir(lightning_rlhf)") & (ENGINES | HEAVY)
 
 
+def test_a_worker_of_environments_loads_nothing_heavy():
+    code = "import lightning_rlhf.environments.worker, lightning_rlhf.environments.tools; "
+    assert not loaded_after(f"{code}from lightning_rlhf.environments import Reply, Tools") & (ENGINES | HEAVY)
+
+
 def test_importing_the_command_line_starts_no_engine():
     loaded = loaded_after("import lightning_rlhf.cli.main")
     assert "torch" in loaded

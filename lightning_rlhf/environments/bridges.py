@@ -131,7 +131,8 @@ class TemplateBridge(Bridge):
     ) -> None:
         super().__init__(tokenizer, max_message_tokens)
         self._chat = Chat(tokenizer, [dict(tool) for tool in tools] or None, dict(options or {}))
-        self._checked_roles = ("user", "tool") if tools else ("user",)
+        self._expected_roles = ("user", "tool") if tools else ("user",)
+        self._checked_roles: set[str] = set()
 
     def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.prompt`."""
@@ -140,6 +141,8 @@ class TemplateBridge(Bridge):
 
     def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""
+        for message in written:
+            self._check_role(message["role"])  # roles that check() did not expect
         ids = self.ids(self._behind([_PROBE], [self.safe(message) for message in written]))
         return ids[1:] if turn and ids[:1] == [turn[-1]] else ids
 
@@ -155,21 +158,28 @@ class TemplateBridge(Bridge):
                 "the environment writes messages, but the tokenizer has no chat template: use one with a template, or "
                 "set bridge: plain for a model that was trained on texts without a template"
             )
+        for role in self._expected_roles:
+            self._check_role(role)
+
+    def _check_role(self, role: str) -> None:
+        """Validate the text behind an answer for messages of a role."""
+        if role in self._checked_roles:
+            return
         long = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}, _PROBE]
-        for role in self._checked_roles:
-            written = [{"role": role, "content": _REPLY}]
-            short_text, long_text = (self._behind(history, written) for history in ([_PROBE], long))
-            if short_text != long_text:
-                raise UsageError(
-                    f"the chat template renders the text behind an answer differently when more messages precede it, "
-                    f"so the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
-                    f"{long_text!r} with three. Use another chat template, or set bridge: plain"
-                )
-            if short_text.count(_REPLY) != 1:
-                raise UsageError(
-                    f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
-                    f"once: the text behind an answer is {short_text!r}. Use another template, or set bridge: plain"
-                )
+        written = [{"role": role, "content": _REPLY}]
+        short_text, long_text = (self._behind(history, written) for history in ([_PROBE], long))
+        if short_text != long_text:
+            raise UsageError(
+                f"the chat template renders the text behind an answer differently when more messages precede it, so "
+                f"the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
+                f"{long_text!r} with three. Use another chat template, or set bridge: plain"
+            )
+        if short_text.count(_REPLY) != 1:
+            raise UsageError(
+                f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
+                f"once: the text behind an answer is {short_text!r}. Use another template, or set bridge: plain"
+            )
+        self._checked_roles.add(role)
 
     def _behind(self, history: Sequence[Message], written: Sequence[Message]) -> str:
         """Return the text of the template behind an answer, with the messages of the environment.

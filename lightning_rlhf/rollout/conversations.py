@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -162,21 +163,28 @@ class _Loop:
                 # An engine that generates at once gets as many turns together as possible.
                 if self._ready and (self._engine.overlaps or not self._calls):
                     self._request_turns()
-                try:
-                    handle, own, future = self._events.get(timeout=_CHECK_SECONDS)
-                except Empty:
-                    self._host.end_overdue()
-                    if time.monotonic() - logged > _LOG_SECONDS:
-                        logged = time.monotonic()
-                        missing = f"{len(running) - len(self._completions)} of {len(running)}"
-                        log.info("Waiting for %s conversations for %.0f s.", missing, logged - began)
+                if self._handle_events():
                     continue
-                handle(own, future.result())
+                self._host.end_overdue()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
+                    missing = f"{len(running) - len(self._completions)} of {len(running)}"
+                    log.info("Waiting for %s conversations for %.0f s.", missing, logged - began)
             return [self._completions[index] for index in range(len(running))]
         finally:
             for own in running:
                 if own.index not in self._completions:
                     self._host.release(own.key)
+
+    def _handle_events(self) -> int:
+        """Wait for an event, but not long, and handle all that have happened; return their number."""
+        events, seconds = 0, _CHECK_SECONDS
+        with contextlib.suppress(Empty):
+            while True:
+                handle, own, future = self._events.get(timeout=seconds)
+                handle(own, future.result())
+                events, seconds = events + 1, 0.0
+        return events
 
     def _limits(self, request: ConversationRequest) -> Limits:
         settings = self._settings

@@ -96,6 +96,13 @@ def test_templates_that_cannot_be_continued_are_refused(tokenizer, template, too
         TemplateBridge(with_template(tokenizer, template), tools=tools).check()
 
 
+def test_roles_that_were_not_expected_are_checked_at_their_first_message(tokenizer):
+    bridge = TemplateBridge(with_template(tokenizer, STRICT))
+    bridge.check()
+    with pytest.raises(ValueError, match="a message of role 'tool'"):
+        bridge.between([], [user("x", "tool")])
+
+
 def test_messages_at_the_start_come_before_the_generation_prompt(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     ids = bridge.prompt("", [user("one")], [user("two")])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
-from lightning_rlhf.callbacks import RolloutLog, RolloutLoop
+from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.rollout_log import segments_of
 from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
 from lightning_rlhf.data.rows import InMemory
@@ -40,7 +40,7 @@ def count_a(completions):
 def run(tmp_path, environment=None, rewards=(), module=GRPOModule, callbacks=(), steps=2, **options):
     rows, val = InMemory([{"prompt": "abc"}, {"prompt": "ga"}] * 4), InMemory([{"prompt": "ab"}] * 2)
     data = PromptDataModule(rows, LETTERS, val=val, batch_size=2, max_tokens=8)
-    actor = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 8}
+    actor = {"actor": TinyModel(), "actor_optimizer": SGD, "minibatch_size": 4}
     more = {"critic": TinyModel(seed=1), "critic_optimizer": SGD} if module is PPOModule else {}
     module = module(**actor, **more)
     loop = RolloutLoop(
@@ -119,6 +119,27 @@ def test_skipped_conversations_are_not_trained_on(tmp_path):
     assert 0 < rollout.included.sum() < len(rollout)
     assert not module.experience.mask[~rollout.included].any()
     assert trainer.callback_metrics["env/fault_error"] == (~rollout.included).float().mean()
+
+
+@pytest.mark.parametrize("reward", [None, "environment"])
+def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward):
+    settings = EnvironmentSettings(CountsA, timeout_s=None, bridge="plain")
+    sampling = DynamicSampling(prompts_per_step=1, reward=reward)
+    module, trainer = run(tmp_path, settings, dynamic_sampling=sampling)
+    rollout = module.experience.rollout
+    kept = rollout.rewards["environment"][rollout.included]
+    assert trainer.callback_metrics["rollout/generated_prompts"] >= 1
+    assert len(kept) == 0 or kept.max() > kept.min()
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_conversations_one_step_ahead_have_the_weights_of_their_step(tmp_path, max_staleness):
+    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
+    module, trainer = run(tmp_path, settings, steps=4, max_staleness=max_staleness)
+    rollout = module.experience.rollout
+    versions = rollout.policy_version[rollout.response_mask]
+    assert versions.unique().tolist() == [3 - max_staleness]
+    assert trainer.callback_metrics["rollout/staleness_max"] == max_staleness
 
 
 class Breaks(Environment):

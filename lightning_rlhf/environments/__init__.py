@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.parsers import MarkedToolCalls as MarkedToolCalls
     from lightning_rlhf.environments.parsers import TokenizerToolCalls as TokenizerToolCalls
     from lightning_rlhf.environments.parsers import ToolCallParser as ToolCallParser
+    from lightning_rlhf.environments.protocol import Agent as Agent
     from lightning_rlhf.environments.protocol import Environment as Environment
     from lightning_rlhf.environments.protocol import Reply as Reply
     from lightning_rlhf.environments.protocol import ToolCall as ToolCall
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.tools import Tools as Tools
 
 _MODULES = {
+    "Agent": "protocol",
     "Environment": "protocol",
     "EnvironmentSettings": "settings",
     "JSONToolCalls": "parsers",

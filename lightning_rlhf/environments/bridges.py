@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -138,6 +139,16 @@ class TemplateBridge(Bridge):
         """See :meth:`Bridge.prompt`."""
         safe = [self.safe(message) for message in written]
         return self.ids(self._chat.render([*messages, *safe], "prompt", generation=True))
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of a whole conversation of an agent, whose next turn is the policy's.
+
+        Args:
+            messages: messages of all roles; texts of the assistant are tokenized again.
+            tools: JSON schemas of the tools; empty uses those of the bridge.
+        """
+        chat = replace(self._chat, tools=[dict(tool) for tool in tools]) if tools else self._chat
+        return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
     def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""

@@ -67,7 +67,7 @@ def make_host(spec: Spec, timeout_s: float | None, concurrency: int) -> Host:
 def is_async(spec: Spec) -> bool:
     """Return whether the environment's class has an ``async`` method."""
     factory = load_function(spec.factory) if isinstance(spec.factory, str) else spec.factory
-    return any(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step"))
+    return any(inspect.iscoroutinefunction(getattr(factory, name, None)) for name in ("reset", "step", "run"))
 
 
 class ThreadHost(Host):
@@ -257,6 +257,8 @@ class LoopHost(Host):
         return advancing.result()
 
     async def _advance(self, call: Call) -> Reply | Fault:
+        if call.base_url:
+            return as_reply(await _called(self._spec.make(), "run", call.run_arguments), "run")
         environment, steps = self._live.get(call.key, (None, -1))
         if steps == len(call.turns) - 1 >= 0:
             return await self._step(call, environment, steps)

@@ -103,6 +103,28 @@ class Environment:
         """Release resources; called once, also after an error."""
 
 
+class Agent:
+    """Base class of agents, which ask for turns of the policy themselves, through OpenAI's chat API.
+
+    A class with this method need not inherit from it. There is a new object for each conversation. The method may be
+    ``async``, and may leave out arguments that it does not use.
+    """
+
+    def run(self, base_url: str, api_key: str, row: Mapping[str, Any], seed: int) -> Reply | float | None:
+        """Act until the task is done, with turns from the policy.
+
+        Args:
+            base_url: address for OpenAI's client, such as ``http://127.0.0.1:40001/v1``; the model is ``policy``.
+            api_key: key of this conversation.
+            row: columns of the prompt's row, with its text as ``prompt``.
+            seed: seed of the conversation, in [0, 2**63); the responses to a prompt in a step have the same.
+
+        Returns:
+            Reward, or a reply with reward and metrics; None is a reward of 0.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no run()")
+
+
 class InvalidReplyError(UsageError):
     """Error for a value that is not a valid reply."""
 
@@ -112,17 +134,20 @@ def as_reply(value: Any, method: str) -> Reply:
 
     Args:
         value: returned value.
-        method: method that returned it, ``reset`` or ``step``.
+        method: method that returned it, ``reset``, ``step`` or ``run`` of an agent.
 
     Raises:
         InvalidReplyError: the value is not a reply, or a part of it has a wrong type or value.
     """
-    if value is None and method == "reset":
+    if value is None and method in ("reset", "run"):
         return Reply()
-    if isinstance(value, str):
+    if method == "run" and isinstance(value, Real):
+        value = Reply(reward=value)
+    if isinstance(value, str) and method != "run":
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
-        raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected a Reply or a text")
+        expected = "a Reply, a number or None" if method == "run" else "a Reply or a text"
+        raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
     reward = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not -_FLOAT32_MAX <= reward <= _FLOAT32_MAX:
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")

@@ -73,8 +73,18 @@ class EnvironmentSettings:
             inspect.signature(factory).bind(**self.arguments)
         except (TypeError, ValueError) as error:
             raise UsageError(f"environment {self.factory!r}: {error}") from error
-        if isinstance(factory, type) and not callable(getattr(factory, "step", None)):
-            raise UsageError(f"environment {self.factory!r} has no method step(), which replies to a turn")
+        if isinstance(factory, type) and not self.is_agent and not callable(getattr(factory, "step", None)):
+            raise UsageError(
+                f"environment {self.factory!r} has neither step(), which replies to a turn, nor run() of an agent"
+            )
+        if self.is_agent and self.bridge == "plain":
+            raise UsageError(f"{self.factory!r} is an agent, which sends chat messages: set bridge: template")
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether the factory is the class of an agent."""
+        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        return isinstance(factory, type) and hasattr(factory, "run") and not hasattr(factory, "step")
 
     @property
     def spec(self) -> Spec:

@@ -67,6 +67,8 @@ class Call:
         seed: seed of the conversation.
         turns: turns of the policy so far.
         replies: digests of the replies to ``reset`` and to all turns but the last.
+        base_url: address of the endpoint, for a call of an agent; empty for a call of an environment.
+        api_key: key of the conversation at the endpoint.
     """
 
     key: str
@@ -74,6 +76,13 @@ class Call:
     seed: int
     turns: Sequence[Turn] = ()
     replies: Sequence[str] = ()
+    base_url: str = ""
+    api_key: str = ""
+
+    @property
+    def run_arguments(self) -> dict[str, Any]:
+        """Arguments of ``run`` of an agent."""
+        return {"base_url": self.base_url, "api_key": self.api_key, "row": self.row, "seed": self.seed}
 
 
 @dataclass
@@ -102,6 +111,8 @@ def advance(spec: Spec, call: Call) -> Reply | Fault:
         if isinstance(stream, BoundedOutput):
             stream.remaining = MAX_OUTPUT
     try:
+        if call.base_url:
+            return as_reply(_call(spec.make(), "run", call.run_arguments), "run")
         live = _live.get(call.key)
         if live is not None and live.steps == len(call.turns) - 1:
             return _step(live, call.turns[-1])

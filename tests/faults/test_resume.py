@@ -220,7 +220,7 @@ def test_kills_in_conversations_leave_no_trace(forge, undisturbed, tmp_path, max
     training = [row for row in table if row["kl/coef"]]
     assert len({row["env/turns"] for row in training}) > 1
     assert all(0 < float(row["env/written_share"]) < 1 for row in training)
-    place = "lightning_rlhf.rollout.conversations:_Loop._on_reply"
+    place = "lightning_rlhf.rollout.conversation_loop:ConversationLoop._on_reply"
     deaths = [{"place": (place, call, when)} for call, when in ((75, "before"), (120, "after"), (60, "before"))]
     assert forge.finish(tmp_path, config, deaths) == 3
     assert_same(tmp_path, undisturbed(config, calls=0))

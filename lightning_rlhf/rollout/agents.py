@@ -1,0 +1,282 @@
+"""Conversations of agents, which ask for turns of the policy through an HTTP endpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from lightning_rlhf.environments.bridges import TemplateBridge
+from lightning_rlhf.environments.conversation import Conversation
+from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
+from lightning_rlhf.environments.worker import Call, Fault
+from lightning_rlhf.rollout.conversation_loop import ConversationLoop, RunningConversation
+from lightning_rlhf.rollout.endpoint import AgentEndpoint, Body, RefusedRequest
+from lightning_rlhf.types import Completion
+
+
+@dataclass
+class _Agent:
+    """State of the agent of a conversation.
+
+    Args:
+        api_key: key of the conversation.
+        history: messages of the last answered request, with the answer.
+        messages: messages of the request that is being answered.
+        answer: future of the response to that request; None while no turn is generated.
+        max_tokens: limit of the turn in that request; None without one.
+        waiting: requests that arrived meanwhile.
+        outcome: result of the agent; None while it runs.
+        branches: number of times that the agent changed earlier messages.
+    """
+
+    api_key: str = ""
+    history: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    answer: Future[Body] | None = None
+    max_tokens: int | None = None
+    waiting: list[tuple[Body, Future[Body]]] = field(default_factory=list)
+    outcome: Reply | Fault | None = None
+    branches: int = 0
+
+
+class AgentLoop(ConversationLoop):
+    """Runs the conversations of agents.
+
+    Messages that continue the last ones continue the row of tokens. If an agent changes earlier messages, a new row
+    begins, whose prompt contains all of its messages; the policy learns from the last row.
+
+    Args:
+        endpoint: endpoint that agents send their requests to.
+        *parts: arguments of :class:`ConversationLoop`.
+    """
+
+    _bridge: TemplateBridge
+
+    def __init__(self, endpoint: AgentEndpoint, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._endpoint = endpoint
+        self._agents: dict[int, _Agent] = {}
+
+    def _start(self, own: RunningConversation) -> None:
+        """Start an agent."""
+        agent = self._agents[own.index] = _Agent()
+        agent.api_key = self._endpoint.register(partial(self._receive, own))
+        own.called_at = time.perf_counter()
+        self._calls += 1
+        call = Call(own.key, own.request.row, own.request.seed, base_url=self._endpoint.url, api_key=agent.api_key)
+        self._notify(self._on_outcome, own, self._host.call(call))
+
+    def _release(self, own: RunningConversation) -> None:
+        """Reject further requests of a conversation."""
+        agent = self._agents[own.index]
+        self._endpoint.remove(agent.api_key)
+        for answer in [agent.answer, *(answer for _, answer in agent.waiting)]:
+            if answer is not None and not answer.done():
+                answer.set_exception(RefusedRequest("the conversation has ended"))
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def _receive(self, own: RunningConversation, body: Body) -> Future[Body]:
+        """Pass a request to the loop; called in the thread of the request."""
+        answer: Future[Body] = Future()
+        event: Future[tuple[Body, Future[Body]]] = Future()
+        event.set_result((body, answer))
+        self._notify(self._on_request, own, event)
+        return answer
+
+    def _on_request(self, own: RunningConversation, request: tuple[Body, Future[Body]]) -> None:
+        """Request the next turn, unless one is being generated."""
+        body, answer = request
+        agent = self._agents[own.index]
+        if own.index in self._completions or agent.outcome is not None:
+            answer.set_exception(RefusedRequest("the conversation has ended"))
+        elif agent.answer is not None:
+            agent.waiting.append(request)
+        else:
+            try:
+                messages = messages_of(body)
+                self._extend(own, agent, messages, body.get("tools") or [])
+            except RefusedRequest as error:
+                answer.set_exception(error)
+                return
+            agent.answer, agent.messages, agent.max_tokens = answer, messages, limit_of(body)
+            own.environment_s += time.perf_counter() - own.called_at
+            self._calls -= 1  # the agent waits
+            self._ready.append(own)
+
+    def _extend(self, own: RunningConversation, agent: _Agent, messages: list[Message], tools: Sequence[Body]) -> None:
+        """Append the new messages of an agent to the row of tokens, or begin another row.
+
+        Raises:
+            RefusedRequest: no further turn is possible.
+        """
+        if len(own.turns) == self._settings.max_turns:
+            own.conversation.end("max_turns")
+            raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
+        known = len(agent.history)
+        new = messages[known:]
+        continues = known and messages[:known] == agent.history and new and all(m["role"] in ROLES for m in new)
+        if continues and own.conversation.stop is None:
+            own.conversation.add_written(self._bridge.between(own.conversation.request, new))
+            if own.conversation.stop is not None:
+                raise _too_long("no token is left for another turn")
+            return
+        if continues:
+            raise _too_long("the last turn was cut, and cannot be continued")
+        prompt = self._bridge.conversation(messages, tools)
+        left = len(own.request.prompt_ids) + own.request.sampling.max_tokens - len(prompt)
+        if left < 1:
+            raise _too_long(f"the messages have {len(prompt)} tokens")
+        agent.branches += bool(known)
+        own.conversation = Conversation(prompt, replace(self._limits(own.request), max_response_tokens=left))
+
+    def _turn_budget(self, own: RunningConversation) -> int:
+        """Return the largest number of tokens of the next turn."""
+        limit = self._agents[own.index].max_tokens
+        budget = own.conversation.turn_budget
+        return budget if limit is None else max(1, min(budget, limit))
+
+    def _on_turn(self, own: RunningConversation, completion: Completion) -> None:
+        """Append a turn and answer the request."""
+        agent = self._agents[own.index]
+        if agent.answer is None:  # of an agent that failed before its first request
+            super()._on_turn(own, completion)
+            return
+        self._check.check_one(completion)
+        own.conversation.add_turn(completion)
+        turn = self._turn_of(own, completion)
+        own.turns.append(turn)
+        own.malformed += turn.malformed is not None
+        body = response_of(turn, completion, own.conversation)
+        own.messages = agent.history = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        answer, agent.answer = agent.answer, None
+        self._calls += 1
+        own.called_at = time.perf_counter()
+        answer.set_result(body)
+        if agent.outcome is not None:
+            self._settle(own, agent.outcome)
+        elif agent.waiting:
+            self._on_request(own, agent.waiting.pop(0))
+
+    # -- end --------------------------------------------------------------------------------------------------
+
+    def _on_outcome(self, own: RunningConversation, outcome: Reply | Fault) -> None:
+        """End the conversation of an agent that has returned; a turn that is being generated is awaited."""
+        agent = self._agents[own.index]
+        agent.outcome = outcome
+        if agent.answer is None:
+            own.environment_s += time.perf_counter() - own.called_at
+            self._settle(own, outcome)
+
+    def _settle(self, own: RunningConversation, outcome: Reply | Fault) -> None:
+        """Store the reward of an agent and finish its conversation."""
+        self._calls -= 1
+        if isinstance(outcome, Reply) and not own.turns:
+            outcome = Fault("invalid", "ended without a turn of the policy")
+        if isinstance(outcome, Fault):
+            self._on_fault(own, outcome)
+            return
+        own.rewards[0] = outcome.reward
+        own.metrics = {**outcome.metrics, "branches": float(self._agents[own.index].branches)}
+        own.conversation.end("done")
+        self._finish(own)
+
+    def _turn_rewards(self, own: RunningConversation) -> list[float]:
+        """Return the reward of each turn: that of the agent belongs to the last one."""
+        return [0.0] * (len(own.conversation.turn_ends) - 1) + [own.rewards[0]]
+
+
+def messages_of(body: Body) -> list[Message]:
+    """Return the messages of a request, in one form.
+
+    Raises:
+        RefusedRequest: they are not texts, or the request has an option that is not supported.
+    """
+    for option, default in (("n", 1), ("stop", None), ("response_format", None), ("logit_bias", None)):
+        if body.get(option) not in (None, default, [], {}):
+            raise RefusedRequest(f"{option} is not supported: the policy is sampled as the run is configured")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise RefusedRequest("messages must be a list of at least one message")
+    return [_normalised(message) for message in messages]
+
+
+def limit_of(body: Body) -> int | None:
+    """Return the limit of tokens in a request; None without one."""
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    return limit if isinstance(limit, int) and not isinstance(limit, bool) and limit > 0 else None
+
+
+def _normalised(message: Message) -> Message:
+    """Return role, text, tool calls and identifiers of a message of OpenAI's API."""
+    role, content = message.get("role"), message.get("content")
+    role = {"developer": "system", "function": "tool"}.get(str(role), role)
+    if role not in (*ROLES, "assistant"):
+        raise RefusedRequest(f"a message has the role {role!r}")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise RefusedRequest("messages may contain texts only")
+        content = "".join(str(part) for part in parts)
+    if not isinstance(content, str | None):
+        raise RefusedRequest("the content of a message must be a text")
+    kept = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    calls = [_call_of(call) for call in message.get("tool_calls") or []]
+    return {"role": role, "content": content or "", **kept, **({"tool_calls": calls} if calls else {})}
+
+
+def _call_of(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as chat templates read them."""
+    try:
+        function, identity = call["function"], call.get("id", "")
+        name, arguments = function["name"], function.get("arguments") or "{}"
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise RefusedRequest("a tool call needs a function with name and arguments") from error
+    return {"type": "function", "id": str(identity), "function": {"name": str(name), "arguments": arguments}}
+
+
+def response_of(turn: Turn, completion: Completion, conversation: Conversation) -> Body:
+    """Return a turn as a response of OpenAI's API."""
+    number = f"{len(conversation.turn_ends)}-{len(conversation.request)}"
+    calls = [
+        {
+            "id": call.id or f"call_{number}_{index}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for index, call in enumerate(turn.calls)
+    ]
+    reason = "length" if completion.finish_reason == "length" else "tool_calls" if calls else "stop"
+    tokens = len(completion.token_ids)
+    prompt = len(conversation.request) - tokens
+    return {
+        "id": f"chatcmpl-{number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": turn.text,
+                    **({"tool_calls": calls} if calls else {}),
+                },
+                "finish_reason": reason,
+                "logprobs": None,
+            }
+        ],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
+    }
+
+
+def _too_long(reason: str) -> RefusedRequest:
+    return RefusedRequest(f"the conversation is too long: {reason}", "context_length_exceeded")

@@ -1,0 +1,342 @@
+"""Conversations of a policy with environments: the next turn of each is requested while others are generated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.environments.bridges import Bridge
+from lightning_rlhf.environments.conversation import Conversation, Limits
+from lightning_rlhf.environments.hosts import Host
+from lightning_rlhf.environments.parsers import ParsedTurn
+from lightning_rlhf.environments.protocol import Message, Reply, Turn
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.environments.worker import Call, Fault, digest_of
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
+from lightning_rlhf.types import Completion, ConversationRecord, SamplingParams
+
+log = logging.getLogger(__name__)
+_CHECK_SECONDS = 1.0
+_LOG_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ConversationRequest:
+    """Request of one conversation.
+
+    Args:
+        prompt_ids: tokens of the prompt.
+        text: prompt as text.
+        messages: prompt as messages; empty for plain text.
+        row: columns of the prompt's row, for the environment.
+        seed: seed of the environment, in [0, 2**63).
+        turn_seeds: seed of each turn of the policy.
+        sampling: sampling parameters, whose ``max_tokens`` limits the tokens behind the prompt.
+    """
+
+    prompt_ids: list[int]
+    text: str
+    messages: list[Message]
+    row: dict[str, Any]
+    seed: int
+    turn_seeds: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass
+class RunningConversation:
+    """State of one conversation."""
+
+    index: int
+    request: ConversationRequest
+    conversation: Conversation
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    turns: list[Turn] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)  # digests, of reset first
+    rewards: list[float] = field(default_factory=lambda: [0.0])  # of reset, then of each turn
+    messages: list[Message] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    malformed: int = 0
+    fault: Fault | None = None
+    called_at: float = 0.0
+    environment_s: float = 0.0
+
+
+class ConversationLoop:
+    """Runs the conversations of some requests to their ends.
+
+    Args:
+        settings: environment and its limits.
+        host: host of the environments.
+        engine: engine that generates the turns.
+        on_finished: callback with the index of a request and its conversation as soon as it has ended.
+        check: validation of each turn.
+        bridge: conversion of messages to tokens.
+        tokenizer: tokenizer that decodes turns.
+    """
+
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        host: Host,
+        engine: RolloutEngine,
+        on_finished: OnFinished | None,
+        check: CompletionCheck,
+        bridge: Bridge,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self._settings = settings
+        self._host = host
+        self._engine = engine
+        self._on_finished = on_finished
+        self._check = check
+        self._bridge = bridge
+        self._tokenizer = tokenizer
+        self._events: SimpleQueue[
+            tuple[Callable[[RunningConversation, Any], None], RunningConversation, Future[Any]]
+        ] = SimpleQueue()
+        self._ready: list[RunningConversation] = []  # conversations whose next turn can be requested
+        self._calls = 0  # calls of environments that have not returned
+        self._completions: dict[int, Completion] = {}
+        self._faults: list[tuple[int, Fault]] = []
+
+    def run(self, requests: Sequence[ConversationRequest]) -> list[Completion]:
+        """Run all conversations to their ends and return their completions in order."""
+        self._count = len(requests)
+        running = [
+            RunningConversation(i, each, Conversation(each.prompt_ids, self._limits(each)))
+            for i, each in enumerate(requests)
+        ]
+        began = logged = time.monotonic()
+        try:
+            for own in running:
+                self._start(own)
+            while len(self._completions) < len(running):
+                # An engine that generates at once gets as many turns together as possible.
+                if self._ready and (self._engine.overlaps or not self._calls):
+                    self._request_turns()
+                if self._handle_events():
+                    continue
+                self._host.end_overdue()
+                if time.monotonic() - logged > _LOG_SECONDS:
+                    logged = time.monotonic()
+                    missing = f"{len(running) - len(self._completions)} of {len(running)}"
+                    log.info("Waiting for %s conversations for %.0f s.", missing, logged - began)
+            return [self._completions[index] for index in range(len(running))]
+        finally:
+            for own in running:
+                if own.index not in self._completions:
+                    self._release(own)
+
+    def _handle_events(self) -> int:
+        """Wait for an event, but not long, and handle all that have happened; return their number."""
+        events, seconds = 0, _CHECK_SECONDS
+        with contextlib.suppress(Empty):
+            while True:
+                handle, own, future = self._events.get(timeout=seconds)
+                handle(own, future.result())
+                events, seconds = events + 1, 0.0
+        return events
+
+    def _limits(self, request: ConversationRequest) -> Limits:
+        settings = self._settings
+        return Limits(settings.max_turns, request.sampling.max_tokens, settings.max_turn_tokens)
+
+    def _start(self, own: RunningConversation) -> None:
+        """Start the environment of a conversation."""
+        self._call_environment(own)
+
+    def _release(self, own: RunningConversation) -> None:
+        """Close the environment of a conversation."""
+        self._host.release(own.key)
+
+    # -- turns ------------------------------------------------------------------------------------------------
+
+    def _request_turns(self) -> None:
+        """Request the next turn of all conversations that are ready."""
+        ready, self._ready = sorted(self._ready, key=lambda own: own.index), []
+        futures = self._engine.request(
+            [own.conversation.request for own in ready],
+            [replace(own.request.sampling, max_tokens=self._turn_budget(own)) for own in ready],
+            [own.request.turn_seeds[len(own.turns)] for own in ready],
+        )
+        for own, future in zip(ready, futures, strict=True):
+            self._notify(self._on_turn, own, future)
+
+    def _turn_budget(self, own: RunningConversation) -> int:
+        """Return the largest number of tokens of the next turn."""
+        return own.conversation.turn_budget
+
+    def _notify(
+        self, handle: Callable[[RunningConversation, Any], None], own: RunningConversation, future: Future[Any]
+    ) -> None:
+        future.add_done_callback(lambda done: self._events.put((handle, own, done)))
+
+    def _on_turn(self, own: RunningConversation, completion: Completion) -> None:
+        """Append a turn, and pass it to the environment if the conversation continues."""
+        self._check.check_one(completion)
+        conversation = own.conversation
+        conversation.add_turn(completion)
+        turn = self._turn_of(own, completion)
+        if own.fault is not None:
+            conversation.end("fault")
+        if conversation.stop is not None:
+            own.messages.append({"role": "assistant", "content": turn.text})
+            own.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(own.rewards))
+            self._finish(own)
+            return
+        own.turns.append(turn)
+        own.malformed += turn.malformed is not None
+        calls = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in turn.calls]
+        own.messages.append({"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})})
+        self._call_environment(own)
+
+    def _turn_of(self, own: RunningConversation, completion: Completion) -> Turn:
+        """Decode a turn and parse its tool calls."""
+        ids = completion.token_ids
+        ids = ids[:-1] if ids[-1] == self._tokenizer.eos_token_id else ids
+        raw, text = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+            for skip in (False, True)
+        )
+        parser = self._settings.parser
+        parsed = ParsedTurn(text) if parser is None or own.conversation.stop else parser(raw, self._tokenizer)
+        return Turn(parsed.text, parsed.calls, parsed.malformed, len(own.turns), raw)
+
+    # -- environments -----------------------------------------------------------------------------------------
+
+    def _call_environment(self, own: RunningConversation) -> None:
+        """Start the environment, or pass it the last turn."""
+        own.called_at = time.perf_counter()
+        self._calls += 1
+        call = Call(own.key, own.request.row, own.request.seed, tuple(own.turns), tuple(own.replies))
+        self._notify(self._on_reply, own, self._host.call(call))
+
+    def _on_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
+        """Append the messages of an environment, and request the next turn if the conversation continues."""
+        self._calls -= 1
+        own.environment_s += time.perf_counter() - own.called_at
+        if isinstance(reply, Reply) and not own.turns:
+            reply = self._begin(own, reply)
+        if isinstance(reply, Fault):
+            self._on_fault(own, reply)
+            return
+        own.replies.append(digest_of(reply))
+        if own.turns:
+            own.rewards.append(reply.reward)
+        else:
+            own.rewards[0] = reply.reward
+        for name, value in reply.metrics.items():
+            own.metrics[name] = own.metrics.get(name, 0.0) + value
+        if reply.done:
+            own.conversation.end("done")
+        elif own.turns:
+            role = "tool" if own.turns[-1].calls else "user"
+            written = _as_messages(reply.messages, role)
+            turn = own.conversation.request
+            own.conversation.add_written(self._bridge.between(turn, written) if written else [])
+            if own.conversation.stop is None:
+                own.messages += written
+        self._continue(own)
+
+    def _begin(self, own: RunningConversation, reply: Reply) -> Reply | Fault:
+        """Append the messages of ``reset`` to the prompt."""
+        if reply.done:
+            return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
+        written = _as_messages(reply.messages, "user")
+        if not written:
+            return reply
+        request = own.request
+        prompt = self._bridge.prompt(request.text, request.messages, written)
+        left = request.sampling.max_tokens - (len(prompt) - len(request.prompt_ids))
+        if left < 1:
+            return Fault(
+                "invalid",
+                f"reset() returned messages that lengthen the prompt by {len(prompt) - len(request.prompt_ids)} "
+                f"tokens, but max_response_tokens {request.sampling.max_tokens} must contain them and the turns",
+            )
+        own.conversation = Conversation(prompt, replace(self._limits(request), max_response_tokens=left))
+        own.messages += written
+        return reply
+
+    def _on_fault(self, own: RunningConversation, fault: Fault) -> None:
+        """End a conversation whose environment failed; one without a turn gets one."""
+        self._faults.append((own.index, fault))
+        allowed = self._settings.max_error_rate * self._count
+        if self._settings.on_error == "raise" or len(self._faults) > allowed:
+            self._raise(fault if self._settings.on_error == "raise" else self._faults[0][1])
+        own.fault = fault
+        if own.turns:
+            own.conversation.end("fault")
+            own.rewards.append(0.0)
+        self._continue(own)
+
+    def _raise(self, fault: Fault) -> None:
+        name = self._settings.factory
+        shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
+        if self._settings.on_error == "raise":
+            advice = (
+                "; to continue after a failure, set on_error of the environment to skip, which does not train on the "
+                "conversation, zero, which sets its reward to 0, or end, which keeps the rewards of the turns before"
+            )
+            raise RunError(f"environment {shown} {fault.message}{advice}{_indented(fault.trace)}")
+        raise RunError(
+            f"environment {shown} failed in {len(self._faults)} of {self._count} conversations, more than its "
+            f"max_error_rate of {self._settings.max_error_rate:g} allows; first failure: it "
+            f"{fault.message}{_indented(fault.trace)}"
+        )
+
+    def _continue(self, own: RunningConversation) -> None:
+        """Request the next turn, or finish the conversation."""
+        if own.conversation.stop is None:
+            self._ready.append(own)
+        else:
+            self._finish(own)
+
+    def _finish(self, own: RunningConversation) -> None:
+        """Store the completion of a conversation that has ended, and close its environment."""
+        self._release(own)
+        rewards = self._turn_rewards(own)
+        if own.fault is not None and self._settings.on_error in ("zero", "skip"):
+            rewards = [0.0] * len(rewards)
+        record = ConversationRecord(
+            prompt_ids=own.conversation.prompt,
+            messages=own.messages,
+            turn_ends=own.conversation.turn_ends,
+            turn_rewards=rewards,
+            stop=str(own.conversation.stop),
+            tool_calls=sum(len(turn.calls) for turn in own.turns),
+            malformed=own.malformed,
+            fault=None if own.fault is None else own.fault.kind,
+            metrics=own.metrics,
+            environment_s=own.environment_s,
+        )
+        completion = replace(own.conversation.completion, conversation=record)
+        self._completions[own.index] = completion
+        if self._on_finished is not None:
+            self._on_finished(own.index, completion)
+
+    def _turn_rewards(self, own: RunningConversation) -> list[float]:
+        """Return the reward of each turn."""
+        first, *later = own.rewards
+        return [first + later[0], *later[1:]]
+
+
+def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:
+    if isinstance(messages, str):
+        return [{"role": role, "content": messages}] if messages else []
+    return list(messages)
+
+
+def _indented(trace: str) -> str:
+    return f"\n{trace}" if trace else ""

@@ -1,0 +1,148 @@
+"""Agents of the tests, which use OpenAI's client."""
+
+import asyncio
+import os
+import threading
+
+from lightning_rlhf.environments.protocol import Agent, Reply
+
+
+def client_of(base_url, api_key):
+    import openai
+
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=30.0)
+
+
+def ask(client, messages, **options):
+    return client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+class TwoTurns(Agent):
+    """A plain loop: two turns, with the client's own message objects in the history."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        messages = [user(row["prompt"])]
+        answer = ask(client, messages)
+        messages += [answer.choices[0].message, user("gh")]
+        second = ask(client, messages)
+        assert second.choices[0].finish_reason == "stop"
+        assert second.usage.total_tokens == second.usage.prompt_tokens + second.usage.completion_tokens
+        return Reply(reward=len(second.choices[0].message.content) / 2, metrics={"asked": 2.0})
+
+
+class AsyncTwoTurns(Agent):
+    """The same with the asynchronous client."""
+
+    async def run(self, base_url, api_key, row):
+        import openai
+
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+            messages = [user(row["prompt"])]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages += [answer.choices[0].message, user("gh")]
+        return len(answer.choices[0].message.content) / 2
+
+
+class Rewrites(Agent):
+    """Shortens its history before the third turn."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        messages = [user("a")]
+        for _ in range(2):
+            messages += [ask(client, messages).choices[0].message, user("gh")]
+        messages[1].content = "c"  # not what the policy wrote
+        messages += [ask(client, messages).choices[0].message, user("h")]
+        ask(client, messages)
+        return 1.0
+
+
+class Streams(Agent):
+    """Reads the answer as a stream."""
+
+    def run(self, base_url, api_key, row):
+        parts = [
+            chunk.choices[0].delta.content for chunk in ask(client_of(base_url, api_key), [user("a")], stream=True)
+        ]
+        return float(len("".join(part or "" for part in parts)))
+
+
+class CallsTools(Agent):
+    """Answers tool calls until there are none."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        messages = [user("a")]
+        for turn in range(2):
+            message = ask(client, messages).choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return float(turn)
+            results = [(call.id, call.function.arguments) for call in message.tool_calls]
+            assert results[0][1] == '{"x": "b"}'
+            messages += [{"role": "tool", "tool_call_id": number, "content": "c"} for number, _ in results]
+        return 9.0
+
+
+class TooMany(Agent):
+    """Asks until it is refused; the reward is the number of answers."""
+
+    def run(self, base_url, api_key, row):
+        import openai
+
+        client, messages = client_of(base_url, api_key), [user("a")]
+        try:
+            for _ in range(99):
+                answer = ask(client, messages, max_tokens=row.get("max_tokens"))
+                messages += [answer.choices[0].message, user("b")]
+        except openai.BadRequestError as error:
+            if error.code != row["code"]:
+                raise
+        return (len(messages) - 1) / 2
+
+
+class Parallel(Agent):
+    """Asks twice at the same time."""
+
+    def run(self, base_url, api_key, row):
+        client, answers = client_of(base_url, api_key), []
+        threads = [
+            threading.Thread(target=lambda text=text: answers.append(ask(client, [user(text)]))) for text in "ab"
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return float(len(answers))
+
+
+class Misbehaves(Agent):
+    """Fails in the way of its row."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        if row["fault"] == "silent":
+            return 1.0
+        ask(client, [user("a")])
+        if row["fault"] == "raise":
+            raise ValueError("lost")
+        if row["fault"] == "die":
+            os._exit(1)
+        if row["fault"] == "hang":
+            threading.Event().wait()
+        if row["fault"] == "text":
+            return "good"
+        return 1.0
+
+
+class Sleeps(Agent):
+    """Waits between its turns."""
+
+    async def run(self, base_url, api_key):
+        await asyncio.sleep(3600)

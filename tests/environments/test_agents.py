@@ -1,0 +1,221 @@
+"""Agents with OpenAI's client: rows, branches, refusals, failures."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from http.client import HTTPConnection
+
+import pytest
+
+from lightning_rlhf import GRPOModule, PromptDataModule
+from lightning_rlhf.callbacks import RolloutLoop
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.endpoint import AgentEndpoint
+from lightning_rlhf.rollout.engine import CompletionCheck
+from lightning_rlhf.rollout.transformers import TransformersEngine
+from lightning_rlhf.types import SamplingParams
+from tests.environments import agents
+from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
+
+pytest.importorskip("openai", reason="needs the openai client")
+pytestmark = pytest.mark.timeout(120)
+LETTERS = CharacterTokenizer("abcdefgh", chat=True).load()
+END = LETTERS.eos_token_id
+
+
+def ids(text):
+    return LETTERS(text, add_special_tokens=False)["input_ids"]
+
+
+def requests(count, row=None, max_tokens=24):
+    sampling = SamplingParams(max_tokens, stop_token_ids=(END,))
+    messages = [{"role": "user", "content": "a"}]
+    return [
+        ConversationRequest(
+            ids("a"), "a", messages, {"prompt": "a", **(row or {})}, i, tuple(range(9 * i, 9 * i + 8)), sampling
+        )
+        for i in range(count)
+    ]
+
+
+class Spy(ScriptedEngine):
+    """Records the prompts that it gets."""
+
+    def __init__(self, texts):
+        super().__init__(texts, LETTERS)
+        self.prompts = []
+
+    def generate(self, prompts, sampling, seeds, on_finished=None):
+        self.prompts += [list(prompt) for prompt in prompts]
+        return super().generate(prompts, sampling, seeds, on_finished)
+
+
+@pytest.fixture
+def converse():
+    """Runs agents with an engine."""
+    samplers = []
+
+    def converse(engine, asked, **settings):
+        settings = EnvironmentSettings(**({"max_turns": 4, "timeout_s": 60.0, "concurrency": 4} | settings))
+        samplers.append(ConversationSampler(settings, settings.make_bridge(LETTERS, {}), LETTERS))
+        check = CompletionCheck(100, engine.version, 10**6)
+        return engine.serve(asked, partial(samplers[-1], check=check), None).completions()
+
+    yield converse
+    for sampler in samplers:
+        sampler.close()
+
+
+@pytest.mark.parametrize(
+    ("agent", "timeout_s"), [(agents.TwoTurns, 60.0), (agents.TwoTurns, None), (agents.AsyncTwoTurns, 60.0)]
+)
+def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout_s):
+    engine = Spy(["bc"])
+    (own,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
+    said = [*ids("bc"), END]
+    assert engine.prompts == [ids("a"), [*ids("a"), *said, *ids("gh")]]
+    assert own.token_ids == [*said, *ids("gh"), *said]
+    assert own.sampled == (True,) * 3 + (False,) * 2 + (True,) * 3
+    record = own.conversation
+    assert (record.stop, record.turn_ends, record.prompt_ids) == ("done", [3, 8], ids("a"))
+    assert record.turn_rewards == [0.0, 1.0]
+    assert record.metrics == {"branches": 0.0, **({"asked": 2.0} if agent is agents.TwoTurns else {})}
+    assert [message["role"] for message in record.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_an_edited_history_begins_a_row_whose_prompt_contains_it(converse):
+    engine = Spy(["bd"])
+    (own,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
+    said = [*ids("bd"), END]
+    edited = [*ids("a"), *ids("c"), END, *ids("gh"), *said, *ids("gh")]
+    assert engine.prompts[2:] == [edited, [*edited, *said, *ids("h")]]
+    assert own.conversation.prompt_ids == edited
+    assert own.token_ids == [*said, *ids("h"), *said]
+    assert own.sampled == (True,) * 3 + (False,) + (True,) * 3
+    assert (own.conversation.turn_ends, own.conversation.turn_rewards) == ([3, 7], [0.0, 1.0])
+    assert own.conversation.metrics == {"branches": 1.0}
+
+
+def test_a_stream_contains_the_whole_answer(converse):
+    (own,) = converse(Spy(["bcd"]), requests(1), factory=agents.Streams)
+    assert own.conversation.turn_rewards == [3.0]
+
+
+def test_tool_calls(converse):
+    tokenizer_engine = Spy(["ebf", "d"])
+    asked = requests(1)
+    parser = MarkedToolCalls("t", "x", start="e", end="f")
+    (own,) = converse(tokenizer_engine, asked, factory=agents.CallsTools, parser=parser, max_turns=2)
+    assert own.conversation.turn_rewards == [0.0, 9.0]  # every turn of this engine is a call
+    assert own.conversation.tool_calls == 2
+    assert own.token_ids == [*ids("ebf"), END, *ids("c"), *ids("ebf"), END]
+
+
+@pytest.mark.parametrize(
+    ("row", "max_turns", "turns", "stop"),
+    [
+        ({"code": "max_turns"}, 3, 3, "max_turns"),
+        ({"code": "context_length_exceeded"}, 8, 6, "tokens"),  # 24 tokens: 3 for each turn, 1 between
+        ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 1, "truncated"),
+    ],
+)
+def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
+    (own,) = converse(Spy(["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
+    assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
+    assert own.conversation.turn_rewards[-1] == turns
+    assert len(own.token_ids) <= 24
+
+
+def test_parallel_requests_are_answered_one_after_the_other(converse):
+    (own,) = converse(Spy(["bc"]), requests(1), factory=agents.Parallel)
+    assert own.conversation.turn_rewards == [2.0]
+    assert own.conversation.metrics == {"branches": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("silent", "invalid"), ("raise", "error"), ("die", "died"), ("hang", "timeout"), ("text", "invalid")],
+)
+def test_agents_that_fail_leave_the_others(converse, fault, kind):
+    asked = [replace(own, row={"fault": fault if i else ""}) for i, own in enumerate(requests(2))]
+    good, bad = converse(
+        Spy(["bc"]), asked, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0, timeout_s=4.0, concurrency=2
+    )  # fmt: skip
+    assert (good.conversation.fault, good.conversation.turn_rewards) == (None, [1.0])
+    assert (bad.conversation.fault, bad.conversation.stop) == (kind, "fault")
+    assert bad.token_ids == [*ids("bc"), END]
+
+
+def test_an_agent_that_waits_too_long_is_cancelled(converse):
+    (own,) = converse(
+        Spy(["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
+    )  # fmt: skip
+    assert own.conversation.fault == "timeout"
+
+
+def test_training_with_agents(tmp_path):
+    data = PromptDataModule(
+        InMemory([{"prompt": [{"role": "user", "content": "a"}]}] * 8),
+        CharacterTokenizer("abcdefg", chat=True),
+        batch_size=2,
+        max_tokens=8,
+    )
+    settings = EnvironmentSettings(agents.TwoTurns, max_turns=2, max_turn_tokens=4, on_error="end", max_error_rate=1.0)
+    loop = RolloutLoop(
+        [], TransformersEngine(), group_size=2, max_response_tokens=16, environment=settings, validate_at_ends=False
+    )
+    trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
+    trainer.fit(GRPOModule(TinyModel(), minibatch_size=4), datamodule=data)
+    assert trainer.callback_metrics["env/turns"] >= 1
+
+
+# -- the endpoint itself ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endpoint():
+    endpoint = AgentEndpoint()
+    yield endpoint
+    endpoint.close()
+
+
+def send(endpoint, method, path, body=None, key=None, headers=None):
+    host = endpoint.url.removeprefix("http://").removesuffix("/v1")
+    connection = HTTPConnection(host, timeout=10)
+    sent = {"Authorization": f"Bearer {key}"} if key else {}
+    connection.request(method, path, body, {**sent, **(headers or {})})
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_the_endpoint_is_on_loopback_and_needs_the_key_of_a_conversation(endpoint):
+    assert endpoint.url.startswith("http://127.0.0.1:")
+    asked = []
+    key = endpoint.register(lambda body: asked.append(body))
+    for wrong in (None, "x", key[:-1], ""):
+        status, body = send(endpoint, "POST", "/v1/chat/completions", "{}", wrong)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    endpoint.remove(key)
+    assert send(endpoint, "GET", "/v1/models", key=key)[0] == 401
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status"),
+    [
+        ("POST", "/v1/completions", "{}", {}, 404),
+        ("GET", "/", None, {}, 404),
+        ("POST", "/v1/chat/completions", "[]", {}, 400),
+        ("POST", "/v1/chat/completions", "{", {}, 400),
+        ("POST", "/v1/chat/completions", "[" * 100_000, {}, 400),
+        ("POST", "/v1/chat/completions", None, {"Content-Length": "100000000"}, 413),
+        ("POST", "/v1/chat/completions", None, {"Content-Length": "x"}, 413),
+    ],
+)
+def test_requests_that_are_not_chats_are_rejected(endpoint, method, path, body, headers, status):
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    assert send(endpoint, method, path, body, key, headers)[0] == status
+    assert send(endpoint, "GET", "/v1/models", key=key)[1]["data"][0]["id"] == "policy"

@@ -1,6 +1,7 @@
 """Agents with OpenAI's client: rows, branches, refusals, failures."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection
@@ -184,11 +185,11 @@ def endpoint():
 
 def send(endpoint, method, path, body=None, key=None, headers=None):
     host = endpoint.url.removeprefix("http://").removesuffix("/v1")
-    connection = HTTPConnection(host, timeout=10)
     sent = {"Authorization": f"Bearer {key}"} if key else {}
-    connection.request(method, path, body, {**sent, **(headers or {})})
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
+    with closing(HTTPConnection(host, timeout=10)) as connection:
+        connection.request(method, path, body, {**sent, **(headers or {})})
+        with closing(connection.getresponse()) as response:
+            return response.status, json.loads(response.read())
 
 
 def test_the_endpoint_is_on_loopback_and_needs_the_key_of_a_conversation(endpoint):

@@ -359,3 +359,18 @@ def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(check
     assert "warning: the tokenizer has a chat template, but text columns do not use it" in texts.out
     messages = [{"prompt": [{"role": "user", "content": "who?"}]}]
     assert "chat template, but" not in checked(rows=messages, tokenizer=str(tiny_export)).out
+
+
+def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(checked):
+    environment = {
+        "factory": "tests.environments.worlds:Echo", "bridge": "plain", "max_turns": 2, "timeout_s": None,
+    }  # fmt: skip
+    found = checked(loop={"environment": environment})
+    assert found.code == 0
+    assert "a conversation whose turns are '0'; it ended with max_turns:" in found.out
+    assert "\u27e60</s>\u27e70\u27e60</s>\u27e7" in found.out
+    assert "rewards of its turns: 0, 0" in found.out
+    failing = environment | {"factory": "tests.environments.worlds:Misbehaves"}
+    assert (
+        "environment tests.environments.worlds:Misbehaves raised KeyError" in checked(loop={"environment": failing}).err
+    )

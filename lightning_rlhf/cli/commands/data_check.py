@@ -7,7 +7,7 @@ import json
 import operator
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,17 @@ from lightning_rlhf.cli.errors import constructor_errors, one_line_errors
 from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, make_data, make_module, parse_run_config
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
-from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
+from lightning_rlhf.rollout.preview import preview
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 _OPEN, _CLOSE = "⟦", "⟧"
+_MADE_UP_TURN = "0"  # text of each turn in the conversation that is shown
 _MOST_CHARACTERS = 100  # longest value of a column in the report
 _USAGE = """usage: lightning-rlhf data check --config x.yaml [--json] [options of fit]
 
@@ -98,6 +101,7 @@ def check(config: Namespace) -> dict[str, Any]:
         "module": type(data).__name__,
         "data": {name: describe(data, name) for name in data.examples},
         "rewards": [],
+        "conversation": None,
         "warnings": unused_template(data),
         "models": [],
         "errors": [report.error_message() for report in data.reports.values() if reports_bad_rows and report.bad],
@@ -105,6 +109,7 @@ def check(config: Namespace) -> dict[str, Any]:
     checks: list[Callable[[], None]] = [
         lambda: result["data"]["train"].update(batches=len(data.train_dataloader())),
         lambda: _check_rewards(config, data, result),
+        lambda: _play_conversation(config, data, result),
         lambda: _check_models(config, data, result["models"]),
     ]
     for run_check in checks:
@@ -150,7 +155,8 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     Raises:
         ValueError: a reward cannot be created, or no row has its columns.
     """
-    settings = _loop_arguments(config).get("rewards")
+    arguments = _loop_arguments(config)
+    settings = arguments.get("rewards")
     if not settings:
         return
     parser = LightningArgumentParser()
@@ -158,12 +164,35 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     with constructor_errors(parser):
         rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
-    check_rewards(rewards, sorted({name for batch in first for name in batch.columns}))
+    further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
+    check_rewards(rewards, sorted({name for batch in first for name in batch.columns}), further)
     for reward in rewards:
         missing = missing_columns(reward, data) if isinstance(data, PromptDataModule) else []
         result["warnings"] += missing
         if not missing:
             result["rewards"].append(reward.label)
+
+
+def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
+    """Add to the result a conversation with the environment, if there is one, in which all turns have the same text.
+
+    Raises:
+        ValueError: the environment cannot be created, or the chat template does not allow conversations.
+        RuntimeError: the environment failed.
+    """
+    settings = _loop_arguments(config).get("environment")
+    if settings is None or not isinstance(data, PromptDataModule):
+        return
+    parser = LightningArgumentParser()
+    parser.add_argument("--environments", type=list[EnvironmentSettings])
+    with constructor_errors(parser):
+        (environment,) = parser.instantiate_classes(Namespace(environments=[settings]))["environments"]
+    completion = preview(environment, data, _MADE_UP_TURN)
+    record = completion.conversation
+    assert record is not None and completion.sampled is not None
+    text = str(data.tokenizer.decode(record.prompt_ids))
+    text += _marked(completion.token_ids, completion.sampled, data.tokenizer)
+    result["conversation"] = {"text": text, "rewards": record.turn_rewards, "end": record.stop}
 
 
 def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> None:
@@ -223,13 +252,17 @@ def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
 
 def _describe_text(batch: SequenceBatch, tokenizer: Any) -> dict[str, Any]:
     length = int(batch.lengths[0])
-    is_trained = batch.loss_mask[0, :length].tolist()
+    text = _marked(batch.input_ids[0, :length].tolist(), batch.loss_mask[0, :length].tolist(), tokenizer)
+    return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
+
+
+def _marked(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: Any) -> str:
+    """Decode tokens, with marks around those that are trained on."""
     text = ""
-    tokens = zip(is_trained, batch.input_ids[0, :length].tolist(), strict=True)
-    for trained, group in itertools.groupby(tokens, key=operator.itemgetter(0)):
+    for trained, group in itertools.groupby(zip(is_trained, ids, strict=True), key=operator.itemgetter(0)):
         part = tokenizer.decode([token for _, token in group])
         text += f"{_OPEN}{part}{_CLOSE}" if trained else part
-    return {"text": text, "tokens": length, "trained": int(batch.loss_mask.sum())}
+    return text
 
 
 def render(result: dict[str, Any]) -> str:
@@ -251,6 +284,10 @@ def render(result: dict[str, Any]) -> str:
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if result["rewards"]:
         lines += ["", f"rewards with all their columns: {', '.join(result['rewards'])}"]
+    if conversation := result["conversation"]:
+        lines += ["", f"a conversation whose turns are {_MADE_UP_TURN!r}; it ended with {conversation['end']}:"]
+        lines += [f"    | {line}" for line in conversation["text"].split("\n")]
+        lines.append(f"  rewards of its turns: {', '.join(f'{reward:g}' for reward in conversation['rewards'])}")
     if result["warnings"]:
         lines += ["", *(f"warning: {warning}" for warning in result["warnings"])]
     if result["models"]:

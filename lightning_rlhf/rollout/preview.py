@@ -1,0 +1,72 @@
+"""One conversation with made-up turns, to show before a run what an environment writes and what is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler, row_of
+from lightning_rlhf.rollout.engine import CompletionCheck, RolloutEngine
+from lightning_rlhf.types import Completion, SamplingParams
+
+_TOKENS = 100_000  # behind the prompt
+_VOCABULARY = 1 << 31
+
+
+class _MadeUpTurns:
+    """Engine whose turns all have the same text."""
+
+    overlaps = False
+
+    def __init__(self, turn: list[int]) -> None:
+        self._turn = turn
+
+    def request(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Future[Completion]]:
+        """Return the turn once for each prompt."""
+        futures = []
+        for own in sampling:
+            future: Future[Completion] = Future()
+            future.set_result(Completion(self._turn, [0.0] * len(self._turn), "stop", 0).cut(own.max_tokens))
+            futures.append(future)
+        return futures
+
+
+def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) -> Completion:
+    """Play a conversation for the first prompt of the training data.
+
+    Args:
+        settings: environment of the run.
+        data: data module that was set up.
+        text: text of each turn.
+
+    Returns:
+        The conversation; ``sampled`` marks the made-up turns.
+
+    Raises:
+        ValueError: the chat template does not allow conversations.
+        RuntimeError: the environment failed.
+    """
+    tokenizer = data.tokenizer
+    batch = data.collate(data.examples["train"][:1], [0], [0], 0)
+    sampler = ConversationSampler(settings, settings.make_bridge(tokenizer, data.chat_template_kwargs), tokenizer)
+    request = ConversationRequest(
+        prompt_ids=batch.token_ids[0],
+        text=batch.texts[0],
+        messages=batch.messages[0] if batch.messages else [],
+        row=row_of(batch.columns, 0, batch.texts[0]),
+        seed=0,
+        turn_seeds=tuple(range(settings.max_turns)),
+        sampling=SamplingParams(_TOKENS),
+    )
+    turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    engine: Any = _MadeUpTurns(turn)
+    try:
+        check = CompletionCheck(_TOKENS, 0, _VOCABULARY)
+        return sampler(cast(RolloutEngine, engine), [request], None, check)[0]
+    finally:
+        sampler.close()

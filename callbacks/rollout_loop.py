@@ -374,7 +374,7 @@ class RolloutLoop(Callback):
         size = self.val_samples
         roles, tokenizer = pl_module.role_strategy, trainer.datamodule.tokenizer
         state = TrainerState(trainer.global_step, trainer.max_steps, float(trainer.current_epoch))
-        collector = Collector(batch, self.reward_executor, tokenizer, 1 + size, state, self.environment)
+        collector = Collector(batch, self.reward_executor, tokenizer, 1 + size, state, environment=self.environment)
         generate = partial(self._responses.generate, batch, "validation", version=self._version)
 
         def score(first: int, number: int, completion: Completion) -> None:

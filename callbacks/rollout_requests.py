@@ -193,11 +193,20 @@ def _unpacked(state: dict[str, Any]) -> Iterator[tuple[_Prompt, list[Completion]
     ids = [row.tolist() for row in state["token_ids"].split(state["tokens"])]
     logprobs = [row.tolist() for row in state["logprobs"].split(state["tokens"])]
     later = [tuple((start, version) for start, version in each) for each in state["later_versions"]]
-    sampled = [own and tuple(own) for own in state["sampled"]]
-    records = [own and ConversationRecord(**own) for own in state["conversations"]]
-    reasons, versions = state["finish_reasons"], state["policy_versions"]
-    columns = zip(ids, logprobs, reasons, versions, later, sampled, records, strict=True)
-    completions = [Completion(*column) for column in columns]
+    sampled = [own and tuple(own) for own in state.get("sampled") or [None] * len(ids)]
+    records = [own and ConversationRecord(**own) for own in state.get("conversations") or [None] * len(ids)]
+    completions = [
+        Completion(
+            token_ids=ids[i],
+            logprobs=logprobs[i],
+            finish_reason=state["finish_reasons"][i],
+            policy_version=state["policy_versions"][i],
+            later_versions=later[i],
+            sampled=sampled[i],
+            conversation=records[i],
+        )
+        for i in range(len(ids))
+    ]
     samples = state["samples"]
     for number, index in enumerate(state["indices"]):
         key = (state["step"], samples, state["temperature"], index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -21,7 +21,8 @@ from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutR
 from lightning_rlhf.rewards.function import TrainerState
 from lightning_rlhf.rollout.choose import choose_engine
 from lightning_rlhf.rollout.collect import Collector
-from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler, row_of
+from lightning_rlhf.rollout.conversation_loop import ConversationRequest
+from lightning_rlhf.rollout.conversations import ConversationSampler
 from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
@@ -127,44 +128,20 @@ class ResponseSampler:
         sampling = SamplingParams(check.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
         if self.conversations is not None and purpose != "check":
-            return self._converse(
-                self.conversations, prompts, purpose, samples, sampling, check, on_finished
-            ).completions()
+            requests = self.conversations.requests(prompts, purpose, samples, sampling)
+            return self._converse(requests, check, on_finished).completions()
         seeds = self.seeds(prompts, purpose, samples)
         completions = self.engine.generate(ids, sampling, seeds, check.before(on_finished))
         check.check_all(completions, len(ids))
         return completions
 
     def _converse(
-        self,
-        conversations: ConversationSampler,
-        prompts: PromptBatch,
-        purpose: str,
-        samples: int,
-        sampling: SamplingParams,
-        check: CompletionCheck,
-        on_finished: OnFinished | None,
+        self, requests: Sequence[ConversationRequest], check: CompletionCheck, on_finished: OnFinished | None
     ) -> Generation:
-        """Start conversations; arguments as of :meth:`generate`."""
-        epoch = prompts.epoch if purpose == "train" else 0
-        turns = range(1, conversations.settings.max_turns)
-        requests = [
-            ConversationRequest(
-                prompt_ids=prompts.token_ids[number],
-                text=prompts.texts[number],
-                messages=prompts.messages[number] if prompts.messages else [],
-                row=row_of(prompts.columns, number, prompts.texts[number]),
-                seed=derive_seed(run_seed(), "environment", purpose, epoch, index),
-                turn_seeds=(
-                    derive_seed(run_seed(), purpose, epoch, index, k),
-                    *(derive_seed(run_seed(), purpose, epoch, index, k, turn) for turn in turns),
-                ),
-                sampling=sampling,
-            )
-            for number, index in enumerate(prompts.indices)
-            for k in range(samples)
-        ]
-        generation = self.engine.serve(requests, partial(conversations, check=check), check.before(on_finished))
+        """Start conversations."""
+        assert self.conversations is not None
+        handle = partial(self.conversations, check=check)
+        generation = self.engine.serve(requests, handle, check.before(on_finished))
 
         def checked() -> list[Completion]:
             check.check_all(generation.completions(), len(requests))
@@ -179,7 +156,8 @@ class ResponseSampler:
         check = self.check(version)
         sampling = SamplingParams(self.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
         if self.conversations is not None:
-            return self._converse(self.conversations, prompts, "train", samples, sampling, check, on_finished)
+            requests = self.conversations.requests(prompts, "train", samples, sampling)
+            return self._converse(requests, check, on_finished)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
         seeds = self.seeds(prompts, "train", samples)
         generation = self.engine.submit(ids, sampling, seeds, check.before(on_finished))
@@ -257,8 +235,14 @@ class StepRollouts:
         is_ahead = step is not None
         step = self.trainer.global_step if step is None else step
         state = TrainerState(step, self.trainer.max_steps, float(prompts.epoch))
-        environment = self.sampler.environment
-        collector = Collector(prompts, self.executor, self.sampler.tokenizer, samples, state, environment)
+        collector = Collector(
+            prompts,
+            self.executor,
+            self.sampler.tokenizer,
+            size=samples,
+            state=state,
+            environment=self.sampler.environment,
+        )
         stored = self.ahead.restored(step, prompts, samples, temperature)
         on_finished = collector.add if self.module.role_strategy.is_group_leader else None
         submit = partial(

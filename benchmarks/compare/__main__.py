@@ -290,7 +290,11 @@ def stored(directory: Path) -> dict[str, Any]:
     return {
         "tasks": tasks,
         "parts": {run: parts_of(turns) for run, (_, turns) in own.items() if "parts" in turns[0]["steps"][0]},
-        "floors": {run: floor_of(models[name], turns) for run, (name, turns) in own.items() if name != "ppo"},
+        "floors": {
+            run: floor_of(models[name], turns)
+            for run, (name, turns) in own.items()
+            if name != "ppo" and "threads" not in run  # the products are those of one thread
+        },
         "batches": batches,
         "costs": json.loads(costs.read_text()) if costs.exists() else None,
         "head": heads,

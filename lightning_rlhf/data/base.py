@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.compat import replaces_samplers
-from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of
+from lightning_rlhf.data.chat import Chat, Message, chat_of, check_options, holds_messages, messages_of, tool_schemas
 from lightning_rlhf.data.columns import TEMPLATE_FIELDS, Columns, FieldCandidates, Fields
 from lightning_rlhf.data.lengths import TooLong, cut, raise_too_long
 from lightning_rlhf.data.resumable import HeldOutBatches, ResumableLoader, SamplerOrder
@@ -24,7 +24,6 @@ from lightning_rlhf.data.rows import OnBadRow, RowReport, Source, as_rows, use_r
 from lightning_rlhf.data.samplers import Sampler
 from lightning_rlhf.data.text_messages import TextMessages
 from lightning_rlhf.data.tokenizers import TokenizerSource, load_tokenizer, unknown_parts
-from lightning_rlhf.data.tool_schemas import tool_schemas
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import run_seed

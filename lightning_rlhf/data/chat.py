@@ -5,16 +5,22 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
 
 from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.references import load_function
 
 Message = dict[str, Any]
 _ROLES = {
@@ -241,6 +247,27 @@ def chat_of(
     merged = {**options, **(row_options or {})}
     check_options(merged, BadRow)
     return Chat(tokenizer, tools or list(default_tools) or None, merged)
+
+
+def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the schemas of functions.
+
+    Args:
+        functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in
+            Google style with an ``Args`` section describe the arguments.
+
+    Raises:
+        ValueError: a function has no docstring, or an argument has no type hint or no description.
+    """
+    schemas = []
+    for function in functions:
+        loaded = load_function(function) if isinstance(function, str) else function
+        try:
+            schemas.append(get_json_schema(loaded))
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            name = getattr(loaded, "__name__", repr(loaded))
+            raise UsageError(f"the tool {name} has no schema for the chat template: {error}") from error
+    return schemas
 
 
 def check_options(options: Mapping[str, Any], kind: type[ValueError] = ValueError) -> None:

@@ -78,15 +78,15 @@ class Bridge(ABC):
             text = text if len(text) <= 64 * limit else f"{text[: 32 * limit]}{text[-32 * limit :]}"
             ids = self.ids(text)
             if len(ids) > limit:
-                kept = max(0, limit - len(self.ids(_CUT)))
-                ends = [self.tokenizer.decode(part) for part in (ids[: (kept + 1) // 2], ids[len(ids) - kept // 2 :])]
+                space = max(0, limit - len(self.ids(_CUT)))
+                ends = [self.tokenizer.decode(part) for part in (ids[: (space + 1) // 2], ids[len(ids) - space // 2 :])]
                 text = _CUT.join(str(end) for end in ends)
         return {**message, "content": self._without_markers(text)}
 
     def _without_markers(self, text: str) -> str:
         """Insert a space into every special token in a text."""
-        while found := [marker for marker in self._markers if marker in text]:
-            text = text.replace(found[0], f"{found[0][:1]} {found[0][1:]}")
+        while present := [marker for marker in self._markers if marker in text]:
+            text = text.replace(present[0], f"{present[0][:1]} {present[0][1:]}")
         return text
 
 

@@ -97,7 +97,7 @@ class _Slot:
     Args:
         pool: pool of this one process, which starts it again when it ends.
         calls: number of unfinished calls.
-        ended: how often the process was ended.
+        ended: number of times that the process was ended.
     """
 
     pool: ProcessPool
@@ -122,7 +122,7 @@ class ProcessHost(Host):
         self._timeout_s = timeout_s
         self._concurrency = concurrency
         self._slots: list[_Slot] = []
-        self._homes: dict[str, tuple[_Slot, int]] = {}  # slot of each conversation, and how often it had ended then
+        self._homes: dict[str, tuple[_Slot, int]] = {}  # slot of each conversation, and `ended` of it at its last call
         self._lock = threading.RLock()
 
     def call(self, call: Call) -> Future[Reply | Fault]:

@@ -64,18 +64,18 @@ class JSONToolCalls(ToolCallParser):
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""
-        said, *parts = text.split(self.start)
+        before, *parts = text.split(self.start)
         calls, malformed = [], None
         for number, part in enumerate(parts):
             body, end, rest = part.partition(self.end)
             if not end and not (self.end_optional and number == len(parts) - 1):
                 malformed = malformed or f"call {number + 1} has no {self.end}"
-            said += rest
+            before += rest
             try:
                 calls.append(call_of(json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_object)))
             except (ValueError, RecursionError) as error:
                 malformed = malformed or f"call {number + 1}: {error}"
-        return ParsedTurn(said.strip(), () if malformed else tuple(calls), malformed)
+        return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,21 @@ class MarkedToolCalls(ToolCallParser):
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""
-        said, *parts = text.split(self.start)
+        before, *parts = text.split(self.start)
         bodies = [part.partition(self.end) for part in parts]
         calls = tuple(ToolCall(self.tool, {self.argument: body}) for body, _, _ in bodies)
-        return ParsedTurn("".join([said, *(rest for _, _, rest in bodies)]), calls)
+        return ParsedTurn("".join([before, *(rest for _, _, rest in bodies)]), calls)
 
 
 @dataclass(frozen=True)
 class TokenizerToolCalls(ToolCallParser):
-    """Calls in the format of the tokenizer's own response template (``tokenizer.parse_response`` of transformers)."""
+    """Calls in the format of the tokenizer's response template (``tokenizer.parse_response`` of transformers)."""
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""
         try:
             message = tokenizer.parse_response(text)
-        except Exception as error:  # a template with regular expressions of its own may raise anything
+        except Exception as error:  # a template has its own regular expressions
             return ParsedTurn(text, malformed=f"{type(error).__name__}: {error}")
         try:
             calls = tuple(call_of(call.get("function", call)) for call in message.get("tool_calls") or [])

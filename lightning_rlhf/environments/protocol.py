@@ -1,4 +1,4 @@
-"""The protocol of environments: what a policy's turn contains, and what an environment replies.
+"""The protocol of environments: turns of the policy and replies of the environment.
 
 This file does not import torch, so that worker processes start fast.
 """
@@ -83,23 +83,26 @@ class Environment:
     use; ``step`` may also have ``text`` or ``calls`` instead of ``turn``.
     """
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> Reply | str | None:
-        """Start a conversation.
+    def reset(self, *arguments: Any, **named: Any) -> Any:
+        """Start a conversation: ``reset(self, row, seed)``.
 
-        Args:
-            row: columns of the prompt's row, with its text as ``prompt``.
-            seed: seed of the conversation, in [0, 2**63); the responses to a prompt in a step have the same.
+        ``row`` contains the columns of the prompt's row, with its text as ``prompt``. ``seed`` is in [0, 2**63); the
+        responses to a prompt in a step have the same.
 
         Returns:
-            Messages that are appended to the prompt; None or an empty reply leaves the prompt as it is.
+            ``Reply``, text or None: messages that are appended to the prompt; None leaves the prompt as it is.
         """
         return None
 
-    def step(self, turn: Turn) -> Reply | str:
-        """Reply to a turn of the policy; a text is a reply that does not end the conversation."""
+    def step(self, *arguments: Any, **named: Any) -> Any:
+        """Return the reply to a turn: ``step(self, turn)``, ``step(self, text)`` or ``step(self, calls)``.
+
+        Returns:
+            ``Reply``, or a text, which does not end the conversation.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Release resources; called once, also after an error."""
 
 
@@ -110,17 +113,14 @@ class Agent:
     ``async``, and may leave out arguments that it does not use.
     """
 
-    def run(self, base_url: str, api_key: str, row: Mapping[str, Any], seed: int) -> Reply | float | None:
-        """Act until the task is done, with turns from the policy.
+    def run(self, *arguments: Any, **named: Any) -> Any:
+        """Run until the task is done, with turns from the policy: ``run(self, base_url, api_key, row, seed)``.
 
-        Args:
-            base_url: address for OpenAI's client, such as ``http://127.0.0.1:40001/v1``; the model is ``policy``.
-            api_key: key of this conversation.
-            row: columns of the prompt's row, with its text as ``prompt``.
-            seed: seed of the conversation, in [0, 2**63); the responses to a prompt in a step have the same.
+        ``base_url`` is the address for OpenAI's client, such as ``http://127.0.0.1:40001/v1``, ``api_key`` the key of
+        this conversation, and the model is ``policy``. ``row`` and ``seed`` are those of :meth:`Environment.reset`.
 
         Returns:
-            Reward, or a reply with reward and metrics; None is a reward of 0.
+            ``Reply`` with reward and metrics, or the reward; None is a reward of 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has no run()")
 
@@ -141,15 +141,15 @@ def as_reply(value: Any, method: str) -> Reply:
     """
     if value is None and method in ("reset", "run"):
         return Reply()
-    if method == "run" and isinstance(value, Real):
-        value = Reply(reward=value)
+    if method == "run" and isinstance(value, Real) and not isinstance(value, bool):
+        value = Reply(reward=float(value))
     if isinstance(value, str) and method != "run":
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
         expected = "a Reply, a number or None" if method == "run" else "a Reply or a text"
         raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
-    reward = value.reward
-    if not isinstance(reward, Real) or isinstance(reward, bool) or not -_FLOAT32_MAX <= reward <= _FLOAT32_MAX:
+    reward: Any = value.reward
+    if not isinstance(reward, Real) or isinstance(reward, bool) or not abs(float(reward)) <= _FLOAT32_MAX:
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
     if not isinstance(value.done, bool):
         raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
@@ -181,8 +181,8 @@ def _messages(value: Any, method: str) -> str | list[Message]:
                 f"{method}() returned a message of role {_shown(message.get('role'))}, expected one of {ROLES}: the "
                 f"assistant's messages are the policy's"
             )
-        kept = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-        messages.append({"role": message["role"], "content": message["content"], **kept})
+        further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+        messages.append({"role": message["role"], "content": message["content"], **further})
     return messages
 
 

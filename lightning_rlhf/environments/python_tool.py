@@ -35,7 +35,7 @@ class PythonTool:
         return sandbox
 
     def python(self, code: str) -> str:
-        """Run a Python program and return what it prints.
+        """Run a Python program and return its output.
 
         Args:
             code: source of the program

@@ -54,7 +54,7 @@ class Tools(Environment):
         Raises:
             ValueError: a function has no docstring, or an argument has no type hint or no description.
         """
-        from lightning_rlhf.data.tool_schemas import tool_schemas  # imports transformers, which workers do not need
+        from lightning_rlhf.data.chat import tool_schemas  # imports transformers, which workers do not need
 
         return tool_schemas(list(self.functions.values()))
 

@@ -49,7 +49,7 @@ class Fault:
         kind: ``error`` for an exception, ``invalid`` for a value that is not a reply, ``timeout`` for a call that took
             too long, ``died`` for a process that ended, ``replay`` for another reply to the same turns.
         message: description of the failure; follows the environment's name in messages.
-        trace: traceback as text; empty where there is none.
+        trace: traceback as text; may be empty.
     """
 
     kind: FaultKind

@@ -104,7 +104,8 @@ class AgentLoop(ConversationLoop):
             except RefusedRequest as error:
                 answer.set_exception(error)
                 return
-            agent.answer, agent.messages, agent.max_tokens = answer, messages, limit_of(body)
+            agent.answer, agent.messages = answer, messages
+            agent.max_tokens = limit_of(body)
             own.environment_s += time.perf_counter() - own.called_at
             self._calls -= 1  # the agent waits
             self._ready.append(own)
@@ -227,9 +228,9 @@ def _normalised(message: Message) -> Message:
         content = "".join(str(part) for part in parts)
     if not isinstance(content, str | None):
         raise RefusedRequest("the content of a message must be a text")
-    kept = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
     calls = [_call_of(call) for call in message.get("tool_calls") or []]
-    return {"role": role, "content": content or "", **kept, **({"tool_calls": calls} if calls else {})}
+    return {"role": role, "content": content or "", **further, **({"tool_calls": calls} if calls else {})}
 
 
 def _call_of(call: Any) -> dict[str, Any]:

@@ -228,10 +228,9 @@ def last_turn(completion: Completion) -> list[int]:
     """Return the tokens of a completion, or those of the last turn of a conversation."""
     if completion.conversation is None:
         return completion.token_ids
-    *_, before, end = (0, *completion.conversation.turn_ends)
-    first = completion.token_ids[before:end]
-    written = (completion.sampled or ())[before:end].count(False)
-    return first[written:]
+    before = [0, *completion.conversation.turn_ends][-2]
+    written = (completion.sampled or ())[before:].count(False)
+    return completion.token_ids[before + written :]
 
 
 def with_environment(finish: Callable[[], RolloutRewards], completions: Sequence[Completion]) -> RolloutRewards:
@@ -253,7 +252,7 @@ def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:
     count = float(len(records))
     tokens = float(sum(len(each.token_ids) for each in completions))
     written = sum((each.sampled or ()).count(False) for each in completions)
-    totals = {
+    totals: dict[str, float] = {
         "turns": sum(len(own.turn_ends) for own in records),
         "tool_calls": sum(own.tool_calls for own in records),
         "malformed_calls": sum(own.malformed for own in records),

@@ -14,7 +14,8 @@ from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
-from lightning_rlhf.types import Completion
+from lightning_rlhf.seeding import derive_seed, run_seed
+from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
 
 
 class ConversationSampler:
@@ -50,11 +51,42 @@ class ConversationSampler:
 
     def close(self) -> None:
         """End the environments, their processes and the endpoint."""
-        host, endpoint, self._host, self._endpoint = self._host, self._endpoint, None, None
-        if host is not None:
-            host.close()
-        if endpoint is not None:
-            endpoint.close()
+        if self._host is not None:
+            self._host.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._host = None
+        self._endpoint = None
+
+    def requests(
+        self, prompts: PromptBatch, purpose: str, samples: int, sampling: SamplingParams
+    ) -> list[ConversationRequest]:
+        """Return the requests of ``samples`` conversations for each prompt, with their seeds.
+
+        The first turn of a conversation has the seed of a response without an environment.
+
+        Args:
+            prompts: prompts of this rank.
+            purpose: purpose of the conversations, from which their seeds are derived: ``train`` or ``validation``.
+            samples: conversations per prompt.
+            sampling: sampling parameters, whose ``max_tokens`` limits the tokens behind the prompt.
+        """
+        run = run_seed()
+        epoch = prompts.epoch if purpose == "train" else 0
+        turns = [(), *((turn,) for turn in range(1, self.settings.max_turns))]
+        return [
+            ConversationRequest(
+                prompt_ids=prompts.token_ids[number],
+                text=prompts.texts[number],
+                messages=prompts.messages[number] if prompts.messages else [],
+                row=row_of(prompts.columns, number, prompts.texts[number]),
+                seed=derive_seed(run, "environment", purpose, epoch, index),
+                turn_seeds=tuple(derive_seed(*(run, purpose, epoch, index, k, *turn)) for turn in turns),
+                sampling=sampling,
+            )
+            for number, index in enumerate(prompts.indices)
+            for k in range(samples)
+        ]
 
     def __call__(
         self,

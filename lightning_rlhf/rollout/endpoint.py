@@ -33,7 +33,7 @@ class RefusedRequest(Exception):
 class AgentEndpoint:
     """Answers ``POST /v1/chat/completions``; the API key of a request selects the conversation.
 
-    The server listens on 127.0.0.1 alone, and every conversation has a key of its own, which is random.
+    The server listens on 127.0.0.1 alone, and every conversation has its own random key.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AgentEndpoint:
         return key
 
     def remove(self, key: str) -> None:
-        """Forget a conversation; later requests with its key are rejected."""
+        """Remove a conversation; later requests with its key are rejected."""
         self._answers.pop(key, None)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One conversation with made-up turns, to show before a run what an environment writes and what is trained on."""
+"""One conversation with made-up turns, to show the messages of an environment before a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler, row_of
+from lightning_rlhf.rollout.conversation_loop import ConversationRequest
+from lightning_rlhf.rollout.conversations import ConversationSampler, row_of
 from lightning_rlhf.rollout.engine import CompletionCheck, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -37,7 +38,7 @@ class _MadeUpTurns:
 
 
 def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) -> Completion:
-    """Play a conversation for the first prompt of the training data.
+    """Generate a conversation for the first prompt of the training data.
 
     Args:
         settings: environment of the run.

@@ -1,12 +1,14 @@
 """Conversations of engines with environments: rows, order, faults."""
 
+import time
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import pytest
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls, Tools
+from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls, Tools, worker
 from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
@@ -216,3 +218,27 @@ def test_a_failure_at_the_start_leaves_a_turn(converse):
     (own,) = converse(Spy(["ab"]), asked, factory=worlds.Misbehaves, on_error="zero", max_error_rate=1.0)
     assert (own.conversation.stop, own.conversation.fault, own.conversation.turn_rewards) == ("fault", "error", [0.0])
     assert own.token_ids == [*ids("ab"), END]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"timeout_s": None}, {"factory": worlds.SlowEcho}])
+def test_a_thousand_conversations_leave_nothing_behind(options):
+    own = psutil.Process()
+
+    def present():
+        return {child.pid for child in own.children(recursive=True)}, own.num_fds()
+
+    for count in (10, 1000):  # the first ones may start what stays, such as a resource tracker
+        settings = EnvironmentSettings(**({"factory": worlds.Echo, "bridge": "plain", "max_turns": 3} | options))
+        sampler = ConversationSampler(settings, PlainBridge(LETTERS), LETTERS)
+        before = present()
+        engine = ScriptedEngine(["ab"], LETTERS)
+        check = CompletionCheck(100, -1, 10**6)
+        found = engine.serve(requests(count), partial(sampler, check=check), None).completions()
+        assert len(found) == count
+        sampler.close()
+        deadline = time.monotonic() + 10
+        while count == 1000 and present() != before and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert present() == before
+    assert worker._live == {}

@@ -189,7 +189,8 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str
         (environment,) = parser.instantiate_classes(Namespace(environments=[settings]))["environments"]
     completion = preview(environment, data, _MADE_UP_TURN)
     record = completion.conversation
-    assert record is not None and completion.sampled is not None
+    assert record is not None
+    assert completion.sampled is not None
     text = str(data.tokenizer.decode(record.prompt_ids))
     text += _marked(completion.token_ids, completion.sampled, data.tokenizer)
     result["conversation"] = {"text": text, "rewards": record.turn_rewards, "end": record.stop}

@@ -14,7 +14,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageE
 class MCP(Environment):
     """Runs the tool calls of each turn on an MCP server, and ends the conversation at a turn without a call.
 
-    Every conversation has a connection of its own, and a server that is started by a command runs once for each of
+    Every conversation has a separate connection, and a server that is started by a command runs once for each of
     them. The configuration alone names servers; rows of the data cannot.
 
     Args:

@@ -15,22 +15,31 @@ from lightning_rlhf.seeding import derive_seed
 
 CHARACTERS = "0123456789?<>="
 _LARGEST = 31
+_EXCLUDED = -0.2
 GUESSES = 5
 
 
 class Guessing(Environment):
-    """Answers guesses; the reward is 1 for the number."""
+    """Answers guesses. The reward is 1 for the number, and -0.2 for a guess that earlier answers exclude."""
 
     def reset(self, seed: int) -> None:
         """Choose the number."""
         self.number = 1 + seed % _LARGEST
+        self.low, self.high = 1, _LARGEST
 
     def step(self, text: str) -> Reply:
         """Compare a guess with the number; a text that is not a number ends the game."""
-        guess = int(text) if text.isdecimal() else -1
-        if guess in (-1, self.number):
-            return Reply(reward=float(guess == self.number), done=True)
-        return Reply("<" if self.number < guess else ">")
+        if not text.isdecimal():
+            return Reply(reward=_EXCLUDED, done=True, metrics={"found": 0.0})
+        guess = int(text)
+        if guess == self.number:
+            return Reply(reward=1.0, done=True, metrics={"found": 1.0})
+        reward = 0.0 if self.low <= guess <= self.high else _EXCLUDED
+        if self.number < guess:
+            self.high = min(self.high, guess - 1)
+        else:
+            self.low = max(self.low, guess + 1)
+        return Reply("<" if self.number < guess else ">", reward=reward, metrics={"found": 0.0})
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class Demonstrations:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             draw = random.Random(derive_seed("guessing", self.seed, number))
-            secret, low, high = draw.randint(1, _LARGEST), 1, _LARGEST
+            secret = draw.randint(1, _LARGEST)
+            low, high = 1, _LARGEST
             messages = [{"role": "user", "content": "?"}]
             for turn in range(GUESSES):
                 guess = draw.randint(1, _LARGEST) if draw.random() < self.forgets else draw.randint(low, high)
@@ -77,3 +87,9 @@ class Demonstrations:
                 messages.append({"role": "user", "content": "<" if secret < guess else ">"})
                 low, high = (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
             yield f"game {number}", {"messages": messages}
+
+
+def is_found(environment_rewards: list[float], stop_reasons: list[str]) -> list[float]:
+    """Return 1 for a game in which the number was found, else 0."""
+    pairs = zip(environment_rewards, stop_reasons, strict=True)
+    return [float(reward > 1 + GUESSES * _EXCLUDED and stop == "done") for reward, stop in pairs]

@@ -1,7 +1,7 @@
 """A lookup in two steps: the value of a key is another key, whose value is the answer.
 
 ``k?`` asks for the answer of a key; ``*k`` looks a key up. The table is new in each conversation, so nothing of it can
-be learnt: 16 answers are possible, and only two lookups reveal the right one.
+be memorised: 16 answers are possible, and only two lookups reveal the right one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Lookup(Environment):
     """Answers lookups; the reward is 1 for the answer."""
 
     def reset(self, row: dict[str, Any], seed: int) -> None:
-        """Draw the table."""
+        """Create the table."""
         self.table = table_of(seed)
         self.answer = self.table[self.table[row["key"]]]
 
@@ -80,7 +80,8 @@ class Demonstrations:
         """Yield the rows with their locations."""
         for number in range(self.num_rows):
             draw = random.Random(derive_seed("lookup", self.seed, number))
-            table, key, kind = table_of(draw.getrandbits(32)), draw.choice(KEYS), draw.random()
+            table = table_of(draw.getrandbits(32))
+            key, kind = draw.choice(KEYS), draw.random()
             lookups = 2 if kind < self.two else 1 if kind < self.two + self.one else 0
             messages = [{"role": "user", "content": f"{key}?"}]
             for _ in range(lookups):

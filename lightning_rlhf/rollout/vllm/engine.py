@@ -305,7 +305,7 @@ class VLLMEngine(RolloutEngine):
     ) -> Generation:
         """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
         process = self._running
-        completions = self._request(prompts, sampling, seeds, on_finished)
+        completions = self.request(prompts, [sampling] * len(prompts), seeds, on_finished)
         missing = set(completions)
 
         def on_done(future: Future[Completion]) -> None:
@@ -319,20 +319,13 @@ class VLLMEngine(RolloutEngine):
         return generation
 
     def request(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
-    ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`."""
-        return self._request(prompts, sampling, seeds)
-
-    def _request(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams],
+        sampling: Sequence[SamplingParams],
         seeds: Sequence[int],
         on_finished: OnFinished | None = None,
     ) -> list[Future[Completion]]:
-        """Send requests; return the futures of their completions."""
-        completions: list[Future[Completion]] = [Future() for _ in prompts]
+        """See :meth:`RolloutEngine.request`; ``on_finished`` may be called in another thread."""
 
         def on_reply(own: Future[Completion], index: int, reply: Future[dict[str, Any]]) -> None:
             self._generating.discard(own)
@@ -345,6 +338,7 @@ class VLLMEngine(RolloutEngine):
             else:
                 own.set_result(completion)
 
+        completions: list[Future[Completion]] = [Future() for _ in prompts]
         self._generating.update(completions)
         replies = self._running.generate(as_requests(prompts, sampling, seeds))
         for index, (own, reply) in enumerate(zip(completions, replies, strict=True)):

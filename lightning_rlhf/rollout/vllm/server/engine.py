@@ -235,7 +235,7 @@ class VLLMServerEngine(RolloutEngine):
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """See :meth:`RolloutEngine.request`; each request has a connection of its own."""
+        """See :meth:`RolloutEngine.request`; each request has a separate connection."""
         completions = []
         for prompt, own, seed in zip(prompts, sampling, seeds, strict=True):
             completions.append(

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.resumable import ResumableLoader
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import RolloutRewards
 from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.engine import Generation
 from lightning_rlhf.strategies import ranks
-from lightning_rlhf.types import Completion, ConversationRecord, PromptBatch, Rollout
+from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 _Prompt = tuple[int, int, float, int]  # step, responses per prompt, temperature, number of the prompt in the data
 

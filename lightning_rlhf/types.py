@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.tensor_batch import TensorBatch, expect_shape
 
@@ -49,35 +50,6 @@ class SamplingParams:
 
 
 _ROUNDING = 1e-3  # a log-softmax in bfloat16 can round to just above 0
-
-
-@dataclass(frozen=True)
-class ConversationRecord:
-    """Record of a conversation with an environment: its messages, rewards and counts.
-
-    Args:
-        prompt_ids: tokens of the prompt with the messages that the environment appended to it at the start.
-        messages: messages behind the prompt, of policy and environment.
-        turn_ends: number of tokens behind the prompt after each turn of the policy.
-        turn_rewards: reward of each turn; the first contains that of the start.
-        stop: reason of the end: ``done``, ``max_turns``, ``truncated``, ``tokens`` or ``fault``.
-        tool_calls: number of tool calls.
-        malformed: number of turns with a tool call that could not be parsed.
-        fault: kind of the environment's failure; None without one.
-        metrics: numbers that the environment logged, summed over its replies.
-        environment_s: seconds in which the environment was called.
-    """
-
-    prompt_ids: list[int]
-    messages: list[dict[str, Any]]
-    turn_ends: list[int]
-    turn_rewards: list[float]
-    stop: str
-    tool_calls: int = 0
-    malformed: int = 0
-    fault: str | None = None
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    environment_s: float = 0.0
 
 
 @dataclass(frozen=True)

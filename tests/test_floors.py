@@ -12,6 +12,7 @@ FLOORS = (
         "__about__",
         "attention",
         "compat",
+        "conversation_record",
         "data_ranks",
         "expected_errors",
         "interrupts",

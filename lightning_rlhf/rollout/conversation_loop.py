@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
 from lightning_rlhf.environments.hosts import Host
@@ -23,7 +24,7 @@ from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import Call, Fault, digest_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
-from lightning_rlhf.types import Completion, ConversationRecord, SamplingParams
+from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0

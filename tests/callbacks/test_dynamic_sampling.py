@@ -12,9 +12,8 @@ from lightning_rlhf.callbacks import DynamicSampling
 from lightning_rlhf.data_ranks import ONE_RANK
 from lightning_rlhf.objectives.group_advantages import GRPO
 from lightning_rlhf.objectives.return_advantages import ReMax
-from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import PromptBatch
-from tests.callbacks.conftest import Run, exact
+from tests.callbacks.conftest import Run
 from tests.helpers import assert_close
 from tests.stand_ins import Response, TinyModel, rollout_of
 
@@ -134,9 +133,9 @@ def test_a_prompt_without_any_reward_has_no_contrast():
     ],
 )
 def test_settings_that_cannot_work_raise(sampling, batch_size, group_size, rewards, advantages, message):
-    functions = [RewardFunction(exact, name=name) for name in rewards]
+    weights = dict.fromkeys(rewards, 1.0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        sampling.check(batch_size, group_size, functions, SimpleNamespace(advantages=advantages, data_ranks=ONE_RANK))
+        sampling.check(batch_size, group_size, weights, SimpleNamespace(advantages=advantages, data_ranks=ONE_RANK))
 
 
 def test_at_least_one_prompt():

@@ -88,7 +88,7 @@ def test_invalid_arguments_raise(arguments, message):
         ),
         (
             {"loop": {"rewards": []}},
-            "no reward is configured: set RolloutLoop.rewards or the module's",
+            "no reward is configured: set RolloutLoop.rewards, RolloutLoop.environment or the module's",
         ),
         (
             {"loop": {"val_metric": "correct"}},

@@ -55,7 +55,7 @@ def test_ddp_on_the_command_line_is_ours_and_leaves_what_one_process_leaves(tmp_
     assert metrics.splitlines()[0] == metrics_alone.splitlines()[0]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["name", "class path"])
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["name", "class path", "offload of idle roles"])
 def test_the_documented_strategies_are_understood(snippet, tmp_path, capsys, monkeypatch):
     """Every snippet of the documentation, laid over a run's configuration."""
     given = yaml.safe_load(snippet)["trainer"]

@@ -11,6 +11,7 @@ from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.rollout_log import segments_of
 from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
@@ -18,7 +19,7 @@ from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import Completion, ConversationRecord
+from lightning_rlhf.types import Completion
 from tests.environments import worlds
 from tests.stand_ins import Response, TinyModel, fit, quiet_trainer, rollout_of
 

@@ -57,9 +57,9 @@ EXPECTED = {
     "return/mean": 0.5,
     "return/max": 2.0,
     "return/min": -1.0,
-    "rollout/response_tokens": 4.0,
-    "rollout/response_tokens_mean": 2.0,
-    "rollout/response_tokens_max": 3.0,
+    "rollout/response_tokens": 3.0,  # that the policy sampled
+    "rollout/response_tokens_mean": 1.5,
+    "rollout/response_tokens_max": 2.0,
     "rollout/response_tokens_min": 1.0,
     "rollout/finished_tokens_mean": 1.0,
     "rollout/finished_tokens_max": 1.0,

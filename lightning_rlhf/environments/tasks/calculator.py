@@ -39,7 +39,7 @@ class Problems:
     """
 
     num_rows: int
-    digits: int = 6
+    digits: int = 9
     seed: int = 0
 
     def draw(self) -> Iterator[tuple[random.Random, str, str]]:
@@ -66,7 +66,7 @@ class Demonstrations(Problems):
         calls: share of the solutions that use the calculator, in [0, 1].
     """
 
-    calls: float = 0.2
+    calls: float = 0.15
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Yield the rows with their locations."""

@@ -305,6 +305,7 @@ class VLLMEngine(RolloutEngine):
     ) -> Generation:
         """See :meth:`RolloutEngine.submit`; ``on_finished`` may be called in another thread."""
         process = self._running
+        generation = Generation(lambda: process.results(completions, "completions"))
         completions = self.request(prompts, [sampling] * len(prompts), seeds, on_finished)
         missing = set(completions)
 
@@ -313,7 +314,6 @@ class VLLMEngine(RolloutEngine):
             if not missing:
                 generation.finish()
 
-        generation = Generation(lambda: process.results(completions, "completions"))
         for future in completions:
             future.add_done_callback(on_done)
         return generation

@@ -73,7 +73,11 @@ class ConversationSampler:
         """
         run = run_seed()
         epoch = prompts.epoch if purpose == "train" else 0
-        turns = [(), *((turn,) for turn in range(1, self.settings.max_turns))]
+        later_turns = range(1, self.settings.max_turns)
+
+        def seed(*parts: int) -> int:
+            return derive_seed(run, purpose, epoch, *parts)
+
         return [
             ConversationRequest(
                 prompt_ids=prompts.token_ids[number],
@@ -81,7 +85,7 @@ class ConversationSampler:
                 messages=prompts.messages[number] if prompts.messages else [],
                 row=row_of(prompts.columns, number, prompts.texts[number]),
                 seed=derive_seed(run, "environment", purpose, epoch, index),
-                turn_seeds=tuple(derive_seed(*(run, purpose, epoch, index, k, *turn)) for turn in turns),
+                turn_seeds=(seed(index, k), *(seed(index, k, turn) for turn in later_turns)),
                 sampling=sampling,
             )
             for number, index in enumerate(prompts.indices)

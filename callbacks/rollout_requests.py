@@ -185,7 +185,8 @@ def _packed(request: RolloutRequest) -> dict[str, Any]:
         "later_versions": [[list(later) for later in completion.later_versions] for completion in completions],
         "sampled": [completion.sampled and list(completion.sampled) for completion in completions],
         "conversations": [
-            None if completion.conversation is None else vars(completion.conversation) for completion in completions
+            None if each.conversation is None else {**vars(each.conversation), "environment_s": 0.0}
+            for each in completions  # seconds would make equal checkpoints differ
         ],
     }
 

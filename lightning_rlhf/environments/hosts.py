@@ -76,18 +76,26 @@ class ThreadHost(Host):
     def __init__(self, spec: Spec, concurrency: int) -> None:
         self._spec = spec
         self._threads = DaemonThreads(concurrency, "environments")
+        self._keys: set[str] = set()  # conversations whose environments are not closed
 
     def call(self, call: Call) -> Future[Reply | Fault]:
         """See :meth:`Host.call`."""
+        self._keys.add(call.key)
         return self._threads.submit(worker.advance, self._spec, call)
 
     def release(self, key: str) -> None:
         """See :meth:`Host.release`."""
-        self._threads.submit(worker.release, key)
+        self._threads.submit(self._release, key)
+
+    def _release(self, key: str) -> None:
+        self._keys.discard(key)
+        worker.release(key)
 
     def close(self) -> None:
-        """End the threads after their current calls."""
+        """End the threads after their current calls, and close the environments."""
         self._threads.close()
+        for key in list(self._keys):
+            self._release(key)
 
 
 @dataclass

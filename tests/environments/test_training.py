@@ -1,7 +1,7 @@
 """Training on conversations: rollouts, rewards at turns, metrics, checkpoints."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -199,7 +199,7 @@ def test_conversations_survive_a_checkpoint():
 
     ((key, completions),) = _unpacked(_packed(Request()))
     assert key == (7, 2, 1.0, 4)
-    assert completions == [kept, plain]
+    assert completions == [replace(kept, conversation=replace(record, environment_s=0.0)), plain]
 
 
 def test_the_log_has_the_parts_of_a_response():

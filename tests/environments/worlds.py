@@ -172,6 +172,27 @@ class Misbehaves(Environment):
     def do_stop_iteration(self):
         raise StopIteration
 
+    def do_reward_none(self):
+        return Reply("a", reward=None)
+
+    def do_complex_reward(self):
+        return Reply("a", reward=1j)
+
+    def do_messages_none(self):
+        return Reply(None)
+
+    def do_messages_mapping(self):
+        return Reply({"role": "user", "content": "a"})
+
+    def do_role_missing(self):
+        return Reply([{"content": "a"}])
+
+    def do_done_number(self):
+        return Reply("a", done=1)
+
+    def do_unpicklable(self):
+        raise ValueError(lambda: "cannot be sent to another process")
+
     def do_segfault(self):
         os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -187,6 +208,7 @@ FAULTS = {
     **dict.fromkeys(
         (
             "nan", "infinite", "text_reward", "bool_reward", "none", "number", "tuple", "done_text", "bytes",
+            "reward_none", "complex_reward", "messages_none", "messages_mapping", "role_missing", "done_number",
             "assistant", "no_content", "content_list", "bad_metric", "metric_key", "metric_list", "generator", "lambda",
         ),
         "invalid",

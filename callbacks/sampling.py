@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
@@ -69,6 +69,15 @@ def conversation_sampler(settings: EnvironmentSettings | None, data: PromptDataM
     if settings is None:
         return None
     bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    if (
+        settings.bridge == "template"
+        and not settings.is_agent
+        and not all(example.messages for examples in data.examples.values() for example in examples)
+    ):
+        raise UsageError(
+            "the environment continues chats (bridge: template), but prompts of the data are plain text: set "
+            "as_messages: true of the data module, or bridge: plain"
+        )
     if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
         log.info(
             "The environment has tools, but the data module has none, so only prompts of rows with a column tools "

@@ -8,11 +8,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**/*.py"), *ROOT.glob("examples/*.py")])
 # Where every error is caught: the engine's process sends it to the trainer to be raised there, and what a reward
-# function or an environment raises is counted or ends the run, as is configured; a parser reports it to the policy;
-# threads pass it on to the thread that waits.
+# function or an environment raises is counted or ends the run, as is configured; threads pass it on
+# to the thread that waits.
 PASSED_ON = {
     "lightning_rlhf/environments/hosts.py": 1,
-    "lightning_rlhf/environments/parsers.py": 1,
     "lightning_rlhf/environments/worker.py": 2,
     "lightning_rlhf/rollout/endpoint.py": 1,
     "lightning_rlhf/rollout/engine.py": 1,

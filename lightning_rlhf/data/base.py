@@ -42,8 +42,7 @@ class RowsDataModule(LightningDataModule):
         batch_size: rows per training batch, over all ranks.
         val_batch_size: rows per validation batch, over all ranks; None uses ``batch_size``.
         columns: column of each field, for unknown or ambiguous column names: ``{prompt: question}``; dots separate the
-            keys
-            of nested values: ``{ground_truth: extra_info.answer}``.
+            keys of nested values: ``{ground_truth: extra_info.answer}``.
         split_after: marker that ends the prompt in columns that contain prompt and answer in one text; its last
             occurrence counts.
         max_tokens: largest number of tokens of a prompt with its answer.

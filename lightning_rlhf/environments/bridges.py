@@ -84,9 +84,10 @@ class Bridge(ABC):
         return {**message, "content": self._without_markers(text)}
 
     def _without_markers(self, text: str) -> str:
-        """Insert a space into every special token in a text."""
+        """Insert a space into every special token in a text; leave out those of one character."""
         while present := [marker for marker in self._markers if marker in text]:
-            text = text.replace(present[0], f"{present[0][:1]} {present[0][1:]}")
+            first, rest = present[0][:1], present[0][1:]
+            text = text.replace(present[0], f"{first} {rest}" if rest else "")
         return text
 
 

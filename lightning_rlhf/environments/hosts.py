@@ -14,7 +14,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, as_re
 from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.references import load_function
-from lightning_rlhf.rewards.executor import DaemonThreads
+from lightning_rlhf.rewards.executor import DaemonThreads, run_loop
 from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit
 
 _GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
@@ -219,35 +219,43 @@ class LoopHost(Host):
         self._spec = spec
         self._timeout_s = timeout_s
         self._concurrency = concurrency
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[str, tuple[float, Future[Reply | Fault]]] = {}  # start of each call that has begun
-        self._live: dict[str, tuple[Any, int]] = {}  # environment of each conversation, and the turns that it has seen
+        self._state: _LoopState | None = None
+        self._calls: dict[str, _LoopCall] = {}  # unfinished calls, by conversation
+        self._lock = threading.Lock()
 
     def call(self, call: Call) -> Future[Reply | Fault]:
         """See :meth:`Host.call`."""
-        result: Future[Reply | Fault] = Future()
-        loop = self._started()
-        loop.call_soon_threadsafe(lambda: loop.create_task(self._answer(call, result)))
-        return result
+        own = _LoopCall(call, Future())
+        self._submit(own)
+        return own.result
 
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._slots = asyncio.Semaphore(self._concurrency)
-            threading.Thread(target=_run, args=(self._loop,), name="async environments", daemon=True).start()
-        return self._loop
+    def _submit(self, own: _LoopCall) -> None:
+        if self._state is None:
+            loop = asyncio.new_event_loop()
+            self._state = _LoopState(loop, asyncio.Semaphore(self._concurrency))
+            threading.Thread(target=run_loop, args=(loop,), name="async environments", daemon=True).start()
+        state = self._state
+        with self._lock:
+            self._calls[own.call.key] = own
+        state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._answer(own, state)))
 
-    async def _answer(self, call: Call, result: Future[Reply | Fault]) -> None:
-        async with self._slots:
-            self._running[call.key] = time.monotonic(), result
-            advancing = asyncio.ensure_future(self._advance(call))
+    async def _answer(self, own: _LoopCall, state: _LoopState) -> None:
+        async with state.slots:
+            own.started = time.monotonic()
+            advancing = asyncio.ensure_future(self._advance(own.call, state))
             await asyncio.wait([advancing], timeout=self._timeout_s)
             reply = self._result(advancing)
-            self._running.pop(call.key, None)
+            self._set_result(own, reply)
             if isinstance(reply, Fault):
-                await self._release(call.key)
-            if not result.done():
-                result.set_result(reply)
+                await self._release(own.call.key, state)
+
+    def _set_result(self, own: _LoopCall, reply: Reply | Fault) -> None:
+        """Set the result of a call, unless another loop has taken it over."""
+        with self._lock:
+            if self._calls.get(own.call.key) is not own:
+                return
+            del self._calls[own.call.key]
+        own.result.set_result(reply)
 
     def _result(self, advancing: asyncio.Future[Reply | Fault]) -> Reply | Fault:
         """Return the result of a call, or describe its error; a call that has not ended is cancelled."""
@@ -257,6 +265,8 @@ class LoopHost(Host):
         if advancing.cancelled():
             return Fault("error", "cancelled itself")
         error = advancing.exception()
+        if isinstance(error, _ExitError):
+            error = error.__cause__
         if isinstance(error, InvalidReplyError):
             return Fault("invalid", str(error))
         if error is not None:
@@ -264,60 +274,99 @@ class LoopHost(Host):
             return Fault("error", f"raised {type(error).__name__}: {error}"[:2000], trace)
         return advancing.result()
 
-    async def _advance(self, call: Call) -> Reply | Fault:
+    async def _advance(self, call: Call, state: _LoopState) -> Reply | Fault:
         if call.base_url:
             return as_reply(await _called(self._spec.make(), "run", call.run_arguments), "run")
-        environment, steps = self._live.get(call.key, (None, -1))
+        environment, steps = state.live.get(call.key, (None, -1))
         if steps == len(call.turns) - 1 >= 0:
-            return await self._step(call, environment, steps)
+            return await self._step(call, environment, steps, state)
         environment = self._spec.make()
+        state.live[call.key] = environment, 0
         reply = as_reply(await _called(environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
-        self._live[call.key] = environment, 0
         for number, digest in enumerate(call.replies):
             if digest_of(reply) != digest:
                 return Fault("replay", "gave another reply when a conversation was repeated in a new event loop")
-            reply = await self._step(call, environment, number)
+            reply = await self._step(call, environment, number, state)
         return reply
 
-    async def _step(self, call: Call, environment: Any, number: int) -> Reply:
+    async def _step(self, call: Call, environment: Any, number: int, state: _LoopState) -> Reply:
         turn = call.turns[number]
         offered = {"turn": turn, "text": turn.text, "calls": turn.calls}
         reply = as_reply(await _called(environment, "step", offered), "step")
-        self._live[call.key] = environment, number + 1
+        state.live[call.key] = environment, number + 1
         return reply
 
-    async def _release(self, key: str) -> None:
-        environment, _ = self._live.pop(key, (None, 0))
+    async def _release(self, key: str, state: _LoopState) -> None:
+        environment, _ = state.live.pop(key, (None, 0))
         if hasattr(environment, "close"):
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await asyncio.wait_for(_called(environment, "close", {}), self._timeout_s)
 
     def release(self, key: str) -> None:
         """See :meth:`Host.release`."""
-        loop = self._loop
-        if loop is not None:
-            loop.call_soon_threadsafe(lambda: loop.create_task(self._release(key)))
+        state = self._state
+        if state is not None:
+            state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._release(key, state)))
 
     def end_overdue(self) -> None:
-        """End calls that block the event loop; other conversations continue in a new one."""
-        if self._timeout_s is None:
+        """End calls that block the event loop; all others are repeated in a new loop."""
+        if self._timeout_s is None or self._state is None:
             return
         overdue = time.monotonic() - self._timeout_s - _GRACE_S
-        late = [(key, result) for key, (started, result) in list(self._running.items()) if started < overdue]
-        if late:
-            self._loop = None  # its thread is blocked; the next call starts a new loop
-            self._live.clear()
-            for key, result in late:
-                self._running.pop(key, None)
-                if not result.done():
-                    result.set_result(Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))
+        with self._lock:
+            calls = list(self._calls.values())
+        late = [own for own in calls if own.started is not None and own.started < overdue]
+        if not late:
+            return
+        self._state.loop.call_soon_threadsafe(self._state.loop.stop)  # when it is no longer blocked
+        self._state = None
+        for own in late:
+            self._set_result(own, Fault("timeout", f"blocked its event loop for longer than {self._timeout_s:g} s"))
+        for own in calls:
+            if own not in late and not own.result.done():
+                self._submit(_LoopCall(own.call, own.result))
 
     def close(self) -> None:
         """Cancel the calls and end the loop."""
-        loop, self._loop = self._loop, None
-        self._live.clear()
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(loop.stop)
+        state, self._state = self._state, None
+        with self._lock:
+            self._calls.clear()
+        if state is not None:
+            state.loop.call_soon_threadsafe(state.loop.stop)
+
+
+@dataclass
+class _LoopState:
+    """An event loop with the environments in it.
+
+    Args:
+        loop: event loop, which runs in a thread.
+        slots: semaphore that limits the calls at the same time.
+        live: environment of each conversation, and the number of turns that it has seen.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    slots: asyncio.Semaphore
+    live: dict[str, tuple[Any, int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _LoopCall:
+    """A call in an event loop.
+
+    Args:
+        call: the call.
+        result: future of its result.
+        started: time of its begin, as of ``time.monotonic()``; None while it waits.
+    """
+
+    call: Call
+    result: Future[Reply | Fault]
+    started: float | None = None
+
+
+class _ExitError(RunError):
+    """Error in place of an exit, which would end the event loop that all conversations share."""
 
 
 async def _called(environment: Any, name: str, offered: dict[str, Any]) -> Any:
@@ -325,17 +374,5 @@ async def _called(environment: Any, name: str, offered: dict[str, Any]) -> Any:
     try:
         result = method(**arguments_of(method, offered))
         return await result if inspect.isawaitable(result) else result
-    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, which all conversations share
-        raise RunError(f"it raised {type(error).__name__}: {error}") from error
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    finally:
-        loop.close()
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _ExitError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,13 @@ class ToolCallParser(ABC):
             tokenizer: tokenizer of the run.
         """
 
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:  # noqa: B027 (most parsers accept every tokenizer)
+        """Validate the tokenizer before a model is loaded.
+
+        Raises:
+            ValueError: the parser cannot be used with it.
+        """
+
 
 @dataclass(frozen=True)
 class JSONToolCalls(ToolCallParser):
@@ -72,7 +80,7 @@ class JSONToolCalls(ToolCallParser):
                 malformed = malformed or f"call {number + 1} has no {self.end}"
             before += rest
             try:
-                calls.append(call_of(json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_object)))
+                calls.append(call_of(json.loads(body, **_STRICT)))
             except (ValueError, RecursionError) as error:
                 malformed = malformed or f"call {number + 1}: {error}"
         return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
@@ -104,18 +112,27 @@ class MarkedToolCalls(ToolCallParser):
 
 @dataclass(frozen=True)
 class TokenizerToolCalls(ToolCallParser):
-    """Calls in the format of the tokenizer's response template (``tokenizer.parse_response`` of transformers)."""
+    """Calls in the format of the tokenizer's response template (``tokenizer.parse_response`` of transformers).
+
+    The template reads a turn without its prompt, so it must not depend on text that the chat template adds to the
+    prompt, such as an opening ``<think>``.
+    """
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Validate that the tokenizer has a response template."""
+        if getattr(tokenizer, "response_template", None) is None:
+            raise UsageError(
+                "TokenizerToolCalls reads tool calls with the tokenizer's response_template, but this tokenizer has "
+                "none: use JSONToolCalls, or a tokenizer with a response template"
+            )
 
     def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
         """See :class:`ToolCallParser`."""
         try:
-            message = tokenizer.parse_response(text)
-        except Exception as error:  # a template has its own regular expressions
-            return ParsedTurn(text, malformed=f"{type(error).__name__}: {error}")
-        try:
+            message = tokenizer.parse_response(text, prefix="")
             calls = tuple(call_of(call.get("function", call)) for call in message.get("tool_calls") or [])
-        except ValueError as error:
-            return ParsedTurn(str(message.get("content") or ""), malformed=str(error))
+        except (ValueError, KeyError) as error:  # of transformers for texts that it cannot parse, and of call_of
+            return ParsedTurn(text, malformed=str(error))
         return ParsedTurn(str(message.get("content") or ""), calls)
 
 
@@ -139,9 +156,24 @@ def _refuse_constant(name: str) -> Any:
     raise UsageError(f"{name} is not JSON")
 
 
+def _finite(text: str) -> float:
+    """Convert a number with a fraction or an exponent."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise UsageError(f"{text} is too large")
+    return number
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert an object; a key that occurs twice would otherwise hide the first value."""
     keys = [key for key, _ in pairs]
     if repeated := [key for key in keys if keys.count(key) > 1]:
         raise UsageError(f"the key {repeated[0]!r} occurs twice")
     return dict(pairs)
+
+
+_STRICT: dict[str, Any] = {
+    "parse_constant": _refuse_constant,
+    "parse_float": _finite,
+    "object_pairs_hook": _object,
+}  # JSON without what Python adds to it

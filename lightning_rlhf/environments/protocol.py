@@ -86,8 +86,8 @@ class Environment:
     def reset(self, *arguments: Any, **named: Any) -> Any:
         """Start a conversation: ``reset(self, row, seed)``.
 
-        ``row`` contains the columns of the prompt's row, with its text as ``prompt``. ``seed`` is in [0, 2**63); the
-        responses to a prompt in a step have the same.
+        ``row`` contains the columns of the prompt's row, with its text as ``prompt`` and its chat messages, if any, as
+        ``messages``. ``seed`` is in [0, 2**63); the responses to a prompt in a step have the same.
 
         Returns:
             ``Reply``, text or None: messages that are appended to the prompt; None leaves the prompt as it is.

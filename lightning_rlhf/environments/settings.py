@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -94,7 +95,7 @@ class EnvironmentSettings:
             return Spec(f"{function.__module__}:{function.__qualname__}", self.arguments)
         return Spec(function, self.arguments)
 
-    @property
+    @cached_property
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of the tools that the environment has in an attribute ``schemas``; an empty list without it."""
         factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
@@ -119,4 +120,6 @@ class EnvironmentSettings:
             tools = self.schemas if self.arguments.get("role") != "user" else []
             bridge = TemplateBridge(tokenizer, self.max_message_tokens, tools, options)
         bridge.check()
+        if self.parser is not None:
+            self.parser.check(tokenizer)
         return bridge

@@ -234,9 +234,7 @@ class RewardExecutor:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(
-                target=_run_loop, args=(self._loop,), name="async rewards", daemon=True
-            )
+            self._loop_thread = threading.Thread(target=run_loop, args=(self._loop,), name="async rewards", daemon=True)
             self._loop_thread.start()
         return self._loop
 
@@ -315,7 +313,8 @@ def _work(queue: SimpleQueue[Any]) -> None:
                 future.set_exception(error)
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, then cancel its tasks."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

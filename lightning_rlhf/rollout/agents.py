@@ -14,6 +14,7 @@ from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.environments.conversation import Conversation
 from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
 from lightning_rlhf.environments.worker import Call, Fault
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, RunningConversation
 from lightning_rlhf.rollout.endpoint import AgentEndpoint, Body, RefusedRequest
 from lightning_rlhf.types import Completion
@@ -73,6 +74,7 @@ class AgentLoop(ConversationLoop):
 
     def _release(self, own: RunningConversation) -> None:
         """Reject further requests of a conversation."""
+        super()._release(own)
         agent = self._agents[own.index]
         self._endpoint.remove(agent.api_key)
         for answer in [agent.answer, *(answer for _, answer in agent.waiting)]:
@@ -99,10 +101,13 @@ class AgentLoop(ConversationLoop):
             agent.waiting.append(request)
         else:
             try:
-                messages = messages_of(body)
-                self._extend(own, agent, messages, body.get("tools") or [])
+                messages, tools = messages_of(body), tools_of(body)
+                self._extend(own, agent, messages, tools)
             except RefusedRequest as error:
                 answer.set_exception(error)
+                return
+            except UsageError as error:  # the chat template rejects the messages
+                answer.set_exception(RefusedRequest(str(error)))
                 return
             agent.answer, agent.messages = answer, messages
             agent.max_tokens = limit_of(body)
@@ -161,7 +166,7 @@ class AgentLoop(ConversationLoop):
         answer.set_result(body)
         if agent.outcome is not None:
             self._settle(own, agent.outcome)
-        elif agent.waiting:
+        while agent.waiting and agent.answer is None:
             self._on_request(own, agent.waiting.pop(0))
 
     # -- end --------------------------------------------------------------------------------------------------
@@ -207,6 +212,18 @@ def messages_of(body: Body) -> list[Message]:
     return [_normalised(message) for message in messages]
 
 
+def tools_of(body: Body) -> list[Body]:
+    """Return the JSON schemas of the tools in a request.
+
+    Raises:
+        RefusedRequest: they are not a list of objects.
+    """
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedRequest("tools must be a list of JSON schemas")
+    return tools
+
+
 def limit_of(body: Body) -> int | None:
     """Return the limit of tokens in a request; None without one."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -229,7 +246,10 @@ def _normalised(message: Message) -> Message:
     if not isinstance(content, str | None):
         raise RefusedRequest("the content of a message must be a text")
     further = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    calls = [_call_of(call) for call in message.get("tool_calls") or []]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise RefusedRequest("tool_calls must be a list")
+    calls = [_call_of(call) for call in calls]
     return {"role": role, "content": content or "", **further, **({"tool_calls": calls} if calls else {})}
 
 
@@ -239,7 +259,7 @@ def _call_of(call: Any) -> dict[str, Any]:
         function, identity = call["function"], call.get("id", "")
         name, arguments = function["name"], function.get("arguments") or "{}"
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise RefusedRequest("a tool call needs a function with name and arguments") from error
     return {"type": "function", "id": str(identity), "function": {"name": str(name), "arguments": arguments}}
 

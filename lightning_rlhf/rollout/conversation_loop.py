@@ -56,15 +56,31 @@ class ConversationRequest:
 
 @dataclass
 class RunningConversation:
-    """State of one conversation."""
+    """State of one conversation.
+
+    Args:
+        index: number of its request.
+        request: its request.
+        conversation: its tokens.
+        key: name at the host of the environments.
+        turns: turns that the environment has got.
+        replies: digests of the environment's replies, that of ``reset`` first.
+        rewards: reward of ``reset``, then of each turn.
+        messages: all messages of the environment and turns of the policy.
+        metrics: sums of the metrics of the replies.
+        malformed: number of turns with malformed tool calls.
+        fault: failure of the environment that ended it.
+        called_at: time of the call that runs, in seconds of ``time.perf_counter``.
+        environment_s: seconds in the environment.
+    """
 
     index: int
     request: ConversationRequest
     conversation: Conversation
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     turns: list[Turn] = field(default_factory=list)
-    replies: list[str] = field(default_factory=list)  # digests, of reset first
-    rewards: list[float] = field(default_factory=lambda: [0.0])  # of reset, then of each turn
+    replies: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=lambda: [0.0])
     messages: list[Message] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     malformed: int = 0
@@ -107,6 +123,7 @@ class ConversationLoop:
             tuple[Callable[[RunningConversation, Any], None], RunningConversation, Future[Any]]
         ] = SimpleQueue()
         self._ready: list[RunningConversation] = []  # conversations whose next turn can be requested
+        self._count = 0  # of conversations
         self._calls = 0  # calls of environments that have not returned
         self._completions: dict[int, Completion] = {}
         self._faults: list[tuple[int, Fault]] = []

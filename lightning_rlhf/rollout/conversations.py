@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ class ConversationSampler:
                 prompt_ids=prompts.token_ids[number],
                 text=prompts.texts[number],
                 messages=prompts.messages[number] if prompts.messages else [],
-                row=row_of(prompts.columns, number, prompts.texts[number]),
+                row=row_of(prompts, number),
                 seed=derive_seed(run, "environment", purpose, epoch, index),
                 turn_seeds=(seed(index, k), *(seed(index, k, turn) for turn in later_turns)),
                 sampling=sampling,
@@ -116,6 +116,8 @@ class ConversationSampler:
         return loop.run(requests)
 
 
-def row_of(columns: Mapping[str, Sequence[Any]], index: int, text: str) -> dict[str, Any]:
-    """Return the columns of a prompt's row, with its text as ``prompt``."""
-    return {"prompt": text, **{name: values[index] for name, values in columns.items()}}
+def row_of(prompts: PromptBatch, number: int) -> dict[str, Any]:
+    """Return the columns of a prompt's row, with its text as ``prompt`` and its chat messages as ``messages``."""
+    messages = prompts.messages[number] if prompts.messages else []
+    columns = {name: values[number] for name, values in prompts.columns.items()}
+    return {**columns, "prompt": prompts.texts[number], "messages": messages}

@@ -59,7 +59,7 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) ->
         prompt_ids=batch.token_ids[0],
         text=batch.texts[0],
         messages=batch.messages[0] if batch.messages else [],
-        row=row_of(batch.columns, 0, batch.texts[0]),
+        row=row_of(batch, 0),
         seed=0,
         turn_seeds=tuple(range(settings.max_turns)),
         sampling=SamplingParams(_TOKENS),

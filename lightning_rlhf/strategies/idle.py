@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.compat import optimizer_at
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies.roles import RoleStrategy
 
@@ -76,9 +75,10 @@ class OffloadsIdle(RoleStrategy):
         if not self.offload_idle:
             return
         self._load_frozen(None)
-        for index, name in enumerate(self.module.trained_roles):
+        optimizers = self.optimizers  # type: ignore[attr-defined]  # none in a validation without training
+        for name, optimizer in zip(self.module.trained_roles, optimizers, strict=False):
             states = self._stored_states.setdefault(name, [])
-            for state in optimizer_at(self.module, index).state.values():
+            for state in optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.device == self._device:
                         states.append((state, key))

@@ -1,6 +1,7 @@
 """Agents of the tests, which use OpenAI's client."""
 
 import asyncio
+import contextlib
 import os
 import threading
 
@@ -120,6 +121,63 @@ class Parallel(Agent):
         for thread in threads:
             thread.join()
         return float(len(answers))
+
+
+class ManyAtOnce(Agent):
+    """Asks five times at once; the reward is the number of answers."""
+
+    def run(self, base_url, api_key, row):
+        import openai
+
+        client, answers = client_of(base_url, api_key), []
+
+        def one(text):
+            with contextlib.suppress(openai.BadRequestError):
+                answers.append(ask(client, [user(text)]))
+
+        threads = [threading.Thread(target=one, args=(text,)) for text in "abcde"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return float(len(answers))
+
+
+WRONG = [
+    {"messages": "a"}, {"messages": []}, {"messages": [1]}, {"messages": [{"role": "robot", "content": "a"}]},
+    {"messages": [{"role": "user", "content": 1}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [user("a")], "tools": "abc"}, {"messages": [user("a")], "tools": [1]},
+    {"messages": [user("a")], "n": 2}, {"messages": [user("a")], "stop": ["x"]},
+    {"messages": [user("a"), {"role": "assistant", "tool_calls": 3}]},
+    {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+    {"messages": [user("a"), {"role": "assistant", "tool_calls": [{"function": 1}]}]},
+    {"messages": [user("abcdefgh" * 100)]},
+]  # fmt: skip
+
+
+class SendsWrong(Agent):
+    """Sends a request that cannot be answered, then one that can."""
+
+    def run(self, base_url, api_key, row):
+        import json
+        import urllib.error
+        import urllib.request
+
+        request = urllib.request.Request(
+            f"{base_url}/chat/completions",
+            json.dumps(WRONG[row["number"]]).encode(),
+            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=20):
+                return 0.0
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 400 or not json.loads(error.read())["error"]["message"]:
+                    return 0.0
+        ask(client_of(base_url, api_key), [user("a")])
+        return 1.0
 
 
 class Misbehaves(Agent):

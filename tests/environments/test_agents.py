@@ -19,7 +19,8 @@ from lightning_rlhf.rollout.engine import CompletionCheck
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import SamplingParams
 from tests.environments import agents
-from tests.stand_ins import ScriptedEngine, TinyModel, quiet_trainer
+from tests.environments.spy import Spy
+from tests.stand_ins import TinyModel, quiet_trainer
 
 pytest.importorskip("openai", reason="needs the openai client")
 pytestmark = pytest.mark.timeout(120)
@@ -42,18 +43,6 @@ def requests(count, row=None, max_tokens=24):
     ]
 
 
-class Spy(ScriptedEngine):
-    """Records the prompts that it gets."""
-
-    def __init__(self, texts):
-        super().__init__(texts, LETTERS)
-        self.prompts = []
-
-    def generate(self, prompts, sampling, seeds, on_finished=None):
-        self.prompts += [list(prompt) for prompt in prompts]
-        return super().generate(prompts, sampling, seeds, on_finished)
-
-
 @pytest.fixture
 def converse():
     """Runs agents with an engine."""
@@ -74,7 +63,7 @@ def converse():
     ("agent", "timeout_s"), [(agents.TwoTurns, 60.0), (agents.TwoTurns, None), (agents.AsyncTwoTurns, 60.0)]
 )
 def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout_s):
-    engine = Spy(["bc"])
+    engine = Spy(LETTERS, ["bc"])
     (own,) = converse(engine, requests(1), factory=agent, timeout_s=timeout_s)
     said = [*ids("bc"), END]
     assert engine.prompts == [ids("a"), [*ids("a"), *said, *ids("gh")]]
@@ -88,7 +77,7 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout
 
 
 def test_an_edited_history_begins_a_row_whose_prompt_contains_it(converse):
-    engine = Spy(["bd"])
+    engine = Spy(LETTERS, ["bd"])
     (own,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
     said = [*ids("bd"), END]
     edited = [*ids("a"), *ids("c"), END, *ids("gh"), *said, *ids("gh")]
@@ -101,12 +90,12 @@ def test_an_edited_history_begins_a_row_whose_prompt_contains_it(converse):
 
 
 def test_a_stream_contains_the_whole_answer(converse):
-    (own,) = converse(Spy(["bcd"]), requests(1), factory=agents.Streams)
+    (own,) = converse(Spy(LETTERS, ["bcd"]), requests(1), factory=agents.Streams)
     assert own.conversation.turn_rewards == [3.0]
 
 
 def test_tool_calls(converse):
-    tokenizer_engine = Spy(["ebf", "d"])
+    tokenizer_engine = Spy(LETTERS, ["ebf", "d"])
     asked = requests(1)
     parser = MarkedToolCalls("t", "x", start="e", end="f")
     (own,) = converse(tokenizer_engine, asked, factory=agents.CallsTools, parser=parser, max_turns=2)
@@ -124,14 +113,25 @@ def test_tool_calls(converse):
     ],
 )
 def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
-    (own,) = converse(Spy(["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, row), factory=agents.TooMany, max_turns=max_turns)
     assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
     assert own.conversation.turn_rewards[-1] == turns
     assert len(own.token_ids) <= 24
 
 
+@pytest.mark.parametrize("number", range(len(agents.WRONG)))
+def test_requests_that_cannot_be_answered_are_refused_and_the_run_continues(converse, number):
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"number": number}), factory=agents.SendsWrong)
+    assert own.conversation.turn_rewards == [1.0]
+
+
+def test_several_parallel_requests_are_all_answered_or_refused(converse):
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.ManyAtOnce, max_turns=2)
+    assert own.conversation.turn_rewards[-1] == 2.0
+
+
 def test_parallel_requests_are_answered_one_after_the_other(converse):
-    (own,) = converse(Spy(["bc"]), requests(1), factory=agents.Parallel)
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
     assert own.conversation.turn_rewards == [2.0]
     assert own.conversation.metrics == {"branches": 1.0}
 
@@ -143,7 +143,8 @@ def test_parallel_requests_are_answered_one_after_the_other(converse):
 def test_agents_that_fail_leave_the_others(converse, fault, kind):
     asked = [replace(own, row={"fault": fault if i else ""}) for i, own in enumerate(requests(2))]
     good, bad = converse(
-        Spy(["bc"]), asked, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0, timeout_s=4.0, concurrency=2
+        Spy(LETTERS, ["bc"]), asked, factory=agents.Misbehaves, on_error="end", max_error_rate=1.0,
+        timeout_s=4.0, concurrency=2,
     )  # fmt: skip
     assert (good.conversation.fault, good.conversation.turn_rewards) == (None, [1.0])
     assert (bad.conversation.fault, bad.conversation.stop) == (kind, "fault")
@@ -152,7 +153,7 @@ def test_agents_that_fail_leave_the_others(converse, fault, kind):
 
 def test_an_agent_that_waits_too_long_is_cancelled(converse):
     (own,) = converse(
-        Spy(["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
+        Spy(LETTERS, ["bc"]), requests(1), factory=agents.Sleeps, on_error="zero", max_error_rate=1.0, timeout_s=0.3
     )  # fmt: skip
     assert own.conversation.fault == "timeout"
 

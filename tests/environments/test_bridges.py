@@ -128,6 +128,12 @@ def test_texts_of_an_environment_contain_no_special_tokens(tokenizer, template):
             assert ids.count(token) == plain.count(token), text
 
 
+def test_special_tokens_of_one_character_are_left_out():
+    tokenizer = CharacterTokenizer("abc").load()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\u2581"]})
+    assert PlainBridge(tokenizer).safe(user("a\u2581b\u2581"))["content"] == "ab"
+
+
 def test_text_that_is_only_similar_to_a_special_token_is_kept(tokenizer):
     bridge = TemplateBridge(with_template(tokenizer, CHAT_ML))
     for text in ("a < b | c > d", "<table>", "</table>"):  # <table> is a token, but not a marker of the template

@@ -103,6 +103,8 @@ class Sleeps(Environment):
             await asyncio.sleep(3600)
         if text == "block":
             time.sleep(3.0)
+        if text == "forever":
+            time.sleep(8.0)
         if text == "exit":
             raise SystemExit(1)
         if text == "cancel":
@@ -119,6 +121,7 @@ def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
     good = own.call(Call("good", {}, 0, (Turn("a"),), digests[:1]))
     assert good.result(10) == Reply("a")
     assert bad.result(10).kind == kind
+    assert text != "exit" or bad.result().message == "raised SystemExit: 1"
 
 
 def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
@@ -130,6 +133,20 @@ def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
         own.end_overdue()
     assert call.result() == Fault("timeout", "blocked its event loop for longer than 0.2 s")
     assert talk(own, "next", "a")[-1] == Reply("a")
+
+
+def test_calls_that_wait_behind_a_blocked_loop_are_repeated_in_a_new_one(host):
+    own = host(Sleeps, timeout_s=0.3, concurrency=1)
+    digest = digest_of(own.call(Call("bad", {}, 0)).result(10))
+    bad = own.call(Call("bad", {}, 0, (Turn("forever"),), (digest,)))
+    time.sleep(0.1)
+    good = own.call(Call("good", {}, 0))
+    while not (bad.done() and good.done()):
+        time.sleep(0.1)
+        own.end_overdue()
+    assert bad.result().kind == "timeout"
+    assert good.result() == Reply()
+    assert own.call(Call("good", {}, 0, (Turn("a"),), (digest,))).result(10) == Reply("a")
 
 
 def test_no_more_async_calls_than_allowed_at_once(host):

@@ -20,7 +20,7 @@ SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 class Counter:
     """The interface of gymnasium, with the suffix of gem."""
 
-    action_space = type("Discrete", (), {"n": 3})()
+    action_space = type("Discrete", (), {"n": 3, "contains": staticmethod(lambda action: 0 <= action < 3)})()
 
     def __init__(self, start):
         self.value, self.closed = start, False
@@ -47,6 +47,7 @@ def test_the_interface_of_gymnasium():
     assert own.reset(seed=7) == Reply("3!")
     assert own.step(" 2 ") == Reply("5", 1.0, False)
     assert own.step("two") == Reply("invalid action", metrics={"invalid_actions": 1.0})
+    assert own.step("9") == own.step("two")  # no such action
     assert own.step("2") == Reply("7", 1.0, True)
     own.close()
     assert own._environment.closed
@@ -91,9 +92,9 @@ def test_a_dataset_of_reasoning_gym():
 class Shop:
     """An environment for TRL's environment_factory."""
 
-    def reset(self, prompt, **row):
+    def reset(self, money):
         self.bought = []
-        return f"You have {row['money']} coins."
+        return f"You have {money} coins."
 
     def buy(self, item: str) -> str:
         """Buy something.
@@ -170,6 +171,12 @@ def test_an_environment_of_skyrl():
 def test_an_mcp_server_is_named_once_with_its_tools(arguments, message):
     with pytest.raises(ValueError, match=message):
         MCP(**arguments)
+
+
+def test_an_mcp_server_that_is_absent_is_named():
+    pytest.importorskip("mcp", reason="needs mcp")
+    with pytest.raises(RuntimeError, match=r"the MCP server http://127.0.0.1:9/mcp cannot be used"):
+        _ = MCP(["add"], url="http://127.0.0.1:9/mcp").schemas
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from lightning_rlhf.environments import JSONToolCalls, MarkedToolCalls, ToolCall
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import JSONToolCalls, MarkedToolCalls, TokenizerToolCalls, ToolCall
 from lightning_rlhf.environments.parsers import call_of
 
 PARSE = JSONToolCalls()
@@ -28,7 +29,8 @@ MALFORMED = [
     '{"name": null}', '{"arguments": {}}', '{"name": "a", "arguments": []}', '{"name": "a", "arguments": "x"}',
     '{"name": "a", "arguments": null}', '{"name": "a", "parameters": {}}', '{"name": "a", "arguments": {}, "x": 1}',
     '{"name": "a", "arguments": {}} trailing', '{"name": "a", "arguments": {"x": NaN}}',
-    '{"name": "a", "arguments": {"x": Infinity}}', '{"name": "a", "name": "b", "arguments": {}}',
+    '{"name": "a", "arguments": {"x": Infinity}}', '{"name": "a", "arguments": {"x": 1e999}}',
+    '{"name": "a", "name": "b", "arguments": {}}',
     '{"name": "a", "arguments": {"x": 1, "x": 2}}', '{"name": "a", "arguments": {},}', 
     "{\"name\": \"a\", \"arguments\": {'x': 1}}",
     '{"name": "a", "arguments": {}}{"name": "b", "arguments": {}}', '[{"name": "a", "arguments": {}}]',
@@ -67,6 +69,26 @@ def test_marked_calls_of_small_models():
         ToolCall("calculate", {"sum": "3+4"}),
     )
     assert parse("12", None).text == "12"
+
+
+def test_calls_in_the_format_of_a_tokenizer():
+    tokenizer = CharacterTokenizer("ab").load()
+    parse = TokenizerToolCalls()
+    with pytest.raises(ValueError, match="TokenizerToolCalls reads tool calls with the tokenizer's response_template"):
+        parse.check(tokenizer)
+    tokenizer.response_template = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+            "content": {"content": "text"},
+        },
+    }
+    parse.check(tokenizer)
+    parsed = parse("see " + calls('{"name": "add", "arguments": {"a": 1}}'), tokenizer)
+    assert parsed.calls == (ToolCall("add", {"a": 1}),)
+    assert parsed.text.strip() == "see"
+    assert parse("no call", tokenizer).calls == ()
+    assert parse(calls("{"), tokenizer).malformed
 
 
 def test_markers_must_not_be_empty():

@@ -106,6 +106,14 @@ def test_numbers_do_not_change(tmp_path):
         assert torch.equal(one, other), name
 
 
+def test_a_validation_without_training_needs_no_optimizer(tmp_path):
+    trainer = quiet_trainer(
+        strategy=RLHFSingleDeviceStrategy(offload_idle=True), callbacks=[rollouts()], default_root_dir=tmp_path
+    )
+    trainer.validate(ppo(), datamodule=prompts(), verbose=False)
+    assert "val/score_greedy" in trainer.callback_metrics
+
+
 def test_a_module_that_uses_its_reference_in_every_update_is_refused(tmp_path):
     module = DPOModule(TinyModel(), ref=TinyModel(seed=1), **LEARNING)
     trainer = quiet_trainer(strategy=RLHFSingleDeviceStrategy(offload_idle=True), default_root_dir=tmp_path)

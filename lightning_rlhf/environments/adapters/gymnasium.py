@@ -54,6 +54,9 @@ class Gymnasium(Environment):
         try:
             action = self._action(text.strip())
         except ValueError:
+            action = None
+        contains = getattr(getattr(self._environment, "action_space", None), "contains", None)
+        if action is None or (contains is not None and not contains(action)):
             return Reply(self._invalid or "", done=self._invalid is None, metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, info = self._environment.step(action)
         return Reply(self._text(observation, info), float(reward), bool(terminated or truncated))

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_rlhf.environments.protocol import Environment, Reply, Turn
 from lightning_rlhf.environments.tools import Tools
+from lightning_rlhf.environments.worker import arguments_of
 from lightning_rlhf.references import load_function
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -38,7 +39,7 @@ class TRLEnvironment(Environment):
 
     def reset(self, row: Mapping[str, Any]) -> str | None:
         """Start an episode with the columns of the row."""
-        message = self._environment.reset(**row)
+        message = self._environment.reset(**arguments_of(self._environment.reset, row))
         return None if message is None else str(message)
 
     def step(self, turn: Turn) -> Reply:
@@ -81,7 +82,7 @@ class SkyRLEnvironment(Environment):
         """Make the environment for the row, and start it."""
         extras = dict(row) if self._extras is None else row[self._extras]
         self._environment = self._factory(env_config=self._config, extras=extras, **self._arguments)
-        prompt = [{"role": "user", "content": row["prompt"]}]
+        prompt = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         messages, _ = self._environment.init(prompt)
         return Reply(list(messages[len(prompt) :]))
 

@@ -1,6 +1,7 @@
 """Every example runs to its end and learns what it says."""
 
 import json
+import re
 import runpy
 import string
 from pathlib import Path
@@ -57,3 +58,39 @@ def test_verl_data_are_what_a_recipe_reads(tmp_path, capsys):
     assert batch.texts[0].startswith("What is 600 + 634? Let's think")
     assert gsm8k_strict(["so #### 1234", "#### 1,234", "#### 634"], batch.columns["ground_truth"]) == [1, 1, 0]
     assert batch.columns["data_source"] == ["openai/gsm8k"] * 3
+
+
+def test_the_questions_of_the_chat_model_have_answers_that_the_tools_return(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "smollm2/arithmetic.py"))
+    example["main"](str(tmp_path))
+    train, val = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "val")
+    )
+    assert (len(train), len(val)) == (2048, 128)
+    signs = {"plus": "add", "minus": "subtract", "times": "multiply", "Add": "add", "Multiply": "multiply"}
+    problems = set()
+    for row in train + val:
+        question = row["prompt"][-1]["content"]
+        a, b = (int(number) for number in re.findall(r"\d+", question))
+        if question.startswith("Subtract"):
+            name, a, b = "subtract", b, a
+        else:
+            (name,) = (signs[word] for word in question.split() if word in signs)
+        assert row["answer"] == str(example[name](a, b))
+        assert row["direct"][-1] == row["prompt"][-1]
+        problems.add((name, a, b))
+    assert len(problems) == 2048 + 128  # no held-out problem is trained on
+
+
+def test_the_reward_of_the_chat_model_reads_the_last_number_of_a_finished_answer():
+    right = runpy.run_path(str(EXAMPLES / "smollm2/arithmetic.py"))["right"]
+    answers = ["1 + 2 = 3", "3 is 1 + 2", "The answer is 3,000.", "3", "", "13"]
+    assert right(answers, ["3", "3", "3000", "3", "3", "3"], [True, True, True, False, True, True]) == [
+        1,
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]

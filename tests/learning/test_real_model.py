@@ -1,7 +1,9 @@
-"""GRPO with LoRA on a pretrained chat model: trained, resumed, exported, and asked by the command line."""
+"""GRPO with LoRA on a pretrained chat model: trained, resumed, exported, asked by the command line; with a tool."""
 
+import csv
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -103,3 +105,57 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
         safe_open(f"{MODEL}/model.safetensors", "pt") as base,
     ):
         assert set(exported.keys()) == set(base.keys())
+
+
+def result(call):
+    """Result of a call, computed anew; None for one that cannot be run."""
+    try:
+        call = json.loads(call)
+        a, b = call["arguments"]["a"], call["arguments"]["b"]
+        return str({"add": a + b, "subtract": a - b, "multiply": a * b}[call["name"]])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
+def test_a_chat_model_learns_with_a_tool(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the example names its file of tools from here
+    runpy.run_path(str(ROOT / "examples/smollm2/arithmetic.py"))["main"](str(tmp_path))
+    options = {
+        "trainer.default_root_dir": tmp_path / "run",
+        "trainer.max_steps": 2,
+        "model.init_args.actor.init_args.path": MODEL,
+        "model.init_args.correction": "null",  # computes the actor's log-probs beside the engine's
+        "model.init_args.minibatch_size": 16,
+        "data.init_args.tokenizer": MODEL,
+        "data.init_args.train": tmp_path / "train.jsonl",
+        "data.init_args.val": "null",
+        "data.init_args.batch_size": 2,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    command("fit", "--config", "examples/smollm2/arithmetic.yaml", *arguments)
+
+    with open(tmp_path / "run/metrics.csv", newline="") as file:
+        steps = [row for row in csv.DictReader(file) if row["env/turns"]]
+    assert len(steps) == 2
+    for step in steps:
+        assert float(step["env/tool_calls"]) > 0
+        assert float(step["env/turns"]) > 1
+        assert float(step["rollout/logprob_diff_max"]) < 1e-3
+    files = sorted((tmp_path / "run/rollouts").glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(rows) == 32
+    replies = []
+    for row in rows:
+        parts = row.get("segments", [])
+        assert [part["from"] for part in parts] == [("policy", "environment")[i % 2] for i in range(len(parts))]
+        for turn, reply in zip(parts[::2], parts[1::2], strict=False):
+            assert turn["text"].endswith("<|im_end|>")
+            assert reply["text"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+            messages = re.findall(r"\n<\|im_start\|>user\n(.*?)<\|im_end\|>", reply["text"])
+            calls = re.findall("<tool_call>(.*?)</tool_call>", turn["text"], re.DOTALL)
+            for number, message in enumerate(messages):
+                assert message.startswith("Error: ") or message == result(calls[number])
+            replies += messages
+    assert any(message.isdecimal() for message in replies)

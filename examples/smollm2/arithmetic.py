@@ -17,17 +17,32 @@ ROWS = {"train": 2048, "val": 128}
 
 
 def add(a: int, b: int) -> int:
-    """Return the sum of two numbers."""
+    """Return the sum of two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
     return a + b
 
 
 def subtract(a: int, b: int) -> int:
-    """Return the difference of two numbers."""
+    """Return the difference of two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
     return a - b
 
 
 def multiply(a: int, b: int) -> int:
-    """Return the product of two numbers."""
+    """Return the product of two numbers.
+
+    Args:
+        a: first number
+        b: second number
+    """
     return a * b
 
 

@@ -247,7 +247,7 @@ class LoopHost(Host):
             reply = self._result(advancing)
             self._set_result(own, reply)
             if isinstance(reply, Fault):
-                await self._release(own.call.key, state)
+                self._begin_release(own.call.key, state)
 
     def _set_result(self, own: _LoopCall, reply: Reply | Fault) -> None:
         """Set the result of a call, unless another loop has taken it over."""
@@ -296,6 +296,11 @@ class LoopHost(Host):
         state.live[call.key] = environment, number + 1
         return reply
 
+    def _begin_release(self, key: str, state: _LoopState) -> None:
+        task = state.loop.create_task(self._release(key, state))
+        state.releases.add(task)
+        task.add_done_callback(state.releases.discard)
+
     async def _release(self, key: str, state: _LoopState) -> None:
         environment, _ = state.live.pop(key, (None, 0))
         if hasattr(environment, "close"):
@@ -306,7 +311,7 @@ class LoopHost(Host):
         """See :meth:`Host.release`."""
         state = self._state
         if state is not None:
-            state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._release(key, state)))
+            state.loop.call_soon_threadsafe(self._begin_release, key, state)
 
     def end_overdue(self) -> None:
         """End calls that block the event loop; all others are repeated in a new loop."""
@@ -327,12 +332,23 @@ class LoopHost(Host):
                 self._submit(_LoopCall(own.call, own.result))
 
     def close(self) -> None:
-        """Cancel the calls and end the loop."""
+        """Cancel the calls, close the environments, and end the loop."""
         state, self._state = self._state, None
         with self._lock:
             self._calls.clear()
         if state is not None:
-            state.loop.call_soon_threadsafe(state.loop.stop)
+            state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._end(state)))
+
+    async def _end(self, state: _LoopState) -> None:
+        await asyncio.gather(*state.releases)
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for key in list(state.live):
+            self._begin_release(key, state)
+        await asyncio.gather(*state.releases)
+        state.loop.stop()
 
 
 @dataclass
@@ -343,11 +359,13 @@ class _LoopState:
         loop: event loop, which runs in a thread.
         slots: semaphore that limits the calls at the same time.
         live: environment of each conversation, and the number of turns that it has seen.
+        releases: tasks that close environments.
     """
 
     loop: asyncio.AbstractEventLoop
     slots: asyncio.Semaphore
     live: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    releases: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_rlhf.environments.parsers import FunctionToolCalls as FunctionToolCalls
     from lightning_rlhf.environments.parsers import JSONToolCalls as JSONToolCalls
     from lightning_rlhf.environments.parsers import MarkedToolCalls as MarkedToolCalls
     from lightning_rlhf.environments.parsers import TokenizerToolCalls as TokenizerToolCalls
@@ -21,6 +22,7 @@ _MODULES = {
     "Agent": "protocol",
     "Environment": "protocol",
     "EnvironmentSettings": "settings",
+    "FunctionToolCalls": "parsers",
     "JSONToolCalls": "parsers",
     "MarkedToolCalls": "parsers",
     "Reply": "protocol",

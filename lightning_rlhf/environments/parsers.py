@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.protocol import ToolCall
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.environments.worker import arguments_of
+from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.references import load_function
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,54 @@ class TokenizerToolCalls(ToolCallParser):
         except (ValueError, KeyError) as error:  # of transformers for texts that it cannot parse, and of call_of
             return ParsedTurn(text, malformed=str(error))
         return ParsedTurn(str(message.get("content") or ""), calls)
+
+
+@dataclass(frozen=True)
+class FunctionToolCalls(ToolCallParser):
+    """Calls that a function finds in the text of a turn; it runs in the trainer's process, without a time limit.
+
+    The function has the argument ``text``, and may have ``tokenizer``. It returns a list of calls, each a ``ToolCall``
+    or a dictionary with ``name`` and ``arguments``, or the tuple of the text without calls and this list. It raises
+    ValueError for a malformed call, whose message the policy reads; any other exception ends the run.
+
+    Args:
+        function: the function, or its reference ``file.py:name`` or ``module:name``.
+    """
+
+    function: str | Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        try:
+            arguments_of(self._loaded, {"text": "", "tokenizer": None})
+        except TypeError as error:
+            raise UsageError(f"parser of tool calls {self.function!r}: {error}") from error
+
+    @cached_property
+    def _loaded(self) -> Callable[..., Any]:
+        return load_function(self.function) if isinstance(self.function, str) else self.function
+
+    def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
+        """See :class:`ToolCallParser`."""
+        try:
+            result = self._loaded(**arguments_of(self._loaded, {"text": text, "tokenizer": tokenizer}))
+        except (ValueError, RecursionError) as error:
+            return ParsedTurn(text, malformed=str(error) or "no reason was given")
+        except Exception as error:
+            raise RunError(
+                f"parser of tool calls {self.function!r} raised {type(error).__name__}: {error}, for the turn "
+                f"{text[:200]!r}; it must raise ValueError for a malformed call"
+            ) from error
+        rest, calls = result if isinstance(result, tuple) and len(result) == 2 else (text, result)
+        known = isinstance(calls, list) and all(isinstance(call, dict | ToolCall) for call in calls)
+        if not isinstance(rest, str) or not known:
+            raise UsageError(
+                f"parser of tool calls {self.function!r} returned {repr(result)[:200]}, expected a list of calls, each "
+                f"a ToolCall or a dictionary, or a tuple of a text and this list"
+            )
+        try:
+            return ParsedTurn(rest, tuple(call_of(vars(c) if isinstance(c, ToolCall) else c) for c in calls))
+        except ValueError as error:
+            return ParsedTurn(rest, malformed=str(error))
 
 
 def call_of(value: Any) -> ToolCall:

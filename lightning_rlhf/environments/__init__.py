@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.protocol import Turn as Turn
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
     from lightning_rlhf.environments.tools import Tools as Tools
+    from lightning_rlhf.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
 _MODULES = {
     "Agent": "protocol",
@@ -32,6 +33,7 @@ _MODULES = {
     "ToolError": "protocol",
     "Tools": "tools",
     "Turn": "protocol",
+    "VLLMToolCalls": "vllm_parser",
 }
 __all__ = list(_MODULES)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -45,12 +45,21 @@ class ToolCallParser(ABC):
             tokenizer: tokenizer of the run.
         """
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:  # noqa: B027 (most parsers accept every tokenizer)
+    def check(  # noqa: B027 (most parsers accept every tokenizer)
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Validate the tokenizer before a model is loaded.
+
+        Args:
+            tokenizer: tokenizer of the run.
+            tools: JSON schemas of the environment's tools.
 
         Raises:
             ValueError: the parser cannot be used with it.
         """
+
+    def close(self) -> None:  # noqa: B027 (most parsers have nothing to release)
+        """Release resources; the parser can be used again."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class JSONToolCalls(ToolCallParser):
                 malformed = malformed or f"call {number + 1} has no {self.end}"
             before += rest
             try:
-                calls.append(call_of(json.loads(body, **_STRICT)))
+                calls.append(call_of(json.loads(body, **STRICT_JSON)))
             except (ValueError, RecursionError) as error:
                 malformed = malformed or f"call {number + 1}: {error}"
         return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
@@ -122,7 +131,7 @@ class TokenizerToolCalls(ToolCallParser):
     prompt, such as an opening ``<think>``.
     """
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Validate that the tokenizer has a response template."""
         if getattr(tokenizer, "response_template", None) is None:
             raise UsageError(
@@ -224,7 +233,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-_STRICT: dict[str, Any] = {
+STRICT_JSON: dict[str, Any] = {
     "parse_constant": _refuse_constant,
     "parse_float": _finite,
     "object_pairs_hook": _object,

@@ -129,5 +129,5 @@ class EnvironmentSettings:
             bridge = TemplateBridge(*arguments) if is_template else RenderersBridge(*arguments, self.renderer)
         bridge.check()
         if self.parser is not None:
-            self.parser.check(tokenizer)
+            self.parser.check(tokenizer, self.schemas)
         return bridge

@@ -50,11 +50,13 @@ class ConversationSampler:
         return self._endpoint
 
     def close(self) -> None:
-        """End the environments, their processes and the endpoint."""
+        """End the environments, their processes, the endpoint and the parser."""
         if self._host is not None:
             self._host.close()
         if self._endpoint is not None:
             self._endpoint.close()
+        if self.settings.parser is not None:
+            self.settings.parser.close()
         self._host = None
         self._endpoint = None
 

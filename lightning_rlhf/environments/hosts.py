@@ -232,8 +232,9 @@ class LoopHost(Host):
     def _submit(self, own: _LoopCall) -> None:
         if self._state is None:
             loop = asyncio.new_event_loop()
-            self._state = _LoopState(loop, asyncio.Semaphore(self._concurrency))
-            threading.Thread(target=run_loop, args=(loop,), name="async environments", daemon=True).start()
+            thread = threading.Thread(target=run_loop, args=(loop,), name="async environments", daemon=True)
+            self._state = _LoopState(loop, thread, asyncio.Semaphore(self._concurrency))
+            thread.start()
         state = self._state
         with self._lock:
             self._calls[own.call.key] = own
@@ -332,12 +333,13 @@ class LoopHost(Host):
                 self._submit(_LoopCall(own.call, own.result))
 
     def close(self) -> None:
-        """Cancel the calls, close the environments, and end the loop."""
+        """Cancel the calls, close the environments, and end the loop; wait for it, but not long."""
         state, self._state = self._state, None
         with self._lock:
             self._calls.clear()
         if state is not None:
             state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._end(state)))
+            state.thread.join(_GRACE_S)
 
     async def _end(self, state: _LoopState) -> None:
         await asyncio.gather(*state.releases)
@@ -356,13 +358,15 @@ class _LoopState:
     """An event loop with the environments in it.
 
     Args:
-        loop: event loop, which runs in a thread.
+        loop: event loop.
+        thread: thread that runs it.
         slots: semaphore that limits the calls at the same time.
         live: environment of each conversation, and the number of turns that it has seen.
         releases: tasks that close environments.
     """
 
     loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
     slots: asyncio.Semaphore
     live: dict[str, tuple[Any, int]] = field(default_factory=dict)
     releases: set[asyncio.Task[None]] = field(default_factory=set)

@@ -13,6 +13,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
+from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck
@@ -117,6 +118,13 @@ def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, st
     assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
     assert own.conversation.turn_rewards[-1] == turns
     assert len(own.token_ids) <= 24
+
+
+def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):
+    monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): None)
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
+    assert (own.conversation.turn_ends, own.conversation.stop) == ([3], "malformed")
+    assert own.conversation.turn_rewards == [1.0]
 
 
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))

@@ -8,6 +8,7 @@ from .console import Console, StepProgressBar
 from .defaults import complete
 from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
+from .health import HealthChecks
 from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
@@ -23,6 +24,7 @@ __all__ = [
     "DynamicSampling",
     "GracefulShutdown",
     "HFExport",
+    "HealthChecks",
     "KLControl",
     "MetricsCSV",
     "PolicyCheck",

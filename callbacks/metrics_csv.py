@@ -57,7 +57,7 @@ class MetricsCSV(Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         path = self._table(trainer)
-        metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith(_VALIDATION) == validation}
+        metrics = {k: v for k, v in trainer.callback_metrics.items() if is_validation(k) == validation}
         row = {"step": str(trainer.global_step), **{name: repr(float(value)) for name, value in metrics.items()}}
         added = sorted(name for name in row if name not in self._columns)
         if added:
@@ -86,6 +86,11 @@ class MetricsCSV(Callback):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(draft, path)
+
+
+def is_validation(metric: str) -> bool:
+    """Return whether a metric is of a validation."""
+    return metric.startswith(_VALIDATION)
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_rlhf.callbacks import (
     Console,
     GracefulShutdown,
+    HealthChecks,
     HFExport,
     KLControl,
     MetricsCSV,
@@ -28,7 +29,7 @@ def kinds(callbacks):
 
 
 def test_the_defaults_come_in_order():
-    assert kinds(complete([])) == [GracefulShutdown, Throughput, Console, MetricsCSV, RunState, HFExport]
+    assert kinds(complete([])) == [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport]
 
 
 def test_given_ones_take_their_turn_and_replace_a_default():
@@ -36,8 +37,8 @@ def test_given_ones_take_their_turn_and_replace_a_default():
     given = [RunCheckpoint(every_n_steps=1), Report(), ModelCheckpoint(), RolloutLog(), RolloutLoop([]), KLControl(1.0)]
     ordered = complete([*given, console])
     assert kinds(ordered) == [
-        GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, RunState, HFExport,
-        Report, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks, RunState,
+        HFExport, Report, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -1,6 +1,7 @@
 """Agents with OpenAI's client: rows, branches, refusals, failures."""
 
 import json
+import os
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -125,6 +126,17 @@ def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, m
     (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
     assert (own.conversation.turn_ends, own.conversation.stop) == ([3], "malformed")
     assert own.conversation.turn_rewards == [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
+def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
+    engine = Spy(LETTERS, ["bbc"])
+    (own,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
+    assert engine.prompts == [ids("b")]
+    assert own.token_ids == [*ids("bbc"), END]
+    assert own.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))

@@ -14,6 +14,7 @@ from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
 from .report import Report
+from .report_page import ReportPage
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
 from .run_state import RunState
@@ -29,6 +30,7 @@ __all__ = [
     "MetricsCSV",
     "PolicyCheck",
     "Report",
+    "ReportPage",
     "RolloutLog",
     "RolloutLoop",
     "RunCheckpoint",

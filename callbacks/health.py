@@ -11,10 +11,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.inspect.health import HealthMonitor
+from lightning_rlhf.inspect.run_directory import is_validation, read_metrics
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
 
-from .metrics_csv import is_validation, read_metrics
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)

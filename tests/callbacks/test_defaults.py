@@ -14,6 +14,7 @@ from lightning_rlhf.callbacks import (
     KLControl,
     MetricsCSV,
     Report,
+    ReportPage,
     RolloutLog,
     RolloutLoop,
     RunCheckpoint,
@@ -29,7 +30,16 @@ def kinds(callbacks):
 
 
 def test_the_defaults_come_in_order():
-    assert kinds(complete([])) == [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport]
+    assert kinds(complete([])) == [
+        GracefulShutdown,
+        Throughput,
+        Console,
+        MetricsCSV,
+        HealthChecks,
+        RunState,
+        HFExport,
+        ReportPage,
+    ]
 
 
 def test_given_ones_take_their_turn_and_replace_a_default():
@@ -38,7 +48,7 @@ def test_given_ones_take_their_turn_and_replace_a_default():
     ordered = complete([*given, console])
     assert kinds(ordered) == [
         GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks, RunState,
-        HFExport, Report, RunCheckpoint, ModelCheckpoint,
+        HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

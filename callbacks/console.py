@@ -7,27 +7,21 @@ import logging
 import math
 import sys
 import threading
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
-from torch import Tensor
 
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
-from lightning_rlhf.rewards.function import RewardFunction
 
 from .checks import check_at_least, check_module
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
-_FIRST_STEPS = 3
-_MAX_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
 _HEARTBEAT_SECONDS = 60.0
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
@@ -60,8 +54,6 @@ class Console(Callback):
         check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._step_ended: threading.Event | None = None
-        self._warned_of_kl = False
-        self._constant_rewards = Counter[tuple[str, str]]()  # steps by reward and by its value for all responses
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Validate the module."""
@@ -69,8 +61,6 @@ class Console(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
-        self._constant_rewards.clear()
-        self._warned_of_kl = False
         if trainer.is_global_zero:
             print("\n".join(self.description(trainer, pl_module)), flush=True)
 
@@ -125,32 +115,12 @@ class Console(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Print one line; warn about constant rewards and a large KL to the reference."""
+        """Print one line."""
         self._stop_heartbeat()
         loop = _rollout_loop(trainer)
         rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
-        if trainer.is_global_zero and trainer.global_step <= _FIRST_STEPS:
-            self._warn_of_constant_rewards([reward for reward in rewards if reward.weight], trainer.callback_metrics)
-        if trainer.is_global_zero and not self._warned_of_kl:
-            self._warned_of_kl = warn_of_kl(trainer.global_step, trainer.callback_metrics)
-
-    def _warn_of_constant_rewards(self, rewards: list[RewardFunction], metrics: Mapping[str, Tensor]) -> None:
-        for reward in rewards:
-            mean = float(metrics.get(f"reward/{reward.label}", math.nan))
-            deviation = float(metrics.get(f"reward/{reward.label}_std", math.nan))
-            if not deviation <= 1e-6 * abs(mean):  # NaN if it applied to no response
-                continue
-            value = f"{mean:.6g}"
-            self._constant_rewards[reward.label, value] += 1
-            if self._constant_rewards[reward.label, value] == _FIRST_STEPS:
-                log.warning(
-                    "reward %s was %s for all responses of %d steps: the policy learns nothing from it. If it should "
-                    "differ, check the values that it compares (the number 7 is not the text '7'), and the "
-                    "responses, which RolloutLog writes to rollouts/",
-                    *(reward.label, value, _FIRST_STEPS),
-                )
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print one line with the metrics of the validation."""
@@ -163,25 +133,6 @@ class Console(Callback):
         metrics = trainer.callback_metrics
         shown = [f"{name} {_number(float(metrics[name]))}" for name in names if name in metrics]
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
-
-
-def warn_of_kl(step: int, metrics: Mapping[str, Tensor]) -> bool:
-    """Log a warning and return True if the policy is more than 0.1 nats per response token from the reference.
-
-    Args:
-        step: number of the step, starting at 1.
-        metrics: metrics of the step; ``kl/ref`` is missing in a run without a reference.
-    """
-    kl, tokens = (float(metrics.get(name, math.nan)) for name in ("kl/ref", "rollout/response_tokens_mean"))
-    if not kl > _MAX_KL_PER_TOKEN * tokens:  # NaN if one is missing
-        return False
-    log.warning(
-        "step %d: kl/ref is %.3g nats per response, %.2g per token, above %g: the policy moves away from the "
-        "reference, and responses often become worse. Lower the learning rate "
-        "(model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward",
-        *(step, kl, kl / tokens, _MAX_KL_PER_TOKEN),
-    )
-    return True
 
 
 def _rollout_loop(trainer: Trainer) -> RolloutLoop | None:

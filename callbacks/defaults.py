@@ -10,9 +10,11 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from .checkpoint import RunCheckpoint
 from .console import Console
 from .graceful_shutdown import GracefulShutdown
+from .health import HealthChecks
 from .hf_export import HFExport
 from .metrics_csv import MetricsCSV
 from .report import Report
+from .report_page import ReportPage
 from .rollout_loop import RolloutLoop
 from .run_state import RunState
 from .throughput import Throughput
@@ -32,10 +34,10 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
-    defaults = (GracefulShutdown, Throughput, Console, MetricsCSV, RunState, HFExport)
+    defaults = (GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage)
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     first = (GracefulShutdown, Throughput, Console, RolloutLoop)
-    order = (*first, Callback, MetricsCSV, RunState, HFExport, Report, Checkpoint)
+    order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, Report, ReportPage, Checkpoint)
 
     def position(callback: Callback) -> int:
         positions = [i for i, kind in enumerate(order) if kind is not Callback and isinstance(callback, kind)]

@@ -10,9 +10,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from .checks import check_at_least
+from lightning_rlhf.inspect.run_directory import is_validation, read_metrics
 
-_VALIDATION = "val/"
+from .checks import check_at_least
 
 
 class MetricsCSV(Callback):
@@ -57,7 +57,7 @@ class MetricsCSV(Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         path = self._table(trainer)
-        metrics = {k: v for k, v in trainer.callback_metrics.items() if k.startswith(_VALIDATION) == validation}
+        metrics = {k: v for k, v in trainer.callback_metrics.items() if is_validation(k) == validation}
         row = {"step": str(trainer.global_step), **{name: repr(float(value)) for name, value in metrics.items()}}
         added = sorted(name for name in row if name not in self._columns)
         if added:
@@ -88,15 +88,7 @@ class MetricsCSV(Callback):
         os.replace(draft, path)
 
 
-def read_metrics(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table; an incomplete last line is ignored."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return list(csv.DictReader(line for line in lines if line.endswith("\n")))
-
-
 def _precedes(row: dict[str, str], step: int) -> bool:
     """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
-    is_validation = all(not value for name, value in row.items() if name != "step" and not name.startswith(_VALIDATION))
-    return int(row["step"]) < step if is_validation and step > 0 else int(row["step"]) <= step
+    has_training = any(value for name, value in row.items() if name != "step" and not is_validation(name))
+    return int(row["step"]) <= step if has_training or step == 0 else int(row["step"]) < step

@@ -12,9 +12,10 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.inspect.run_directory import read_metrics
 from lightning_rlhf.modules.rlhf import RLHFModule
 
-from .metrics_csv import MetricsCSV, read_metrics
+from .metrics_csv import MetricsCSV
 from .rollout_loop import RolloutLoop
 
 _LABELS = {

@@ -23,6 +23,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import RewardFunction, TrainerState
 from lightning_rlhf.rollout.collect import Collector
+from lightning_rlhf.rollout.conversations import conversation_sampler
 from lightning_rlhf.rollout.engine import (
     EngineDied,
     EngineSetup,
@@ -38,7 +39,7 @@ from .checks import check_at_least, check_engine, check_overlap, check_rollouts,
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
-from .sampling import ResponseSampler, StepRollouts, choose_run_engine, conversation_sampler
+from .sampling import ResponseSampler, StepRollouts, choose_run_engine
 from .validation import Answer, Validation, sources_in
 
 log = logging.getLogger(__name__)
@@ -149,8 +150,7 @@ class RolloutLoop(Callback):
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
         self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype)
         self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
-        sampling = SamplingParams(self.max_response_tokens, self.temperature)
-        self.engine.check(sampling)
+        self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         check_overlap(self.engine, self.max_staleness)
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
@@ -160,7 +160,7 @@ class RolloutLoop(Callback):
             max_tokens=self.max_response_tokens,
             stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
             vocabulary=vocab_size(source),
-            conversations=conversation_sampler(self.environment, trainer.datamodule),
+            conversations=conversation_sampler(self.environment, trainer.datamodule) if self.environment else None,
         )
         own_threads, threads = divided_threads(torch.get_num_threads(), take_turns=not self.max_staleness)
         longest = trainer.datamodule.max_tokens + self.max_response_tokens

@@ -13,9 +13,8 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
@@ -54,36 +53,6 @@ def choose_run_engine(
         engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size)
     log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
     return engine
-
-
-def conversation_sampler(settings: EnvironmentSettings | None, data: PromptDataModule) -> ConversationSampler | None:
-    """Return the sampler of conversations; None without an environment.
-
-    Args:
-        settings: environment of the run.
-        data: data module that was set up.
-
-    Raises:
-        ValueError: the tokenizer or its chat template do not allow conversations, or the data has no tools.
-    """
-    if settings is None:
-        return None
-    bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
-    if (
-        settings.bridge == "template"
-        and not settings.is_agent
-        and not all(example.messages for examples in data.examples.values() for example in examples)
-    ):
-        raise UsageError(
-            "the environment continues chats (bridge: template), but prompts of the data are plain text: set "
-            "as_messages: true of the data module, or bridge: plain"
-        )
-    if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
-        log.info(
-            "The environment has tools, but the data module has none, so only prompts of rows with a column tools "
-            "describe them to the policy: set tools of the data module to describe them in all prompts."
-        )
-    return ConversationSampler(settings, bridge, data.tokenizer)
 
 
 @dataclass(frozen=True)

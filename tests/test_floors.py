@@ -29,7 +29,7 @@ FLOORS = (
     {"data", "models", "rewards"},
     {"environments"},
     {"rollout", "strategies"},
-    {"modules", "planning", "serving"},
+    {"modules", "planning", "serving", "inspect"},
     {"callbacks"},
     {"cli"},
 )

@@ -49,7 +49,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
-    assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"}
+    assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
+    assert len(assets) == 5
+    assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 
 def test_wheel_has_the_callbacks_folder_in_place_of_its_door(wheel):

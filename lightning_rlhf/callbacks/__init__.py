@@ -9,11 +9,13 @@ from .console import Console, StepProgressBar
 from .defaults import complete
 from .dynamic_sampling import DynamicSampling
 from .graceful_shutdown import GracefulShutdown
+from .health import HealthChecks
 from .hf_export import HFExport
 from .kl_control import KLControl
 from .metrics_csv import MetricsCSV
 from .policy_check import PolicyCheck
 from .report import Report
+from .report_page import ReportPage
 from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
 from .run_state import RunState
@@ -24,10 +26,12 @@ __all__ = [
     "DynamicSampling",
     "GracefulShutdown",
     "HFExport",
+    "HealthChecks",
     "KLControl",
     "MetricsCSV",
     "PolicyCheck",
     "Report",
+    "ReportPage",
     "RolloutLog",
     "RolloutLoop",
     "RunCheckpoint",

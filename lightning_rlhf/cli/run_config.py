@@ -10,10 +10,12 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.config_files import check_classes
 from lightning_rlhf.cli.errors import constructor_errors
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.cli.screen import configure_messages
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import ExpectedError
 from lightning_rlhf.modules.role_module import RoleModule
 
@@ -50,6 +52,29 @@ def make_module(config: Namespace) -> Any:
 def make_data(config: Namespace) -> Any:
     """Return the data module of a parsed configuration, before it reads the data."""
     return _make(config, "data", LightningDataModule)
+
+
+def loop_arguments(config: Namespace) -> Namespace:
+    """Return the arguments of a parsed configuration's RolloutLoop; empty without one."""
+    loops = callbacks_of(config, RolloutLoop)
+    return loops[0]["init_args"] if loops else Namespace()
+
+
+def make_environment(config: Namespace) -> EnvironmentSettings | None:
+    """Return the settings of the environment of a parsed configuration; None without one.
+
+    Raises:
+        ValueError: the settings are invalid.
+    """
+    settings = loop_arguments(config).get("environment")
+    if settings is None:
+        return None
+    parser = LightningArgumentParser()
+    parser.add_argument("--environments", type=list[EnvironmentSettings])
+    with constructor_errors(parser):
+        check_classes(settings)
+        made: EnvironmentSettings = parser.instantiate_classes(Namespace(environments=[settings]))["environments"][0]
+    return made
 
 
 def _make(config: Namespace, key: str, base: type) -> Any:

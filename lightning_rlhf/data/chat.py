@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,8 +116,8 @@ class Chat:
     ) -> tuple[list[int], list[bool]]:
         """Tokenize a conversation up to the assistant's last message, with a mask of the assistant's tokens.
 
-        ``{% generation %}`` marks in the template define the mask. Without them, the conversation is rendered up to
-        each turn and before it; the difference, up to the end token, is the turn's text.
+        ``{% generation %}`` marks in the template define the turns. Without them, the conversation is rendered up to
+        each turn and before it; the difference is the turn. The mask ends with the end token of a turn.
 
         Args:
             messages: messages, at least one of them the assistant's.
@@ -133,6 +135,7 @@ class Chat:
         if _GENERATION_MARK.search(self._template()):
             encoding = self._apply(messages, label, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             ids, mask = list(encoding["input_ids"]), [bool(value) for value in encoding["assistant_masks"]]
+            mask = self._without_text_behind_ends(ids, mask)
             if first:
                 before = self.render(messages[:first], label)
                 if not text.startswith(before):
@@ -142,6 +145,15 @@ class Chat:
         else:
             ids, mask = self._mask_by_prefixes(messages, label, turns, text)
         return self._end_after_answer(ids, mask, label)
+
+    def _without_text_behind_ends(self, ids: list[int], mask: list[bool]) -> list[bool]:
+        """Remove the tokens behind a turn's end token from the mask, because a model never generates them."""
+        result: list[bool] = []
+        for marked, part in itertools.groupby(zip(mask, ids, strict=True), key=operator.itemgetter(0)):
+            run = [token for _, token in part]
+            ends = [i for i, token in enumerate(run) if token == self.tokenizer.eos_token_id]
+            result += [marked and (not ends or i <= ends[-1]) for i in range(len(run))]
+        return result
 
     def _mask_by_prefixes(
         self, messages: Sequence[Message], label: str, turns: list[int], text: str
@@ -166,6 +178,8 @@ class Chat:
             ends = [i for i in inside if ids[i] == self.tokenizer.eos_token_id]
             for i in inside:
                 mask[i] = i <= (ends or inside)[-1]
+            if inside and not ends and ids[inside[-1] + 1 :][:1] == [self.tokenizer.eos_token_id]:
+                mask[inside[-1] + 1] = True  # the template does not end a last message
         return ids, mask
 
     def _text_before_first_answer(self, message: Message, label: str) -> str:

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_rlhf.environments.parsers import FunctionToolCalls as FunctionToolCalls
     from lightning_rlhf.environments.parsers import JSONToolCalls as JSONToolCalls
     from lightning_rlhf.environments.parsers import MarkedToolCalls as MarkedToolCalls
     from lightning_rlhf.environments.parsers import TokenizerToolCalls as TokenizerToolCalls
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.protocol import Turn as Turn
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
     from lightning_rlhf.environments.tools import Tools as Tools
+    from lightning_rlhf.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
 _MODULES = {
     "Agent": "protocol",
     "Environment": "protocol",
     "EnvironmentSettings": "settings",
+    "FunctionToolCalls": "parsers",
     "JSONToolCalls": "parsers",
     "MarkedToolCalls": "parsers",
     "Reply": "protocol",
@@ -30,6 +33,7 @@ _MODULES = {
     "ToolError": "protocol",
     "Tools": "tools",
     "Turn": "protocol",
+    "VLLMToolCalls": "vllm_parser",
 }
 __all__ = list(_MODULES)
 

@@ -48,12 +48,13 @@ class Bridge(ABC):
         """
 
     @abstractmethod
-    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
-        """Return the tokens between a turn and the next one.
+    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
+        """Return the tokens between a turn and the next one; None if no turn can follow this one.
 
         Args:
             turn: tokens of the turn.
             written: messages of the environment, at least one.
+            before: all tokens before the turn.
         """
 
     @abstractmethod
@@ -103,7 +104,7 @@ class PlainBridge(Bridge):
         """See :meth:`Bridge.prompt`."""
         return self.ids(text) + self.between([], written)
 
-    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
+    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int]:
         """See :meth:`Bridge.between`."""
         return [id_ for message in written for id_ in self.ids(self.safe(message)["content"])]
 
@@ -151,7 +152,7 @@ class TemplateBridge(Bridge):
         chat = replace(self._chat, tools=[dict(tool) for tool in tools]) if tools else self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
-    def between(self, turn: Sequence[int], written: Sequence[Message]) -> list[int]:
+    def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
         """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""
         for message in written:
             self._check_role(message["role"])  # roles that check() did not expect
@@ -165,13 +166,16 @@ class TemplateBridge(Bridge):
             ValueError: there is no template, it rejects the messages, or its text behind an answer depends on the
                 messages before it; the message shows both texts.
         """
+        self._check_template()
+        for role in self._expected_roles:
+            self._check_role(role)
+
+    def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
             raise UsageError(
                 "the environment writes messages, but the tokenizer has no chat template: use one with a template, or "
                 "set bridge: plain for a model that was trained on texts without a template"
             )
-        for role in self._expected_roles:
-            self._check_role(role)
 
     def _check_role(self, role: str) -> None:
         """Validate the text behind an answer for messages of a role."""

@@ -10,8 +10,8 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.types import Completion
 
 # Why a conversation ended: the environment ended it; the last allowed turn ended; a turn was cut by its limit; no
-# tokens were left for another turn; the environment failed.
-StopReason = Literal["done", "max_turns", "truncated", "tokens", "fault"]
+# tokens were left for another turn; the bridge cannot continue the turn; the environment failed.
+StopReason = Literal["done", "max_turns", "truncated", "tokens", "malformed", "fault"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,19 @@ class Conversation:
         self.sampled: list[bool] = []
         self.turn_ends: list[int] = []  # number of tokens behind the prompt after each turn
         self.stop: StopReason | None = None
+        self._turn_start = 0  # of the last turn in token_ids
         self._versions: list[int] = []
 
     @property
     def request(self) -> list[int]:
         """All tokens so far, which the next turn continues."""
         return self.prompt + self.token_ids
+
+    @property
+    def last_turn(self) -> tuple[list[int], list[int]]:
+        """Tokens of the last turn, and all tokens before it."""
+        start = self._turn_start
+        return self.token_ids[start:], self.prompt + self.token_ids[:start]
 
     @property
     def turn_budget(self) -> int:
@@ -65,6 +72,7 @@ class Conversation:
         self._expect_running()
         if len(completion.token_ids) > self.turn_budget:
             raise UsageError(f"a turn has {len(completion.token_ids)} tokens, at most {self.turn_budget} are allowed")
+        self._turn_start = len(self.token_ids)
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)
@@ -73,15 +81,17 @@ class Conversation:
         if completion.finish_reason == "length":
             self.stop = "truncated"
 
-    def add_written(self, ids: Sequence[int]) -> None:
-        """Append tokens of the environment; end the conversation instead if no token is left for another turn.
+    def add_written(self, ids: Sequence[int] | None) -> None:
+        """Append tokens of the environment; end the conversation instead if no further turn is possible.
 
         Args:
-            ids: tokens between the last turn and the next one.
+            ids: tokens between the last turn and the next one; None if no turn can follow the last one.
         """
         self._expect_running()
         if len(self.turn_ends) == self.limits.max_turns:
             self.stop = "max_turns"
+        elif ids is None:
+            self.stop = "malformed"
         elif len(self.token_ids) + len(ids) >= self.limits.max_response_tokens:
             self.stop = "tokens"
         else:

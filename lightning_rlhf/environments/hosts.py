@@ -232,8 +232,9 @@ class LoopHost(Host):
     def _submit(self, own: _LoopCall) -> None:
         if self._state is None:
             loop = asyncio.new_event_loop()
-            self._state = _LoopState(loop, asyncio.Semaphore(self._concurrency))
-            threading.Thread(target=run_loop, args=(loop,), name="async environments", daemon=True).start()
+            thread = threading.Thread(target=run_loop, args=(loop,), name="async environments", daemon=True)
+            self._state = _LoopState(loop, thread, asyncio.Semaphore(self._concurrency))
+            thread.start()
         state = self._state
         with self._lock:
             self._calls[own.call.key] = own
@@ -247,7 +248,7 @@ class LoopHost(Host):
             reply = self._result(advancing)
             self._set_result(own, reply)
             if isinstance(reply, Fault):
-                await self._release(own.call.key, state)
+                self._begin_release(own.call.key, state)
 
     def _set_result(self, own: _LoopCall, reply: Reply | Fault) -> None:
         """Set the result of a call, unless another loop has taken it over."""
@@ -296,6 +297,11 @@ class LoopHost(Host):
         state.live[call.key] = environment, number + 1
         return reply
 
+    def _begin_release(self, key: str, state: _LoopState) -> None:
+        task = state.loop.create_task(self._release(key, state))
+        state.releases.add(task)
+        task.add_done_callback(state.releases.discard)
+
     async def _release(self, key: str, state: _LoopState) -> None:
         environment, _ = state.live.pop(key, (None, 0))
         if hasattr(environment, "close"):
@@ -306,7 +312,7 @@ class LoopHost(Host):
         """See :meth:`Host.release`."""
         state = self._state
         if state is not None:
-            state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._release(key, state)))
+            state.loop.call_soon_threadsafe(self._begin_release, key, state)
 
     def end_overdue(self) -> None:
         """End calls that block the event loop; all others are repeated in a new loop."""
@@ -327,12 +333,24 @@ class LoopHost(Host):
                 self._submit(_LoopCall(own.call, own.result))
 
     def close(self) -> None:
-        """Cancel the calls and end the loop."""
+        """Cancel the calls, close the environments, and end the loop; wait for it, but not long."""
         state, self._state = self._state, None
         with self._lock:
             self._calls.clear()
         if state is not None:
-            state.loop.call_soon_threadsafe(state.loop.stop)
+            state.loop.call_soon_threadsafe(lambda: state.loop.create_task(self._end(state)))
+            state.thread.join(_GRACE_S)
+
+    async def _end(self, state: _LoopState) -> None:
+        await asyncio.gather(*state.releases)
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for key in list(state.live):
+            self._begin_release(key, state)
+        await asyncio.gather(*state.releases)
+        state.loop.stop()
 
 
 @dataclass
@@ -340,14 +358,18 @@ class _LoopState:
     """An event loop with the environments in it.
 
     Args:
-        loop: event loop, which runs in a thread.
+        loop: event loop.
+        thread: thread that runs it.
         slots: semaphore that limits the calls at the same time.
         live: environment of each conversation, and the number of turns that it has seen.
+        releases: tasks that close environments.
     """
 
     loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
     slots: asyncio.Semaphore
     live: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    releases: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @dataclass(eq=False)

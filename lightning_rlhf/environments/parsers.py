@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.protocol import ToolCall
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.environments.worker import arguments_of
+from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.references import load_function
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,21 @@ class ToolCallParser(ABC):
             tokenizer: tokenizer of the run.
         """
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:  # noqa: B027 (most parsers accept every tokenizer)
+    def check(  # noqa: B027 (most parsers accept every tokenizer)
+        self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Validate the tokenizer before a model is loaded.
+
+        Args:
+            tokenizer: tokenizer of the run.
+            tools: JSON schemas of the environment's tools.
 
         Raises:
             ValueError: the parser cannot be used with it.
         """
+
+    def close(self) -> None:  # noqa: B027 (most parsers have nothing to release)
+        """Release resources; the parser can be used again."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class JSONToolCalls(ToolCallParser):
                 malformed = malformed or f"call {number + 1} has no {self.end}"
             before += rest
             try:
-                calls.append(call_of(json.loads(body, **_STRICT)))
+                calls.append(call_of(json.loads(body, **STRICT_JSON)))
             except (ValueError, RecursionError) as error:
                 malformed = malformed or f"call {number + 1}: {error}"
         return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
@@ -118,7 +131,7 @@ class TokenizerToolCalls(ToolCallParser):
     prompt, such as an opening ``<think>``.
     """
 
-    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Validate that the tokenizer has a response template."""
         if getattr(tokenizer, "response_template", None) is None:
             raise UsageError(
@@ -134,6 +147,54 @@ class TokenizerToolCalls(ToolCallParser):
         except (ValueError, KeyError) as error:  # of transformers for texts that it cannot parse, and of call_of
             return ParsedTurn(text, malformed=str(error))
         return ParsedTurn(str(message.get("content") or ""), calls)
+
+
+@dataclass(frozen=True)
+class FunctionToolCalls(ToolCallParser):
+    """Calls that a function finds in the text of a turn; it runs in the trainer's process, without a time limit.
+
+    The function has the argument ``text``, and may have ``tokenizer``. It returns a list of calls, each a ``ToolCall``
+    or a dictionary with ``name`` and ``arguments``, or the tuple of the text without calls and this list. It raises
+    ValueError for a malformed call, whose message the policy reads; any other exception ends the run.
+
+    Args:
+        function: the function, or its reference ``file.py:name`` or ``module:name``.
+    """
+
+    function: str | Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        try:
+            arguments_of(self._loaded, {"text": "", "tokenizer": None})
+        except TypeError as error:
+            raise UsageError(f"parser of tool calls {self.function!r}: {error}") from error
+
+    @cached_property
+    def _loaded(self) -> Callable[..., Any]:
+        return load_function(self.function) if isinstance(self.function, str) else self.function
+
+    def __call__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> ParsedTurn:
+        """See :class:`ToolCallParser`."""
+        try:
+            result = self._loaded(**arguments_of(self._loaded, {"text": text, "tokenizer": tokenizer}))
+        except (ValueError, RecursionError) as error:
+            return ParsedTurn(text, malformed=str(error) or "no reason was given")
+        except Exception as error:
+            raise RunError(
+                f"parser of tool calls {self.function!r} raised {type(error).__name__}: {error}, for the turn "
+                f"{text[:200]!r}; it must raise ValueError for a malformed call"
+            ) from error
+        rest, calls = result if isinstance(result, tuple) and len(result) == 2 else (text, result)
+        known = isinstance(calls, list) and all(isinstance(call, dict | ToolCall) for call in calls)
+        if not isinstance(rest, str) or not known:
+            raise UsageError(
+                f"parser of tool calls {self.function!r} returned {repr(result)[:200]}, expected a list of calls, each "
+                f"a ToolCall or a dictionary, or a tuple of a text and this list"
+            )
+        try:
+            return ParsedTurn(rest, tuple(call_of(vars(c) if isinstance(c, ToolCall) else c) for c in calls))
+        except ValueError as error:
+            return ParsedTurn(rest, malformed=str(error))
 
 
 def call_of(value: Any) -> ToolCall:
@@ -172,7 +233,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-_STRICT: dict[str, Any] = {
+STRICT_JSON: dict[str, Any] = {
     "parse_constant": _refuse_constant,
     "parse_float": _finite,
     "object_pairs_hook": _object,

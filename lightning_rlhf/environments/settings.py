@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.parsers import ToolCallParser
+from lightning_rlhf.environments.renderers_bridge import RenderersBridge
 from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.references import load_function
@@ -29,7 +30,9 @@ class EnvironmentSettings:
             ``module:name``. Every conversation has a new object.
         arguments: keyword arguments of the factory.
         parser: parser of tool calls; None passes turns on as text.
-        bridge: tokens of the environment's messages: ``template`` uses the chat template, ``plain`` only the text.
+        bridge: tokens of the environment's messages: ``template`` uses the chat template, ``plain`` only the text,
+            ``renderers`` the package renderers.
+        renderer: renderer of that package, such as ``qwen3``; None is that of the model's name.
         max_turns: largest number of turns of the policy, at least 1.
         max_turn_tokens: most tokens of one turn; None is limited by ``max_response_tokens`` of the loop, which counts
             all turns and the messages between them.
@@ -49,7 +52,8 @@ class EnvironmentSettings:
     factory: str | Callable[..., Any]  # str first: otherwise the configuration cannot be saved
     arguments: dict[str, Any] = field(default_factory=dict)
     parser: ToolCallParser | None = None
-    bridge: Literal["template", "plain"] = "template"
+    bridge: Literal["template", "plain", "renderers"] = "template"
+    renderer: str | None = None
     max_turns: int = 8
     max_turn_tokens: int | None = None
     max_message_tokens: int | None = None
@@ -69,6 +73,8 @@ class EnvironmentSettings:
             raise UsageError(f"timeout_s of the environment must be positive or null, got {self.timeout_s}")
         if not 0 <= self.max_error_rate <= 1:
             raise UsageError(f"max_error_rate of the environment must be in [0, 1], got {self.max_error_rate}")
+        if self.renderer is not None and self.bridge != "renderers":
+            raise UsageError(f"renderer {self.renderer!r} needs bridge: renderers, got bridge: {self.bridge}")
         try:
             factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
             inspect.signature(factory).bind(**self.arguments)
@@ -118,8 +124,10 @@ class EnvironmentSettings:
             bridge = PlainBridge(tokenizer, self.max_message_tokens)
         else:
             tools = self.schemas if self.arguments.get("role") != "user" else []
-            bridge = TemplateBridge(tokenizer, self.max_message_tokens, tools, options)
+            arguments = (tokenizer, self.max_message_tokens, tools, options)
+            is_template = self.bridge == "template"
+            bridge = TemplateBridge(*arguments) if is_template else RenderersBridge(*arguments, self.renderer)
         bridge.check()
         if self.parser is not None:
-            self.parser.check(tokenizer)
+            self.parser.check(tokenizer, self.schemas)
         return bridge

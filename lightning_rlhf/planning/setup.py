@@ -220,6 +220,8 @@ class Work:
         pairs: whether a row is two texts, padded to the longer one and passed through a model together.
         evaluates_mismatched: whether actor and reference have a pass over mismatched responses, as in KTO.
         reuses_first: whether the log-probs of the first mini-batch are from the forward pass of its update.
+        turns: largest number of turns of a conversation with an environment; 0 without an environment.
+        environment_processes: largest number of processes of environments that one engine serves.
     """
 
     responses: int
@@ -232,6 +234,8 @@ class Work:
     pairs: bool = False
     evaluates_mismatched: bool = False
     reuses_first: bool = False
+    turns: int = 0
+    environment_processes: int = 0
 
     @property
     def row_tokens(self) -> int:

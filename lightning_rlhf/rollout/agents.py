@@ -128,7 +128,10 @@ class AgentLoop(ConversationLoop):
         new = messages[known:]
         continues = known and messages[:known] == agent.history and new and all(m["role"] in ROLES for m in new)
         if continues and own.conversation.stop is None:
-            own.conversation.add_written(self._bridge.between(own.conversation.request, new))
+            turn, before = own.conversation.last_turn
+            own.conversation.add_written(self._bridge.between(turn, new, before))
+            if own.conversation.stop == "malformed":
+                raise RefusedRequest("the last turn is malformed, and cannot be continued")
             if own.conversation.stop is not None:
                 raise _too_long("no token is left for another turn")
             return

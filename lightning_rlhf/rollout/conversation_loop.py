@@ -261,8 +261,8 @@ class ConversationLoop:
         elif own.turns:
             role = "tool" if own.turns[-1].calls else "user"
             written = _as_messages(reply.messages, role)
-            turn = own.conversation.request
-            own.conversation.add_written(self._bridge.between(turn, written) if written else [])
+            turn, before = own.conversation.last_turn
+            own.conversation.add_written(self._bridge.between(turn, written, before) if written else [])
             if own.conversation.stop is None:
                 own.messages += written
         self._continue(own)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.hosts import Host, make_host
+from lightning_rlhf.environments.protocol import Message
 from lightning_rlhf.environments.settings import EnvironmentSettings
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.agents import AgentLoop
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, ConversationRequest
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class ConversationSampler:
@@ -50,11 +56,13 @@ class ConversationSampler:
         return self._endpoint
 
     def close(self) -> None:
-        """End the environments, their processes and the endpoint."""
+        """End the environments, their processes, the endpoint and the parser."""
         if self._host is not None:
             self._host.close()
         if self._endpoint is not None:
             self._endpoint.close()
+        if self.settings.parser is not None:
+            self.settings.parser.close()
         self._host = None
         self._endpoint = None
 
@@ -116,8 +124,41 @@ class ConversationSampler:
         return loop.run(requests)
 
 
+def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) -> ConversationSampler:
+    """Return the sampler of conversations with the prompts of a data module.
+
+    Args:
+        settings: environment of the run.
+        data: data module that was set up.
+
+    Raises:
+        ValueError: the tokenizer or its chat template do not allow conversations, or the data has no tools.
+    """
+    bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    if (
+        settings.bridge == "template"
+        and not settings.is_agent
+        and not all(example.messages for examples in data.examples.values() for example in examples)
+    ):
+        raise UsageError(
+            "the environment continues chats (bridge: template), but prompts of the data are plain text: set "
+            "as_messages: true of the data module, or bridge: plain"
+        )
+    if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
+        log.info(
+            "The environment has tools, but the data module has none, so only prompts of rows with a column tools "
+            "describe them to the policy: set tools of the data module to describe them in all prompts."
+        )
+    return ConversationSampler(settings, bridge, data.tokenizer)
+
+
 def row_of(prompts: PromptBatch, number: int) -> dict[str, Any]:
-    """Return the columns of a prompt's row, with its text as ``prompt`` and its chat messages as ``messages``."""
+    """Return the row of a prompt as an environment receives it."""
     messages = prompts.messages[number] if prompts.messages else []
     columns = {name: values[number] for name, values in prompts.columns.items()}
-    return {**columns, "prompt": prompts.texts[number], "messages": messages}
+    return environment_row(columns, prompts.texts[number], messages)
+
+
+def environment_row(columns: Mapping[str, Any], text: str, messages: list[Message]) -> dict[str, Any]:
+    """Return the columns of a prompt's row, with its text as ``prompt`` and its chat messages as ``messages``."""
+    return {**columns, "prompt": text, "messages": messages}

@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
-from lightning_rlhf.rollout.conversations import ConversationSampler, row_of
+from lightning_rlhf.rollout.conversations import conversation_sampler, row_of
 from lightning_rlhf.rollout.engine import CompletionCheck, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -54,7 +54,7 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) ->
     """
     tokenizer = data.tokenizer
     batch = data.collate(data.examples["train"][:1], [0], [0], 0)
-    sampler = ConversationSampler(settings, settings.make_bridge(tokenizer, data.chat_template_kwargs), tokenizer)
+    sampler = conversation_sampler(settings, data)
     request = ConversationRequest(
         prompt_ids=batch.token_ids[0],
         text=batch.texts[0],

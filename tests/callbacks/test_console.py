@@ -4,7 +4,6 @@ import json
 import time
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
@@ -42,62 +41,6 @@ def test_lines_can_be_rarer(run, capsys):
     run(trainer={"max_epochs": 2}, callbacks=[Console(every_n_steps=3)]).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 3"]
-
-
-def none_right(completions, answer):
-    return [0.7 * (text == 7) + 0.1 for text in completions]  # a text is no number
-
-
-def told_apart_at_last(completions, trainer_state):
-    return [float(number > 0 and trainer_state.global_step == 2) for number in range(len(completions))]
-
-
-def half_of_them(completions):
-    return [float(number % 2) for number in range(len(completions))]
-
-
-def of_nothing(completions):
-    return [None for _ in completions]
-
-
-def test_a_constant_reward_of_the_first_steps_warns_once(run, caplog):
-    rewards = [
-        RewardFunction(none_right),
-        RewardFunction(none_right, name="only_logged", weight=0.0),
-        RewardFunction(told_apart_at_last),
-        RewardFunction(half_of_them),
-        RewardFunction(of_nothing, dry_call=False),
-    ]
-    run(loop={"rewards": rewards}, trainer={"max_epochs": 3}, callbacks=[Console()]).fit()
-    messages = [record.message for record in caplog.records if "for all responses of" in record.message]
-    assert len(messages) == 1
-    assert messages[0].startswith("reward none_right was 0.1 for all responses of 3 steps: the policy learns nothing")
-    assert messages[0].endswith("the responses, which RolloutLog writes to rollouts/")
-
-
-class FarFromReference(Callback):
-    """Replaces the KL of each step, before :class:`Console` reads it."""
-
-    def __init__(self, *values):
-        self.values = values
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        tokens = trainer.callback_metrics["rollout/response_tokens_mean"]
-        pl_module.log("kl/ref", self.values[trainer.global_step - 1] * float(tokens))
-
-
-def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run, caplog):
-    callbacks = [FarFromReference(0.09, 0.25, 0.5), Console()]
-    run(trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
-    (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
-    assert warned.startswith("step 2: kl/ref is ")
-    assert "0.25 per token, above 0.1: " in warned
-    assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
-
-
-def test_a_run_without_reference_is_not_warned_of_its_kl(caplog):
-    assert not console.warn_of_kl(1, {"rollout/response_tokens_mean": torch.tensor(4.0)})
-    assert not caplog.records
 
 
 def test_a_module_without_rollouts_has_a_first_screen_too(run, capsys, tmp_path):

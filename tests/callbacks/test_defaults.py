@@ -9,10 +9,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_rlhf.callbacks import (
     Console,
     GracefulShutdown,
+    HealthChecks,
     HFExport,
     KLControl,
     MetricsCSV,
     Report,
+    ReportPage,
     RolloutLog,
     RolloutLoop,
     RunCheckpoint,
@@ -28,7 +30,16 @@ def kinds(callbacks):
 
 
 def test_the_defaults_come_in_order():
-    assert kinds(complete([])) == [GracefulShutdown, Throughput, Console, MetricsCSV, RunState, HFExport]
+    assert kinds(complete([])) == [
+        GracefulShutdown,
+        Throughput,
+        Console,
+        MetricsCSV,
+        HealthChecks,
+        RunState,
+        HFExport,
+        ReportPage,
+    ]
 
 
 def test_given_ones_take_their_turn_and_replace_a_default():
@@ -36,8 +47,8 @@ def test_given_ones_take_their_turn_and_replace_a_default():
     given = [RunCheckpoint(every_n_steps=1), Report(), ModelCheckpoint(), RolloutLog(), RolloutLoop([]), KLControl(1.0)]
     ordered = complete([*given, console])
     assert kinds(ordered) == [
-        GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, RunState, HFExport,
-        Report, RunCheckpoint, ModelCheckpoint,
+        GracefulShutdown, Throughput, Console, RolloutLoop, RolloutLog, KLControl, MetricsCSV, HealthChecks, RunState,
+        HFExport, Report, ReportPage, RunCheckpoint, ModelCheckpoint,
     ]  # fmt: skip
     assert console in ordered
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks import MetricsCSV
-from lightning_rlhf.callbacks.metrics_csv import read_metrics
+from lightning_rlhf.inspect.run_directory import read_metrics
 
 
 def a_trainer(directory, step=0, resumed=False, fn="fit", **metrics):

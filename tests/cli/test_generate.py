@@ -72,9 +72,12 @@ def test_batches_change_nothing_and_the_seed_changes_everything(generate):
     )
 
 
-def test_greedy_responses_are_what_transformers_generates(generate, tiny_export):
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_greedy_responses_are_what_transformers_generates(generate, tiny_export, engine):
+    if engine == "vllm" and not vllm_installed():
+        pytest.skip("vLLM is not installed")
     Path("chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
-    assert generate("--temperature", "0", source="chat.jsonl")[0] == 0
+    assert generate("--temperature", "0", source="chat.jsonl", engine=engine)[0] == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_export), AutoTokenizer.from_pretrained(tiny_export)
     for row in read_lines(Path("out.jsonl")):
         text = f"user: {row['prompt'][0]['content']}\nassistant: "

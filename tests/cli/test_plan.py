@@ -58,6 +58,19 @@ def test_a_run_that_fits_is_a_table_and_code_0(planned):
     assert "a mini-batch of 4 into 1 micro-batches" in shown
 
 
+def test_turns_and_processes_of_an_environment_are_counted(planned, config):
+    arguments = config["trainer"]["callbacks"][0]["init_args"]
+    environment = {"factory": "tests.environments.worlds:Echo", "max_turns": 3, "concurrency": 5}
+    arguments["environment"] = environment
+    shown = " ".join(planned("--gpus", "1", "--gpu-memory-gib", "24", given=config).out.split())
+    assert "a step: 4 conversations of up to 3 turns, of at most 20 tokens; each of 1 ranks" in shown
+    assert "each engine has up to 5 environment processes, whose host memory is not planned" in shown
+    environment["timeout_s"] = None
+    shown = planned("--gpus", "1", "--gpu-memory-gib", "24", given=config).out
+    assert "3 turns" in shown
+    assert "processes" not in shown
+
+
 def test_a_run_that_does_not_fit_is_a_sentence_and_code_2(planned):
     found = planned("--gpus", "2", "--gpu-memory-gib", "1")
     assert found.code == 2

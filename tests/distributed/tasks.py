@@ -35,6 +35,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -42,6 +43,7 @@ from lightning_rlhf.objectives.resampling import ScoreResampling
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
+from tests.environments.worlds import CountsLetters
 from tests.stand_ins import TinyModel, quiet_trainer
 
 STEPS = 3
@@ -126,10 +128,12 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     Args:
         kind: ``sft``, ``rm``, ``ppo``, ``dpo``, ``kto`` or ``online_dpo``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
-            of a batch, ``max_staleness`` of rollouts, ``updates`` per step, further arguments of the module.
+            of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
+            environment, further arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
+    turns = options.pop("turns", None)
     if updates := options.pop("updates", None):
         options |= {"update_epochs": 1, "minibatch_size": 2 * rows // updates, "kl_reward": KLTerm()}
     if max_staleness:
@@ -160,7 +164,9 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
             [RewardFunction(reward)],
             SeededEngine(),
             group_size=2,
-            max_response_tokens=6,
+            max_response_tokens=6 * (turns or 1),
+            environment=turns
+            and EnvironmentSettings(CountsLetters, bridge="plain", max_turns=turns, max_turn_tokens=5, timeout_s=None),
             check_rows=0,
             val_metric=reward.__name__,
             validate_at_ends=False,

@@ -117,6 +117,19 @@ def test_updates_with_the_log_probs_of_the_first_forward_pass_are_those_of_one_p
 
 
 @pytest.mark.slow
+def test_conversations_are_those_of_one_process(tmp_path):
+    answers, files = [], []
+    for ranks, strategy in ((1, "auto"), (2, "rlhf_ddp"), (3, "rlhf_fsdp"), (2, STRATEGIES["rlhf_deepspeed_stage_3"])):
+        files.append(tmp_path / f"{len(files)}.safetensors")
+        run = {"kind": "ppo", "strategy": strategy, "weights": str(files[-1]), "module": {"turns": 4}}
+        answers.append(run_ranks("tests.distributed.tasks:train", ranks, [run])[0][0])
+    assert all(step["env/turns"] > 1.2 and 0 < step["env/written_share"] < 1 for step in answers[0]["steps"])
+    for answer, file in zip(answers[1:], files[1:], strict=True):
+        assert_equal_metrics(answer, answers[0])
+        assert max(largest_differences(file, files[0]).values()) <= WEIGHTS
+
+
+@pytest.mark.slow
 def test_rollouts_ahead_are_those_of_one_process_also_after_resuming_on_another_number_of_ranks(tmp_path):
     files = {name: str(tmp_path / f"{name}.safetensors") for name in ("one", "two", "two to one", "one to two")}
     run = {"kind": "ppo", "strategy": "rlhf_fsdp", "module": {"max_staleness": 1}, "trainer": {"max_steps": 4}}

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import os
+import subprocess
 import threading
+from pathlib import Path
 
 from lightning_rlhf.environments.protocol import Agent, Reply
 
@@ -178,6 +180,21 @@ class SendsWrong(Agent):
                     return 0.0
         ask(client_of(base_url, api_key), [user("a")])
         return 1.0
+
+
+class RunsVerifiers(Agent):
+    """Runs a task of verifiers in its virtual environment."""
+
+    def run(self, base_url, api_key, row):
+        command = [os.environ["LIGHTNING_RLHF_VERIFIERS_PYTHON"], str(Path(__file__).with_name("verifiers_agent.py"))]
+        found = subprocess.run(
+            [*command, base_url, "b"],
+            env={**os.environ, "POLICY_KEY": api_key},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return float(found.stdout.split()[-1])
 
 
 class Misbehaves(Agent):

@@ -1,6 +1,7 @@
 """Agents with OpenAI's client: rows, branches, refusals, failures."""
 
 import json
+import os
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
+from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck
@@ -117,6 +119,24 @@ def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, st
     assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
     assert own.conversation.turn_rewards[-1] == turns
     assert len(own.token_ids) <= 24
+
+
+def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):
+    monkeypatch.setattr(TemplateBridge, "between", lambda self, turn, written, before=(): None)
+    (own,) = converse(Spy(LETTERS, ["bc"]), requests(1, {"code": "invalid_request"}), factory=agents.TooMany)
+    assert (own.conversation.turn_ends, own.conversation.stop) == ([3], "malformed")
+    assert own.conversation.turn_rewards == [1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif("LIGHTNING_RLHF_VERIFIERS_PYTHON" not in os.environ, reason="needs a Python with verifiers 0.4")
+def test_an_agent_of_verifiers_is_trained_through_its_own_http_client(converse):
+    engine = Spy(LETTERS, ["bbc"])
+    (own,) = converse(engine, requests(1), factory=agents.RunsVerifiers, timeout_s=200.0)
+    assert engine.prompts == [ids("b")]
+    assert own.token_ids == [*ids("bbc"), END]
+    assert own.conversation.turn_rewards == [pytest.approx(2 / 3)]
 
 
 @pytest.mark.parametrize("number", range(len(agents.WRONG)))

@@ -14,10 +14,12 @@ def test_a_conversation_of_two_turns_worked_by_hand():
     conversation = Conversation([1, 2], Limits(max_turns=3, max_response_tokens=10))
     conversation.add_turn(turn([3, 4]))
     assert conversation.request == [1, 2, 3, 4]
+    assert conversation.last_turn == ([3, 4], [1, 2])
     conversation.add_written([7, 8, 9])
     assert conversation.request == [1, 2, 3, 4, 7, 8, 9]
     assert conversation.turn_budget == 5
     conversation.add_turn(turn([5], version=1))
+    assert conversation.last_turn == ([5], [1, 2, 3, 4, 7, 8, 9])
     conversation.end("done")
     whole = conversation.completion
     assert whole.token_ids == [3, 4, 7, 8, 9, 5]
@@ -33,6 +35,8 @@ def test_a_conversation_of_two_turns_worked_by_hand():
         (Limits(1, 10), [7], "max_turns", "stop"),
         (Limits(3, 4), [7, 8], "tokens", "length"),  # no token is left for another turn
         (Limits(3, 5), [7, 8], None, None),
+        (Limits(3, 10), None, "malformed", "stop"),  # the bridge cannot continue the turn
+        (Limits(1, 10), None, "max_turns", "stop"),
     ],
 )
 def test_messages_behind_the_last_turn_are_not_part_of_the_row(limits, written, stop, reason):

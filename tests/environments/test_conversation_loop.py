@@ -60,6 +60,24 @@ def ids(text):
     return LETTERS(text, add_special_tokens=False)["input_ids"]
 
 
+def test_a_turn_that_the_bridge_cannot_continue_ends_its_conversation(converse, monkeypatch):
+    """The bridge gets the turn and all before it."""
+    got = []
+
+    def between(self, turn, written, before):
+        got.append((turn, before))
+        return self.ids("h") if len(got) == 1 else None
+
+    monkeypatch.setattr(PlainBridge, "between", between)
+    (own,) = converse(Spy(LETTERS, ["ab"]), requests(1), factory=worlds.Echo, timeout_s=None)
+    said = [*ids("ab"), END]
+    assert got == [(said, [4, 3]), (said, [4, 3, *said, *ids("h")])]
+    assert own.token_ids == [*said, *ids("h"), *said]
+    record = own.conversation
+    assert (record.stop, record.turn_ends, record.turn_rewards) == ("malformed", [3, 7], [0.0, 0.0])
+    assert [message["role"] for message in record.messages] == ["assistant", "user", "assistant"]
+
+
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_a_row_is_what_the_engine_was_sent_and_returned(converse, timeout_s):
     engine = Spy(LETTERS, ["ab"])

@@ -124,6 +124,36 @@ def test_an_async_environment_that_fails_leaves_the_others(host, text, kind):
     assert text != "exit" or bad.result().message == "raised SystemExit: 1"
 
 
+class Closes(Sleeps):
+    """Writes its seed to a file when it is closed, after a while."""
+
+    def __init__(self, log):
+        self.log = log
+
+    async def reset(self, seed):
+        self.seed = seed
+
+    async def close(self):
+        await asyncio.sleep(0.05)
+        with open(self.log, "a") as log:
+            log.write(f"{self.seed} ")
+
+
+def test_async_environments_are_closed_with_their_loop(host, tmp_path):
+    """One that is being closed, one whose call runs, and an idle one."""
+    own = host(Closes, log=str(tmp_path / "log"))
+    digests = [digest_of(own.call(Call(str(seed), {}, seed)).result(10)) for seed in range(3)]
+    call = own.call(Call("1", {}, 1, (Turn("await"),), digests[:1]))
+    own.release("0")
+    own.close()
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "log").exists() or len((tmp_path / "log").read_text().split()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert sorted((tmp_path / "log").read_text().split()) == ["0", "1", "2"]
+    assert not call.done()
+
+
 def test_an_async_environment_that_blocks_its_loop_is_given_up(host):
     own = host(Sleeps, timeout_s=0.2)
     digest = digest_of(own.call(Call("bad", {}, 0)).result(10))

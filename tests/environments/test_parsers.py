@@ -1,11 +1,12 @@
 """Tool calls in turns: what is accepted, and what is reported to the policy."""
 
 import json
+import re
 
 import pytest
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.environments import JSONToolCalls, MarkedToolCalls, TokenizerToolCalls, ToolCall
+from lightning_rlhf.environments import FunctionToolCalls, JSONToolCalls, MarkedToolCalls, TokenizerToolCalls, ToolCall
 from lightning_rlhf.environments.parsers import call_of
 
 PARSE = JSONToolCalls()
@@ -89,6 +90,67 @@ def test_calls_in_the_format_of_a_tokenizer():
     assert parsed.text.strip() == "see"
     assert parse("no call", tokenizer).calls == ()
     assert parse(calls("{"), tokenizer).malformed
+
+
+def find(text):
+    """Calls as lines `!name {...}`; some turns let it fail."""
+    if "refuse" in text:
+        raise ValueError("calls must not be refused")
+    if "broken" in text:
+        raise KeyError("name")
+    if "strings" in text:
+        return ["add"]
+    calls = re.findall(r"^!(\w+) (.*)$", text, re.MULTILINE)
+    return [{"name": name, "arguments": json.loads(body)} for name, body in calls]
+
+
+def find_and_cut(text, tokenizer):
+    assert tokenizer == "tokenizer"
+    first, _, name = text.partition("!")
+    return first.strip(), [ToolCall(name, {})] if name else []
+
+
+def test_calls_that_a_function_finds(tmp_path):
+    parse = FunctionToolCalls(find)
+    parsed = parse('see\n!add {"a": 1}\n!list {}', None)
+    assert parsed.calls == (ToolCall("add", {"a": 1}), ToolCall("list", {}))
+    assert parsed.text == 'see\n!add {"a": 1}\n!list {}'
+    assert parse("no call", None).calls == ()
+    assert parse("refuse", None).malformed == "calls must not be refused"
+    assert parse('!add {"a": }', None).malformed.startswith("Expecting value")
+    assert parse("!add " + "[" * 100_000, None).malformed.startswith("maximum recursion depth")
+    parsed = parse("!add {}\n!add 1", None)
+    assert (parsed.calls, parsed.malformed) == ((), "'arguments' must be an object, got int")
+    parsed = FunctionToolCalls(f"{__name__}:find_and_cut")("see !add", "tokenizer")
+    assert (parsed.text, parsed.calls) == ("see", (ToolCall("add", {}),))
+    (tmp_path / "own.py").write_text("def parse(text, tokenizer=None, strict=True):\n    return []\n")
+    assert FunctionToolCalls(f"{tmp_path}/own.py:parse")("x", None).calls == ()
+
+
+def test_a_function_that_fails_itself_ends_the_run():
+    with pytest.raises(RuntimeError, match=r"raised KeyError: 'name', for the turn 'broken'; it must raise ValueError"):
+        FunctionToolCalls(find)("broken", None)
+    with pytest.raises(ValueError, match=r"returned \['add'\], expected a list of calls"):
+        FunctionToolCalls(find)("strings", None)
+
+
+@pytest.mark.parametrize("result", [None, "x", {}, [1], (1, []), ("x", ()), ("x", [], 1)])
+def test_a_function_that_returns_something_else_ends_the_run(result):
+    with pytest.raises(ValueError, match="expected a list of calls, each a ToolCall or a dictionary, or a tuple"):
+        FunctionToolCalls(lambda text: result)("turn", None)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda turn: [], "needs 'turn', but only text, tokenizer are passed"),
+        ("no_such_file.py:parse", "file not found: no_such_file.py"),
+        (f"{__name__}:fint", "did you mean 'find'"),
+    ],
+)
+def test_a_function_is_validated_before_the_run(function, message):
+    with pytest.raises(ValueError, match=message):
+        FunctionToolCalls(function)
 
 
 def test_markers_must_not_be_empty():

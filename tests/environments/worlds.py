@@ -24,6 +24,13 @@ class Guess(Environment):
         return Reply("b" if guess < self.number else "c", reward=-0.125, metrics={"found": 0.0})
 
 
+class CountsLetters(Environment):
+    """Answers with the first letters of a turn, rewards each a, and ends at a g."""
+
+    def step(self, text):
+        return Reply(text[:2] or "b", reward=float(text.count("a")), done="g" in text)
+
+
 class Echo(Environment):
     """Repeats the first letters of each turn."""
 

@@ -4,17 +4,24 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.rollout.engine import EngineDied
+from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.push import NCCLPush
 from lightning_rlhf.types import SamplingParams
+from tests.environments.worlds import Echo
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
 from tests.rollout.stub_server import StubServer
 
@@ -153,6 +160,40 @@ def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub)
     assert [(own.token_ids, own.policy_version) for own in generation.completions()] == [([5], 7), ([6, 6], 7)]
     assert sorted(finished, key=lambda result: result[0]) == list(enumerate(generation.completions()))
     assert engine.submit([[5]], SAMPLING, [1]).completions()[0].policy_version == 8
+
+
+def test_conversations_are_requests_of_single_turns(engine, stub):
+    answer = stub.answers["/inference/v1/generate"]
+
+    def two_tokens_and_an_end(body):
+        code, found = answer({"token_ids": [5, 5, 5]})
+        found["choices"][0]["token_ids"] = [5, 6, 2]
+        return code, found
+
+    stub.answers["/inference/v1/generate"] = two_tokens_and_an_end
+    tokenizer = CharacterTokenizer("abcdefgh").load()
+    sampler = ConversationSampler(
+        EnvironmentSettings(Echo, bridge="plain", max_turns=2, max_turn_tokens=4, timeout_s=None),
+        PlainBridge(tokenizer),
+        tokenizer,
+    )
+    sampling = replace(SAMPLING, max_tokens=9)
+    asked = [ConversationRequest([number], "", [], {}, 0, (number, 100 + number), sampling) for number in range(3, 40)]
+    generation = engine.serve(asked, partial(sampler, check=CompletionCheck(9, 7, 20)))
+    engine.update_weights(PARAMETERS, 8)
+    rows = generation.completions()
+    sampler.close()
+    bodies = [body for path, body in stub.asked if path.endswith("generate")]
+    assert len(bodies) == 2 * len(asked)
+    push = max(number for number, (path, _) in enumerate(stub.asked) if path == "/update_weights")
+    assert push > max(number for number, (path, _) in enumerate(stub.asked) if path.endswith("generate"))
+    for request, row in zip(asked, rows, strict=True):
+        own = [body for body in bodies if body["token_ids"][0] == request.prompt_ids[0]]
+        first, second = sorted(own, key=lambda body: body["sampling_params"]["seed"])
+        assert tuple(body["sampling_params"]["seed"] for body in (first, second)) == request.turn_seeds
+        assert second["token_ids"] == [*request.prompt_ids, *row.token_ids[: row.sampled.index(False) + 2]]
+        assert (first["sampling_params"]["max_tokens"], second["sampling_params"]["max_tokens"]) == (4, 4)
+        assert (row.policy_version, row.conversation.turn_ends, row.sampled.count(False)) == (7, [3, 8], 2)
 
 
 @pytest.mark.parametrize("label", ["default", "run of another, version 7"])

@@ -14,13 +14,18 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.checks import missing_columns
 from lightning_rlhf.cli.errors import constructor_errors, one_line_errors
-from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, make_data, make_module, parse_run_config
+from lightning_rlhf.cli.run_config import (
+    ConfigCLI,
+    loop_arguments,
+    make_data,
+    make_environment,
+    make_module,
+    parse_run_config,
+)
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
-from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
@@ -155,7 +160,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     Raises:
         ValueError: a reward cannot be created, or no row has its columns.
     """
-    arguments = _loop_arguments(config)
+    arguments = loop_arguments(config)
     settings = arguments.get("rewards")
     if not settings:
         return
@@ -180,13 +185,9 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str
         ValueError: the environment cannot be created, or the chat template does not allow conversations.
         RuntimeError: the environment failed.
     """
-    settings = _loop_arguments(config).get("environment")
-    if settings is None or not isinstance(data, PromptDataModule):
+    environment = make_environment(config)
+    if environment is None or not isinstance(data, PromptDataModule):
         return
-    parser = LightningArgumentParser()
-    parser.add_argument("--environments", type=list[EnvironmentSettings])
-    with constructor_errors(parser):
-        (environment,) = parser.instantiate_classes(Namespace(environments=[settings]))["environments"]
     completion = preview(environment, data, _MADE_UP_TURN)
     record = completion.conversation
     assert record is not None
@@ -217,13 +218,7 @@ def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> 
         lines.append(f"{name}: {model_config.get_text_config().vocab_size} tokens, {positions}")
     if sources:
         check_vocabularies(sources, data.tokenizer)
-        check_positions(sources, data.longest_text, _loop_arguments(config).get("max_response_tokens") or 0)
-
-
-def _loop_arguments(config: Namespace) -> Namespace:
-    """Return the arguments of a configuration's RolloutLoop; empty without one."""
-    loops = callbacks_of(config, RolloutLoop)
-    return loops[0]["init_args"] if loops else Namespace()
+        check_positions(sources, data.longest_text, loop_arguments(config).get("max_response_tokens") or 0)
 
 
 def describe_batch(batch: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:

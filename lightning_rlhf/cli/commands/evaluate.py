@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from rich.table import Table
 
 from lightning_rlhf.cli.commands.options import command_parser, parse_columns
 from lightning_rlhf.cli.commands.responses_file import (
+    ENVIRONMENT_REWARDS,
     FINISH_REASONS,
-    PROMPT_TOKENS,
+    OF_CONVERSATIONS,
+    OUTPUT_COLUMNS,
     RESPONSES,
     TOKENS,
     write_errors,
@@ -34,6 +36,7 @@ from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.rollout.collect import ENVIRONMENT
 
 ALL = "all"
 Extract = Callable[[list[str]], Sequence[Hashable]]  # returns the answers of the responses to one prompt
@@ -43,12 +46,15 @@ functions (ground_truth, reward_model.ground_truth, answer, data_source, ...). I
   lightning-rlhf evaluate answers.jsonl --reward lightning_rlhf.rewards.rules:gsm8k_strict --json report.json
   lightning-rlhf evaluate answers.jsonl --reward my_rewards.py:right --answer my_rewards.py:last_number
 """
-_NOT_FOR_REWARDS = ("prompt", "messages", "responses", RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS)
+_NOT_FOR_REWARDS = ("prompt", "messages", "responses", *OUTPUT_COLUMNS)
 
 
 @dataclass(frozen=True)
 class ResponseRow:
-    """A prompt with its responses; ``tokens`` and ``truncated`` are empty if the row does not contain them."""
+    """A prompt with its responses.
+
+    ``tokens``, ``truncated`` and the columns ``of_conversations`` are empty if the row does not contain them.
+    """
 
     prompt: str
     messages: list[Any]
@@ -57,6 +63,7 @@ class ResponseRow:
     truncated: list[bool]
     source: str
     columns: dict[str, Any]
+    of_conversations: dict[str, list[Any]]
 
 
 @one_line_errors
@@ -68,7 +75,7 @@ def run(arguments: list[str]) -> int:
     """
     parser = command_parser("evaluate", "Score a file of responses, for each source of data.", _EPILOG)
     parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
-    parser.add_argument("--reward", action="append", required=True, metavar="FUNCTION", help="can be repeated")
+    parser.add_argument("--reward", action="append", default=[], metavar="FUNCTION", help="can be repeated")
     parser.add_argument("--answer", metavar="FUNCTION", help="extracts answers from responses, for maj@k")
     parser.add_argument("--correct-at", type=float, default=1.0, help="reward of a correct response (default: 1)")
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
@@ -83,7 +90,7 @@ def run(arguments: list[str]) -> int:
     extract = load_function(options.answer) if options.answer else None
     rows = read_rows(options.file, parse_columns(options.columns), options.on_bad_row)
     columns = sorted({name for row in rows for name in row.columns})
-    _check_rewards(rewards, columns, {row.source for row in rows})
+    _check_rewards(rewards, columns, rows)
     if options.json is not None:
         with write_errors(options.json, "choose another --json"):
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +132,11 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
             truncated=[reason == "length" for reason in reasons],
             source=str(fields["data_source"]) if "data_source" in fields else "data",
             columns=finder.other_columns(fields, exclude=_NOT_FOR_REWARDS),
+            of_conversations={
+                name: values
+                for name, column in OF_CONVERSATIONS.items()
+                if (values := _list_of(row, column, len(responses)))
+            },
         )
 
     rows, report = use_rows(path, path, convert, on_bad_row)
@@ -138,15 +150,19 @@ def _list_of(row: Row, name: str, count: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == count else []
 
 
-def _check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], sources: Collection[str]) -> None:
+def _check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], rows: Sequence[ResponseRow]) -> None:
     """Validate that the functions can score the rows, and that no source has the name of the total.
 
     Raises:
-        UsageError: a function needs a column that is missing, or a source is called ``all``.
+        UsageError: a function needs a column that is missing, there is no reward, or a source is called ``all``.
     """
+    of_conversations = _common_columns(rows)
+    if not rewards and ENVIRONMENT_REWARDS not in of_conversations:
+        raise UsageError(f"set --reward, because the file has no column {ENVIRONMENT_REWARDS!r}")
+    sources = {row.source for row in rows}
     if len(sources) > 1 and ALL in sources:
         raise UsageError(f"a data_source is called {ALL!r}, the name of the statistics over all sources: rename it")
-    check_rewards(rewards, columns)
+    check_rewards(rewards, columns, of_conversations)
     for reward in rewards:
         if "completion_ids" in reward.required:
             raise UsageError(f"reward function {reward.label!r} needs 'completion_ids', which the file does not have")
@@ -172,9 +188,13 @@ def score_rows(
         "completions": [text for row in rows for text in row.responses],
         "finished": [not cut for row in rows for cut in (row.truncated or [False] * len(row.responses))],
         "messages": [row.messages for row in row_of_response] if any(row.messages for row in rows) else [],
+        **{name: [value for row in rows for value in row.of_conversations[name]] for name in _common_columns(rows)},
     }
     offered |= {name: [row.columns.get(name) for row in row_of_response] for name in columns}
     values = {reward.label: iter(compute_reward(reward, **offered).tolist()) for reward in rewards}
+    if ENVIRONMENT_REWARDS in offered:
+        numbers = [math.nan if value is None else float(value) for value in offered[ENVIRONMENT_REWARDS]]
+        values = {ENVIRONMENT: iter(numbers), **values}
     return [
         ScoredResponses(
             source=row.source,
@@ -186,6 +206,11 @@ def score_rows(
         )
         for row in rows
     ]
+
+
+def _common_columns(rows: Sequence[ResponseRow]) -> list[str]:
+    """Return the columns of conversations that every row contains."""
+    return [name for name in OF_CONVERSATIONS if all(name in row.of_conversations for row in rows)]
 
 
 def extract_answers(extract: Extract, responses: list[str]) -> list[Hashable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from contextlib import closing
@@ -11,22 +12,32 @@ from typing import Any
 
 from lightning_rlhf.cli.commands.options import command_parser, parse_columns
 from lightning_rlhf.cli.commands.response_backends import (
+    Conversations,
     EngineBackend,
     Prompt,
     Response,
     ResponseBackend,
+    ResponseRequest,
     ServerBackend,
     prompts_digest,
 )
 from lightning_rlhf.cli.commands.responses_file import (
+    ENVIRONMENT_REWARDS,
     FINISH_REASONS,
+    OUTPUT_COLUMNS,
     PROMPT_TOKENS,
+    RESPONSE_MESSAGES,
     RESPONSES,
+    STOP_REASONS,
     TOKENS,
+    TURNS,
     ResponsesFile,
 )
+from lightning_rlhf.cli.config_files import add_import_folders
 from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
+from lightning_rlhf.cli.run_config import loop_arguments, make_environment, parse_run_config
 from lightning_rlhf.cli.screen import configure_messages
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import derive_seed
 from lightning_rlhf.types import SamplingParams
@@ -52,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto", help="(default: auto)")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="(default: bfloat16 with a GPU, else float32)")
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
+    model.add_argument("--environment", metavar="CONFIG.yaml", help="run whose environment replies to the model")
     model.add_argument("--server", metavar="URL", help="server with OpenAI's API, used instead of an engine")
     model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
     model.add_argument("--concurrency", type=int, default=50, help="requests to a server at a time (default: 50)")
@@ -78,6 +90,7 @@ def run(arguments: list[str]) -> int:
     if options.server is None and options.model is None:
         parser.error("set --model or --server")
     configure_messages()
+    add_import_folders()
     _check_options(options)
     try:
         with closing(_make_backend(options)) as backend:
@@ -97,13 +110,35 @@ def _check_options(options: argparse.Namespace) -> None:
             raise UsageError(f"{name} must be at least 1, got {getattr(options, name)}")
     if options.api_key_env is not None and options.server is None:
         raise UsageError("--api-key-env needs --server")
+    if options.environment is not None and options.server is not None:
+        raise UsageError("--environment needs --model: conversations need the tokens of an engine on this machine")
 
 
 def _make_backend(options: argparse.Namespace) -> ResponseBackend:
     sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k)
     if options.server is not None:
         return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)
-    return EngineBackend(options.model, options.engine, options.dtype, sampling, options.tensor_parallel_size)
+    conversations = None if options.environment is None else _conversations(options.environment)
+    return EngineBackend(
+        options.model,
+        options.engine,
+        options.dtype,
+        sampling,
+        tensor_parallel_size=options.tensor_parallel_size,
+        conversations=conversations,
+    )
+
+
+def _conversations(path: str) -> Conversations:
+    """Return the environment of a run's configuration, and its part of the chat template."""
+    config = parse_run_config(["--config", path])
+    settings = make_environment(config)
+    if settings is None:
+        raise UsageError(f"{path} has no RolloutLoop with an environment: use the configuration of a run that has one")
+    of_data = config["data"]["init_args"]
+    data = {name: of_data[name] for name in ("tools", "chat_template_kwargs", "as_messages") if of_data.get(name)}
+    identity = {**vars(loop_arguments(config)["environment"]), **data}
+    return Conversations(settings, data, json.loads(json.dumps(identity, default=vars)))
 
 
 def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int:
@@ -128,7 +163,7 @@ def _generate_file(backend: ResponseBackend, options: argparse.Namespace) -> int
 
 def _check_columns(prompts: list[Prompt]) -> None:
     """Validate that no column of the prompts has the name of an output column."""
-    for name in (RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS):
+    for name in OUTPUT_COLUMNS:
         if any(name in prompt.row for prompt in prompts):
             raise UsageError(f"the prompts have a column {name!r}, the name of an output column: rename it")
 
@@ -142,10 +177,16 @@ def _generate(
     began = time.monotonic()
     while file.done < len(prompts):
         positions = range(file.done, min(file.done + options.batch_size, len(prompts)))
-        seeds = [
-            derive_seed(options.seed, "generate", position, sample) for position in positions for sample in range(n)
+        requests = [
+            ResponseRequest(
+                prompt=prompts[position],
+                seed=derive_seed(options.seed, "generate", position, sample),
+                environment_seed=derive_seed(options.seed, "environment", position),
+            )
+            for position in positions
+            for sample in range(n)
         ]
-        responses = backend.generate([prompts[position] for position in positions for _ in range(n)], seeds)
+        responses = backend.generate(requests)
         groups = [responses[first : first + n] for first in range(0, len(responses), n)]
         file.append([_row(prompts[position], group) for position, group in zip(positions, groups, strict=True)])
         tokens += sum(response.tokens or 0 for response in responses)
@@ -161,4 +202,18 @@ def _row(prompt: Prompt, responses: list[Response]) -> dict[str, Any]:
         RESPONSES: [response.text for response in responses],
         TOKENS: [response.tokens for response in responses],
         FINISH_REASONS: [response.finish_reason for response in responses],
+        **_conversation_columns([response.conversation for response in responses if response.conversation]),
+    }
+
+
+def _conversation_columns(records: list[ConversationRecord]) -> dict[str, list[Any]]:
+    """Return the columns of the conversations of a row; nothing without conversations."""
+    if not records:
+        return {}
+    return {
+        RESPONSE_MESSAGES: [record.messages for record in records],
+        TURNS: [len(record.turn_ends) for record in records],
+        # evaluate leaves null out: the failure of an environment is not one of the model.
+        ENVIRONMENT_REWARDS: [None if record.fault else sum(record.turn_rewards) for record in records],
+        STOP_REASONS: [record.stop for record in records],
     }

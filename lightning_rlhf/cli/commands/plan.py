@@ -169,6 +169,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         )
     sampling = loop["dynamic_sampling"]
     prompts = data["batch_size"] if sampling is None else sampling["prompts_per_step"]
+    environment = loop["environment"]
     return Work(
         responses=prompts * loop["group_size"],
         minibatch_size=module.minibatch_size,
@@ -178,6 +179,8 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         evaluates_old=not module.correction.bypass,
         mixed=mixed,
         reuses_first=FirstForward.suits(module),
+        turns=0 if environment is None else environment["max_turns"],
+        environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
     )
 
 
@@ -291,6 +294,7 @@ def notes(plan: Plan) -> list[str]:
     run, work = plan.run, plan.run.work
     sizes = ", ".join(f"{role.name} {role.model.elements / 1e9:.2f}B" for role in run.roles)
     texts = "pairs of texts" if work.pairs else "texts"
+    texts = f"conversations of up to {work.turns} turns," if work.turns else texts
     ranks = run.ranks(plan.gpus)
     lines = [
         f"parameters: {sizes}",
@@ -299,6 +303,11 @@ def notes(plan: Plan) -> list[str]:
     ]
     if run.engine is not None:
         lines.append(f"the engine's cache holds {plan.cached_texts} texts of that length")
+    if work.environment_processes:
+        lines.append(
+            f"each engine has up to {work.environment_processes} environment processes, whose host memory is "
+            "not planned"
+        )
     return lines
 
 

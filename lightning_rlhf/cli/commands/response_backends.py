@@ -7,7 +7,8 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,22 +16,29 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig
 
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.chat import messages_of
 from lightning_rlhf.data.columns import Columns, Fields
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import OnBadRow, use_rows
 from lightning_rlhf.data.text_messages import TextMessages
+from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.loading import Dtype, Pretrained
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rewards.endpoint import Client, Endpoint, Request, ServerBusy, read_key
 from lightning_rlhf.rollout.choose import choose_engine
-from lightning_rlhf.rollout.engine import EngineSetup, RolloutEngine
+from lightning_rlhf.rollout.collect import last_turn, sampled_tokens
+from lightning_rlhf.rollout.conversation_loop import ConversationRequest
+from lightning_rlhf.rollout.conversations import ConversationSampler, conversation_sampler, environment_row
+from lightning_rlhf.rollout.engine import CompletionCheck, EngineSetup, RolloutEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from lightning_rlhf.types import SamplingParams
+from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION
+from lightning_rlhf.seeding import derive_seed
+from lightning_rlhf.types import Completion, SamplingParams
 
 _SERVER_SECONDS = 3600.0  # time limit of one response, and of retries while a server is busy
 _TRIES = 8
@@ -45,20 +53,58 @@ _FINGERPRINT_BYTES = 1 << 12  # bytes of each tensor in the digest
 
 
 class Prompt(NamedTuple):
-    """A prompt and its row. For a server, ``ids`` are empty, and either ``text`` or ``messages``."""
+    """A prompt with its row and the columns for an environment.
+
+    For a server, ``ids`` and ``columns`` are empty, and either ``text`` or ``messages``.
+    """
 
     row: dict[str, Any]
     text: str
     ids: list[int]
     messages: list[dict[str, Any]]
+    columns: dict[str, Any]
 
 
 class Response(NamedTuple):
-    """A response; ``tokens`` includes the stop token, and may be None for a server."""
+    """A response; ``tokens`` includes the stop token, and may be None for a server.
+
+    Of a conversation, ``text`` is the last turn, and ``tokens`` are those that the model sampled.
+    """
 
     text: str
     tokens: int | None
     finish_reason: str
+    conversation: ConversationRecord | None = None
+
+
+@dataclass(frozen=True)
+class ResponseRequest:
+    """Request of one response.
+
+    Args:
+        prompt: prompt.
+        seed: seed of the response.
+        environment_seed: seed of the environment, which all responses to a prompt share.
+    """
+
+    prompt: Prompt
+    seed: int
+    environment_seed: int
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Environment of conversations, and its part of the chat template.
+
+    Args:
+        settings: environment and its limits.
+        data: options of the data module for the chat template: ``tools``, ``chat_template_kwargs``, ``as_messages``.
+        identity: settings that determine the conversations, as plain values.
+    """
+
+    settings: EnvironmentSettings
+    data: dict[str, Any]
+    identity: dict[str, Any]
 
 
 class EngineBackend:
@@ -70,19 +116,30 @@ class EngineBackend:
         dtype: dtype of the weights; None: bfloat16 with a GPU, else float32.
         sampling: sampling parameters; stop tokens are added.
         tensor_parallel_size: number of GPUs that share the model in vLLM.
+        conversations: environment of conversations; None generates single responses.
     """
 
     def __init__(
-        self, model: str, engine: str, dtype: Dtype | None, sampling: SamplingParams, tensor_parallel_size: int = 1
+        self,
+        model: str,
+        engine: str,
+        dtype: Dtype | None,
+        sampling: SamplingParams,
+        tensor_parallel_size: int = 1,
+        conversations: Conversations | None = None,
     ) -> None:
         self._source = Pretrained(model, dtype=dtype or ("bfloat16" if torch.cuda.is_available() else "float32"))
         self._config = self._source.hf_config()
         self._sampling = sampling
         self._engine = _make_engine(engine, self._config, tensor_parallel_size)
+        self._conversations = conversations
+        self._sampler: ConversationSampler | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the responses, as plain values."""
+        environment = {} if self._conversations is None else {"environment": self._conversations.identity}
         return {
+            **environment,
             "model": self._source.path,
             "dtype": self._source.dtype,
             "engine": type(self._engine).__name__,
@@ -98,16 +155,19 @@ class EngineBackend:
             raise UsageError(
                 f"--max-tokens {self._sampling.max_tokens} leaves no tokens for a prompt: the model accepts {positions}"
             )
+        own = self._conversations
         data = _PromptRows(
             source,
             self._source.path,
             columns=columns,
             max_tokens=positions - self._sampling.max_tokens,
             on_bad_row=on_bad_row,
-            as_messages=as_messages,
+            **{**(own.data if own else {}), **({"as_messages": True} if as_messages else {})},
         )
         data.setup("fit")
         self._tokenizer = data.tokenizer
+        if own:
+            self._sampler = conversation_sampler(own.settings, data)
         print(replace(data.reports["train"], name="prompts"))
         return data.examples["train"]
 
@@ -121,21 +181,44 @@ class EngineBackend:
         self._engine.start(EngineSetup(Path(self._source.path), self._source.dtype, total, log, threads=threads))
         description = self._engine.wait()
         if isinstance(self._engine, TransformersEngine):  # vLLM loads the directory itself
-            self._engine.update_weights(whole_tensors(self._source.causal().lm), 0)
+            self._engine.update_weights(whole_tensors(self._source.causal().lm), DIRECTORY_VERSION)
         return description
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Response]:
-        """Generate one response to each prompt, with a separate seed for each."""
-        completions = self._engine.generate([prompt.ids for prompt in prompts], self._sampling, seeds)
-        token_ids = [completion.token_ids for completion in completions]
-        texts = self._tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    def generate(self, requests: Sequence[ResponseRequest]) -> list[Response]:
+        """Generate one response for each request."""
+        if self._sampler is None:
+            ids = [request.prompt.ids for request in requests]
+            completions = self._engine.generate(ids, self._sampling, [request.seed for request in requests])
+        else:
+            completions = self._converse(self._sampler, requests)
+        texts = self._tokenizer.batch_decode([last_turn(each) for each in completions], skip_special_tokens=True)
         return [
-            Response(text, len(completion.token_ids), completion.finish_reason)
+            Response(text, len(sampled_tokens(completion)), completion.finish_reason, completion.conversation)
             for text, completion in zip(texts, completions, strict=True)
         ]
 
+    def _converse(self, sampler: ConversationSampler, requests: Sequence[ResponseRequest]) -> list[Completion]:
+        """Generate one conversation for each request."""
+        later_turns = range(1, sampler.settings.max_turns)
+        conversations = [
+            ConversationRequest(
+                prompt_ids=request.prompt.ids,
+                text=request.prompt.text,
+                messages=request.prompt.messages,
+                row=environment_row(request.prompt.columns, request.prompt.text, request.prompt.messages),
+                seed=request.environment_seed,
+                turn_seeds=(request.seed, *(derive_seed(request.seed, turn) for turn in later_turns)),
+                sampling=self._sampling,
+            )
+            for request in requests
+        ]
+        check = CompletionCheck(self._sampling.max_tokens, DIRECTORY_VERSION, self._config.get_text_config().vocab_size)
+        return self._engine.serve(conversations, partial(sampler, check=check)).completions()
+
     def close(self) -> None:
-        """End the engine."""
+        """End the environments and the engine."""
+        if self._sampler is not None:
+            self._sampler.close()
         self._engine.close()
 
 
@@ -151,8 +234,8 @@ class _PromptRows(PromptDataModule):
         return ids
 
     def convert(self, fields: Fields) -> Any:
-        text, ids, _, messages = super().convert(fields)
-        return Prompt(_as_json(fields.row), text, ids, messages)
+        prompt = super().convert(fields)
+        return Prompt(_as_json(fields.row), prompt.text, prompt.ids, prompt.messages, prompt.columns)
 
 
 def _make_engine(name: str, config: PretrainedConfig, tensor_parallel_size: int) -> RolloutEngine:
@@ -257,14 +340,14 @@ class ServerBackend:
             name = "messages" if "messages" in fields else "prompt"
             value = TextMessages()(name, fields[name]) if as_messages else fields[name]
             if isinstance(value, str):
-                return Prompt(_as_json(row), fields.text(name), [], [])
+                return Prompt(_as_json(row), fields.text(name), [], [], {})
             messages = messages_of(value, "prompt")
             unsent = [name for name in ("tools", "chat_template_kwargs") if row.get(name)]
             if unsent:
                 raise BadRow(f"{unsent[0]!r} of the chat template cannot be sent to a server: use --model")
             while messages and messages[-1]["role"] == "assistant":
                 messages = messages[:-1]
-            return Prompt(_as_json(row), "", [], messages)
+            return Prompt(_as_json(row), "", [], messages, {})
 
         prompts, report = use_rows(source, "prompts", convert, on_bad_row)
         print(report)
@@ -274,11 +357,11 @@ class ServerBackend:
         """See :class:`EngineBackend`."""
         return f"{self._model} at {self._url}"
 
-    def generate(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Response]:
+    def generate(self, requests: Sequence[ResponseRequest]) -> list[Response]:
         """See :class:`EngineBackend`."""
 
         async def request_all() -> list[Response]:
-            return await asyncio.gather(*map(self._request, prompts, seeds))
+            return await asyncio.gather(*(self._request(own.prompt, own.seed) for own in requests))
 
         return asyncio.run(request_all())
 
@@ -341,5 +424,5 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     """Return a digest of prompts and rows, to detect changed input when a file is continued."""
     total = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        total.update(json.dumps(prompt).encode() + b"\n")
+        total.update(json.dumps(prompt[:-1]).encode() + b"\n")
     return total.hexdigest()

@@ -16,6 +16,17 @@ RESPONSES = "responses"
 TOKENS = "response_tokens"
 FINISH_REASONS = "finish_reasons"
 PROMPT_TOKENS = "prompt_tokens"
+RESPONSE_MESSAGES = "response_messages"
+TURNS = "turns"
+ENVIRONMENT_REWARDS = "environment_rewards"
+STOP_REASONS = "stop_reasons"
+OF_CONVERSATIONS = {  # argument of reward functions: column
+    "conversations": RESPONSE_MESSAGES,
+    "turns": TURNS,
+    "environment_rewards": ENVIRONMENT_REWARDS,
+    "stop_reasons": STOP_REASONS,
+}
+OUTPUT_COLUMNS = (RESPONSES, TOKENS, FINISH_REASONS, PROMPT_TOKENS, *OF_CONVERSATIONS.values())
 
 
 class ResponsesFile:

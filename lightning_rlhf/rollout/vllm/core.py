@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.rollout.vllm.sync import Slot
+from lightning_rlhf.rollout.vllm.sync import DIRECTORY_VERSION, Slot
 
 
 class VLLMCore:
@@ -25,9 +25,9 @@ class VLLMCore:
         extension = "lightning_rlhf.rollout.vllm.receiver.WeightReceiver"
         self._llm = LLM(**{"worker_extension_cls": extension, **arguments})
         self._engine = self._llm.llm_engine
-        self._version = -1
         self._asleep = False
         self._adapter: LoRARequest | None = None
+        self._begin_version(DIRECTORY_VERSION)
 
     @property
     def cache_size(self) -> dict[str, int]:

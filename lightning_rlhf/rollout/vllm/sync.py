@@ -24,6 +24,7 @@ from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.tensors import whole_tensors
 
 log = logging.getLogger(__name__)
+DIRECTORY_VERSION = -1  # policy version of weights that an engine has loaded from its directory
 SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
 _ALIGNMENT = 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_rlhf.rollout.engine import (
     OnFinished,
     RolloutEngine,
     Serve,
-    in_thread,
 )
 from lightning_rlhf.rollout.ranks import (
     RankGroup,
@@ -220,14 +219,17 @@ class VLLMServerEngine(RolloutEngine):
         )  # fmt: skip
 
     def _submit_all(self, *request: Any) -> Generation:
-        """Send the requests in another thread; the next push waits for their responses."""
+        return self._in_thread(lambda: self._request_all(*request))
 
-        def request_all() -> list[Completion]:
-            completions = self._request_all(*request)
+    def _in_thread(self, generate: Callable[[], list[Completion]]) -> Generation:
+        """Call a function in another thread; the next push waits for its completions."""
+
+        def finish() -> list[Completion]:
+            completions = generate()
             generation.finish()
             return completions
 
-        future = self._threads.submit(request_all)
+        future = self._threads.submit(finish)
         generation = Generation(future.result)
         self._generating.add(future)
         return generation
@@ -236,19 +238,16 @@ class VLLMServerEngine(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
         """See :meth:`RolloutEngine.request`; each request has a separate connection."""
-        completions = []
-        for prompt, own, seed in zip(prompts, sampling, seeds, strict=True):
-            completions.append(
-                self._requests.submit(lambda *one: self._request_all(*one)[0], [prompt], own, [seed], None)
-            )
-        self._generating.update(completions)
-        return completions
+        return [
+            self._requests.submit(lambda *one: self._request_all(*one)[0], [prompt], own, [seed], None)
+            for prompt, own, seed in zip(prompts, sampling, seeds, strict=True)
+        ]
 
     def serve(self, requests: Sequence[Any], handle: Serve, on_finished: OnFinished | None = None) -> Generation:
         """See :meth:`RolloutEngine.serve`."""
 
         def serve_all(all_requests: list[Any], on_any_finished: OnFinished | None) -> Generation:
-            return in_thread(lambda: handle(self, all_requests, on_any_finished))
+            return self._in_thread(lambda: handle(self, all_requests, on_any_finished))
 
         return serve_together(self._sharing_ranks, serve_all, requests, on_finished)
 

@@ -1,0 +1,77 @@
+"""HealthChecks: warnings when a run does not learn as it should."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_rlhf.inspect.health import HealthMonitor
+from lightning_rlhf.inspect.run_directory import is_validation, read_metrics
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
+
+from .rollout_loop import RolloutLoop
+
+log = logging.getLogger(__name__)
+
+
+class HealthChecks(Callback):
+    """Warns once for each health check that fails, with the number, its bound and the next action.
+
+    The checks are in :mod:`lightning_rlhf.inspect.health`. A resumed run reads ``metrics.csv``, if there is one, and
+    does not repeat its warnings.
+    """
+
+    def __init__(self) -> None:
+        self.monitor = HealthMonitor()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the metrics before the checkpoint of a resumed run."""
+        loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
+        self.monitor = HealthMonitor(
+            rewards=[reward.label for loop in loops for reward in loop.rewards if reward.weight],
+            skipped=skipped_checks(pl_module, loops),
+        )
+        if trainer.is_global_zero and trainer.ckpt_path is not None:
+            for row in read_metrics(Path(trainer.default_root_dir) / "metrics.csv"):
+                values = {name: float(value) for name, value in row.items() if value and name != "step"}
+                self.monitor.add(int(row["step"]), values)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Check the metrics of a step."""
+        self._check(trainer, validation=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the metrics of a validation during training."""
+        if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
+            self._check(trainer, validation=True)
+
+    def _check(self, trainer: Trainer, validation: bool) -> None:
+        if not trainer.is_global_zero:
+            return
+        metrics = trainer.callback_metrics
+        values = {name: float(value) for name, value in metrics.items() if is_validation(name) == validation}
+        for finding in self.monitor.add(trainer.global_step, values):
+            log.warning("step %d: %s. %s", finding.step, finding.message, finding.remedy)
+
+
+def skipped_checks(module: LightningModule, loops: Sequence[RolloutLoop]) -> list[str]:
+    """Return the names of the checks whose bounds do not apply to a run.
+
+    Args:
+        module: module of the run.
+        loops: its callbacks that generate rollouts.
+    """
+    skipped = []
+    if isinstance(module, RLHFModule) and isinstance(module.policy_loss, GSPOLoss | GMPOLoss | VESPOLoss):
+        skipped.append("clipping")  # ratios of whole responses are clipped far more often
+    if any(loop.max_staleness for loop in loops):
+        skipped.append("engine and actor")  # the engine's weights are older than the actor's
+    return skipped

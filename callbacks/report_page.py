@@ -1,0 +1,39 @@
+"""ReportPage: writes the report page at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rlhf.inspect.page import report_page
+from lightning_rlhf.inspect.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class ReportPage(Callback):
+    """Writes ``report.html`` at the end of a run, also of one that fails: curves, health checks, times, responses.
+
+    It reads the files of other callbacks; without ``metrics.csv`` it writes nothing.
+    """
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the page of a run that has ended."""
+        self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the page of a run that failed; an error here must not hide that of the run."""
+        try:
+            self._write(trainer)
+        except (OSError, ValueError) as error:  # of the disk, or of a file that was cut off
+            log.warning("report.html was not written: %s: %s", type(error).__name__, error)
+
+    def _write(self, trainer: Trainer) -> None:
+        directory = Path(trainer.default_root_dir)
+        if not trainer.is_global_zero or trainer.fast_dev_run or not (directory / "metrics.csv").is_file():
+            return
+        path = directory / "report.html"
+        path.write_text(report_page([RunDirectory(directory)]), encoding="utf-8")
+        log.info("report: %s", path)

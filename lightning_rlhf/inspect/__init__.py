@@ -1,0 +1,1 @@
+"""Run directories: reading them, health checks of runs, and the report page."""

@@ -1,0 +1,362 @@
+"""Health checks: signs, in the metrics of a run, that it does not learn as it should."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+FIRST_STEPS = 3
+_RECENT_STEPS = 40
+MAX_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A health check that failed.
+
+    Args:
+        check: name of the check.
+        step: first step at which it failed.
+        metric: metric that it compares.
+        value: value of the metric, or a value that the check derives from it.
+        bound: bound that the value exceeds, or falls below.
+        message: sentence with the numbers.
+        remedy: sentence with the next action.
+    """
+
+    check: str
+    step: int
+    metric: str
+    value: float
+    bound: float
+    message: str
+    remedy: str
+
+
+@dataclass
+class RunHistory:
+    """The first and the last metrics of a run, for health checks.
+
+    Args:
+        rewards: names of the reward functions whose weight is not 0.
+        first: metrics of the first steps.
+        recent: metrics of the last steps.
+        validations: metrics of all validations.
+    """
+
+    rewards: Sequence[str] = ()
+    first: list[Row] = field(default_factory=list)
+    recent: deque[Row] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    validations: list[Row] = field(default_factory=list)
+
+    def last(self, metric: str, count: int) -> list[float]:
+        """Return the values of a metric in the last ``count`` steps; empty if it has fewer values or NaN."""
+        rows = list(self.recent)[-count:]
+        return _values(rows, metric) if len(rows) == count else []
+
+    def start(self, metric: str) -> float:
+        """Return the mean of a metric over the first steps; NaN before their end."""
+        values = _values(self.first, metric)
+        return fmean(values) if len(values) == FIRST_STEPS else math.nan
+
+
+@dataclass
+class HealthMonitor:
+    """Runs the health checks on each row of metrics, and reports each check once.
+
+    Args:
+        rewards: names of the reward functions whose weight is not 0.
+        skipped: names of checks that do not apply to the run.
+        findings: failed checks so far.
+    """
+
+    rewards: Sequence[str] = ()
+    skipped: Collection[str] = ()
+    findings: list[Finding] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._history = RunHistory(self.rewards)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Return the checks that fail for the first time.
+
+        Args:
+            step: number of the step, starting at 1.
+            metrics: metrics of a training step, or of a validation, whose names begin with ``val/``.
+        """
+        history = self._history
+        row = {**metrics, "step": float(step)}
+        if any(name.startswith("val/") for name in metrics):
+            history.validations.append(row)
+        else:
+            history.recent.append(row)
+            if len(history.first) < FIRST_STEPS:
+                history.first.append(row)
+        reported = {*self.skipped, *(finding.check for finding in self.findings)}
+        new = [
+            Finding(name, step, *failure)
+            for name, check in CHECKS.items()
+            if name not in reported and (failure := check(history)) is not None
+        ]
+        self.findings += new
+        return new
+
+
+_Failure = tuple[str, float, float, str, str]  # metric, value, bound, message, remedy
+
+
+def _constant_reward(history: RunHistory) -> _Failure | None:
+    if len(history.first) < FIRST_STEPS or len(history.recent) > FIRST_STEPS:
+        return None
+    for name in history.rewards:
+        means = _values(history.first, f"reward/{name}")
+        deviations = _values(history.first, f"reward/{name}_std")
+        constant = len(deviations) == len(means) == FIRST_STEPS and len({f"{mean:.6g}" for mean in means}) == 1
+        if constant and all(own <= 1e-6 * abs(mean) for own, mean in zip(deviations, means, strict=True)):
+            return (
+                f"reward/{name}_std",
+                deviations[-1],
+                0.0,
+                f"reward {name} was {means[0]:.6g} for all responses of {FIRST_STEPS} steps: the policy learns "
+                "nothing from it",
+                "If it should differ, check the values that it compares (the number 7 is not the text '7'), and the "
+                "responses, which RolloutLog writes to rollouts/",
+            )
+    return None
+
+
+def _equal_groups(history: RunHistory) -> _Failure | None:
+    shares, rewards = (history.last(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
+    start, spread = (history.start(name) for name in ("reward/mean", "reward/std"))
+    if not shares or not rewards or not fmean(shares) > 0.9 or fmean(rewards) > start + spread / 2:  # all are right
+        return None
+    share = fmean(shares)
+    return (
+        "group/equal_reward_fraction",
+        share,
+        0.9,
+        f"all responses to a prompt have the same reward for {share:.0%} of the prompts in 5 steps (above 90 %): these "
+        "prompts teach nothing",
+        "Use prompts of another difficulty, a larger group_size, a reward with more values, or dynamic_sampling",
+    )
+
+
+def _kl(history: RunHistory) -> _Failure | None:
+    values, tokens = (history.last(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
+    if not values or not tokens or not values[0] > MAX_KL_PER_TOKEN * tokens[0]:
+        return None
+    per_token = values[0] / tokens[0]
+    return (
+        "kl/ref",
+        per_token,
+        MAX_KL_PER_TOKEN,
+        f"kl/ref is {values[0]:.3g} nats per response, {per_token:.2g} per token, above {MAX_KL_PER_TOKEN:g}: the "
+        "policy moves away from the reference, and responses often become worse",
+        "Lower the learning rate (model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or "
+        "kl_reward",
+    )
+
+
+def _entropy(history: RunHistory) -> _Failure | None:
+    entropies, rewards = history.last("policy/entropy", 20), history.last("reward/mean", 20)
+    start = history.start("policy/entropy")
+    if not entropies or not rewards or not fmean(entropies[-5:]) < 0.1 * start:
+        return None
+    spread = fmean(history.last("reward/std", 5) or [0.0])
+    if fmean(rewards[10:]) > fmean(rewards[:10]) + 0.02 * spread or spread == 0:  # it still learns, or is perfect
+        return None
+    entropy = fmean(entropies[-5:])
+    return (
+        "policy/entropy",
+        entropy,
+        0.1 * start,
+        f"policy/entropy fell from {start:.3g} to {entropy:.3g} nats (below a tenth), and the reward has not risen for "
+        "10 steps: the policy repeats itself and finds nothing better",
+        "Lower the learning rate, or set ent_coef, a larger clip_high or a higher temperature",
+    )
+
+
+def _length(history: RunHistory) -> _Failure | None:
+    start, lengths = history.start("rollout/response_tokens_mean"), history.last("rollout/response_tokens_mean", 5)
+    if not lengths or not start > 0 or 1 / 3 <= fmean(lengths) / start <= 3:
+        return None
+    length = fmean(lengths)
+    return (
+        "rollout/response_tokens_mean",
+        length,
+        3 * start if length > start else start / 3,
+        f"responses have {length:.0f} tokens, at the start {start:.0f}: their length has changed by more than a factor "
+        "of 3",
+        "Read responses of both steps. If the reward can be raised by length alone, add an overlong penalty or change "
+        "the reward",
+    )
+
+
+def _truncation(history: RunHistory) -> _Failure | None:
+    shares = history.last("rollout/truncated_fraction", 3)
+    if not shares or not fmean(shares) > 0.2:
+        return None
+    share = fmean(shares)
+    return (
+        "rollout/truncated_fraction",
+        share,
+        0.2,
+        f"{share:.0%} of the responses of 3 steps were cut at the length limit (above 20 %)",
+        "Raise max_response_tokens. If responses do not end, check that the model was trained to end with the "
+        "tokenizer's end token (eos_token), or set stop_token_ids",
+    )
+
+
+def _clipping(history: RunHistory) -> _Failure | None:
+    shares = history.last("policy/clip_fraction", 3)
+    if not shares or not fmean(shares) > 0.3:
+        return None
+    share = fmean(shares)
+    return (
+        "policy/clip_fraction",
+        share,
+        0.3,
+        f"the ratio of {share:.0%} of the tokens was clipped in 3 steps (above 30 %): updates are too large",
+        "Lower the learning rate or update_epochs, or raise minibatch_size",
+    )
+
+
+def _engine(history: RunHistory) -> _Failure | None:
+    values = history.last("rollout/logprob_diff_mean", 3)
+    if not values or not fmean(values) > 0.05:
+        return None
+    difference = fmean(values)
+    return (
+        "rollout/logprob_diff_mean",
+        difference,
+        0.05,
+        f"log-probabilities of engine and actor differ by {difference:.2g} nats per token in 3 steps (above 0.05): the "
+        "engine samples from another policy than the one that learns",
+        "Set the same dtype for both, or a correction (correction: RolloutCorrection)",
+    )
+
+
+def _critic(history: RunHistory) -> _Failure | None:
+    values = history.last("value/explained_variance", 20)
+    if not values or not fmean(values[-5:]) < -0.1:
+        return None
+    explained = fmean(values[-5:])
+    return (
+        "value/explained_variance",
+        explained,
+        -0.1,
+        f"value/explained_variance is {explained:.2g} after 20 steps (below -0.1): the critic predicts returns worse "
+        "than their mean does",
+        "Raise the critic's learning rate, start it from the reward model, or train it alone first "
+        "(critic_warmup_steps)",
+    )
+
+
+def _over_optimisation(history: RunHistory) -> _Failure | None:
+    name = next((name for name in ("val/sampled", "val/greedy", "val/score_sampled") if _has(history, name)), None)
+    if name is None:
+        return None
+    values = _values(history.validations, name)
+    best = max(range(len(values)), key=values.__getitem__)
+    later = [float(row["step"]) for row in history.validations[best + 1 :]]
+    bound = values[best] - 0.05 * max(abs(values[best]), 0.2)
+    rewards = _values(list(history.recent), "reward/mean")
+    if len(later) < 2 or not max(values[-2:]) < bound or len(rewards) < 10:
+        return None
+    half = len(rewards) // 2
+    if not fmean(rewards[half:]) > fmean(rewards[:half]):
+        return None
+    return (
+        name,
+        values[-1],
+        bound,
+        f"{name} fell from {values[best]:.3g} at step {history.validations[best]['step']:.0f} to {values[-1]:.3g}, "
+        "while the training reward rises: the policy exploits the reward",
+        "Use the checkpoint of the best validation, raise the coef of kl_loss or kl_reward, or mend the reward",
+    )
+
+
+def _loss(history: RunHistory) -> _Failure | None:
+    start, losses = history.start("train/loss"), history.last("train/loss", 10)
+    if not losses or not start > 0 or not fmean(losses) > 1.5 * start:
+        return None
+    loss = fmean(losses)
+    return (
+        "train/loss",
+        loss,
+        1.5 * start,
+        f"train/loss rose from {start:.3g} to {loss:.3g}, the mean of 10 steps (above 1.5 times its start)",
+        "Lower the learning rate, or begin with a warm-up",
+    )
+
+
+def _gradient(history: RunHistory) -> _Failure | None:
+    for name in ("grad_norm/actor", "grad_norm/critic"):  # that of a reward model without errors is nearly 0
+        norms = history.last(name, 20)
+        usual = median(norms) if norms else 0.0
+        spikes = [norm for norm in norms if norm > 10 * usual > 0]
+        if len(spikes) >= 3:
+            return (
+                name,
+                max(spikes),
+                10 * usual,
+                f"{name} was more than 10 times its median {usual:.3g} in {len(spikes)} of 20 steps, up to "
+                f"{max(spikes):.3g}",
+                "Lower the learning rate or max_grad_norm, and look for extreme rewards or broken rows in these steps",
+            )
+    return None
+
+
+def _waiting(history: RunHistory) -> _Failure | None:
+    parts = ("time/sync_s", "time/reward_s", "time/check_s")
+    steps = history.last("time/step_s", 5)
+    if not steps:
+        return None
+    waits = {name: sum(history.last(name, 5)) for name in parts}
+    name = max(waits, key=lambda part: waits[part])
+    share = sum(waits.values()) / sum(steps)
+    if not share > 0.3:
+        return None
+    remedy = {
+        "time/sync_s": "Push less often with larger steps, or use LoRA",
+        "time/reward_s": "Compute rewards in more processes, or score responses as they finish (streaming)",
+        "time/check_s": "Set check_rows of RolloutLoop lower",
+    }
+    return (
+        name,
+        share,
+        0.3,
+        f"{share:.0%} of 5 steps was neither generation nor learning (above 30 %), most of it {name}",
+        remedy[name],
+    )
+
+
+CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
+    "constant reward": _constant_reward,
+    "equal groups": _equal_groups,
+    "KL to the reference": _kl,
+    "entropy collapse": _entropy,
+    "length drift": _length,
+    "truncation": _truncation,
+    "clipping": _clipping,
+    "engine and actor": _engine,
+    "critic": _critic,
+    "over-optimisation": _over_optimisation,
+    "rising loss": _loss,
+    "gradient spike": _gradient,
+    "waiting": _waiting,
+}
+
+
+def _values(rows: Sequence[Row], metric: str) -> list[float]:
+    """Return the values of a metric; an empty list if one is missing or NaN."""
+    values = [row.get(metric, math.nan) for row in rows]
+    return [] if any(math.isnan(value) for value in values) else values
+
+
+def _has(history: RunHistory, metric: str) -> bool:
+    return bool(history.validations) and bool(_values(history.validations, metric))

@@ -1,0 +1,153 @@
+"""The report page: one HTML file with the curves, health checks and responses of runs, which needs no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_rlhf.inspect.run_directory import RunDirectory, is_validation
+
+_ASSETS = Path(__file__).parent / "assets"
+_SAMPLES = 12  # responses of a step on the page
+_LONGEST_TEXT = 4000  # characters of a text on the page
+_QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+
+
+def report_page(runs: Sequence[RunDirectory]) -> str:
+    """Return the HTML of the report of one or more runs.
+
+    Scripts and styles are allowed by their hashes, and texts of models are data, which scripts write as text.
+
+    Args:
+        runs: at least one run.
+    """
+    content = json.dumps({"runs": run_data(runs)}, ensure_ascii=False, allow_nan=False)
+    valid = content.encode("utf-8", "replace").decode()  # without halves of surrogate pairs
+    data = valid.replace("<", "\\u003c")
+    scripts = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]
+    styles = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    head = "".join(f"<style>{style}</style>\n" for style in styles)
+    tail = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<title>lightning-rlhf report</title>\n{head}</head>\n<body>\n<main id="page"></main>\n'
+        f'<script type="application/json" id="data">{data}</script>\n{tail}</body>\n</html>\n'
+    )
+
+
+def _hashes(texts: Sequence[str]) -> str:
+    """Return the sources of a content security policy that allow these texts."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def run_data(runs: Sequence[RunDirectory]) -> list[dict[str, Any]]:
+    """Return the data of the page for each run, as plain values; runs with equal names get their paths as names."""
+    names = [run.path.resolve().name for run in runs]
+    return [
+        {"name": name if names.count(name) == 1 else str(run.path), "path": str(run.path), **_data_of(run)}
+        for run, name in zip(runs, names, strict=True)
+    ]
+
+
+def _data_of(run: RunDirectory) -> dict[str, Any]:
+    rows = run.rows()
+    steps = run.rollout_steps()
+    return {
+        "training": _columns([(step, row) for step, row in rows if not _of_validation(row)]),
+        "validation": _columns([(step, row) for step, row in rows if _of_validation(row)]),
+        "findings": [asdict(finding) for finding in run.findings()],
+        "config": {name: _shown(value) for name, value in run.config().items()},
+        "environment": run.environment(),
+        "rewards": [reward_quantiles(run, step) for step in steps],
+        "groups": groups_of(run.rollouts(steps[-1])) if steps else [],
+        "samples": [
+            {"step": step, "rows": samples_of(run.rollouts(step))} for step in sorted({*steps[:1], *steps[-1:]})
+        ],
+    }
+
+
+def _of_validation(row: dict[str, float]) -> bool:
+    return any(is_validation(name) for name in row)
+
+
+def _columns(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[float | None]]:
+    """Return the values of each metric; None where a row lacks it."""
+    names = sorted({name for _, row in rows for name in row})
+    return {"step": [step for step, _ in rows], **{name: [row.get(name) for _, row in rows] for name in names}}
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def reward_quantiles(run: RunDirectory, step: int) -> dict[str, Any]:
+    """Return the step, and quantiles (least, 10, 25, 50, 75, 90 %, largest) of the logged rewards of its responses."""
+    rewards = sorted(_number(row.get("reward")) for row in run.rollouts(step))
+    positions = [quantile * (len(rewards) - 1) for quantile in _QUANTILES] if rewards else []
+    return {"step": step, "quantiles": [_between(rewards, position) for position in positions]}
+
+
+def _between(values: list[float], position: float) -> float:
+    """Return the value of sorted values at a position, interpolated linearly."""
+    low = int(position)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (position - low) * (values[high] - values[low])
+
+
+def groups_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the prompt, mean, least and largest reward of each prompt's responses, the best prompt first."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row.get("group")].append(row)
+    result = []
+    for group in groups.values():
+        rewards = [_number(row.get("reward")) for row in group]
+        text = str(group[0].get("prompt", ""))[-_LONGEST_TEXT:]
+        result.append({"prompt": text, "mean": statistics.fmean(rewards), "rewards": sorted(rewards)})
+    return sorted(result, key=lambda group: -group["mean"])
+
+
+def samples_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return responses that are equally spaced from the best to the worst reward."""
+    ranked = sorted(rows, key=lambda row: -_number(row.get("reward")))
+    count = min(_SAMPLES, len(ranked))
+    chosen = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
+    return [_sample(row) for row in chosen]
+
+
+def _sample(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a response that the page shows."""
+    texts = {name: str(row.get(name, ""))[-_LONGEST_TEXT:] for name in ("prompt", "response", "ground_truth")}
+    segments = [
+        {"from": str(part.get("from")), "text": str(part.get("text"))[-_LONGEST_TEXT:]}
+        for part in row.get("segments", [])
+        if isinstance(part, dict)
+    ]
+    rewards = {name: _number(value) for name, value in row.get("rewards", {}).items()}
+    return {
+        **texts,
+        "segments": segments,
+        "reward": _number(row.get("reward")),
+        "rewards": rewards,
+        "truncated": bool(row.get("truncated")),
+    }
+
+
+def _number(value: Any) -> float:
+    """Convert a number of a rollout file; NaN, null and others count as 0, because JSON has no NaN."""
+    number = float(value) if isinstance(value, int | float) else 0.0
+    return number if abs(number) < float("inf") else 0.0

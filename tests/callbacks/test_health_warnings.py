@@ -1,0 +1,98 @@
+"""Warnings of health checks while a run continues."""
+
+from lightning.pytorch import Callback
+
+from lightning_rlhf.callbacks import HealthChecks, MetricsCSV
+from lightning_rlhf.callbacks.health import skipped_checks
+from lightning_rlhf.inspect.health import HealthMonitor
+from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
+from lightning_rlhf.rewards.function import RewardFunction
+
+
+def none_right(completions, answer):
+    return [0.7 * (text == 7) + 0.1 for text in completions]  # a text is no number
+
+
+def told_apart_at_last(completions, trainer_state):
+    return [float(number > 0 and trainer_state.global_step == 2) for number in range(len(completions))]
+
+
+def half_of_them(completions):
+    return [float(number % 2) for number in range(len(completions))]
+
+
+def of_nothing(completions):
+    return [None for _ in completions]
+
+
+def test_a_constant_reward_of_the_first_steps_warns_once(run, caplog):
+    rewards = [
+        RewardFunction(none_right),
+        RewardFunction(none_right, name="only_logged", weight=0.0),
+        RewardFunction(told_apart_at_last),
+        RewardFunction(half_of_them),
+        RewardFunction(of_nothing, dry_call=False),
+    ]
+    run(loop={"rewards": rewards}, trainer={"max_epochs": 3}, callbacks=[HealthChecks()]).fit()
+    messages = [record.message for record in caplog.records if "for all responses of" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(
+        "step 3: reward none_right was 0.1 for all responses of 3 steps: the policy learns nothing"
+    )
+    assert messages[0].endswith("the responses, which RolloutLog writes to rollouts/")
+
+
+class FarFromReference(Callback):
+    """Replaces the KL of each step, before :class:`HealthChecks` reads it."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        tokens = trainer.callback_metrics["rollout/response_tokens_mean"]
+        pl_module.log("kl/ref", self.values[trainer.global_step - 1] * float(tokens))
+
+
+def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run, caplog):
+    callbacks = [FarFromReference(0.09, 0.25, 0.5), HealthChecks()]
+    run(trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
+    (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
+    assert warned.startswith("step 2: kl/ref is ")
+    assert "0.25 per token, above 0.1: " in warned
+    assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
+
+
+def test_a_resumed_run_warns_as_the_whole_run(run, caplog, tmp_path):
+    """A warning of the steps before the checkpoint is not repeated; the first steps are those of the run."""
+    rewards = [RewardFunction(none_right)]
+
+    def callbacks():
+        return [FarFromReference(0.25, 0.5, 0.5), MetricsCSV(), HealthChecks()]
+
+    def warned():
+        found = [
+            record.message for record in caplog.records if "kl/ref" in record.message or "none_right" in record.message
+        ]
+        caplog.clear()
+        return found
+
+    run(loop={"rewards": rewards}, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks()).fit()
+    whole = warned()
+    assert [message.split(":")[0] for message in whole] == ["step 1", "step 3"]
+    first = run(loop={"rewards": rewards}, trainer={"max_epochs": 2, "max_steps": 2}, callbacks=callbacks())
+    first.fit()
+    first.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert warned() == whole[:1]
+    rest = run(loop={"rewards": rewards}, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks())
+    rest.fit(ckpt_path=tmp_path / "x.ckpt")
+    assert warned() == whole[1:]
+
+
+def test_bounds_that_do_not_apply_are_not_checked(run):
+    plain = run(callbacks=[HealthChecks()], trainer={"max_steps": 1})
+    assert not skipped_checks(plain.module, [plain.loop])
+    other = run(model={"policy_loss": GSPOLoss()}, loop={"max_staleness": 1})
+    assert skipped_checks(other.module, [other.loop]) == ["clipping", "engine and actor"]
+    monitor = HealthMonitor(skipped=["clipping"])
+    for step in range(1, 9):
+        assert not monitor.add(step, {"policy/clip_fraction": 0.9})

@@ -1,0 +1,165 @@
+"""Conversations of an exported model with the environment of a run: generated to a file, then evaluated."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_rlhf.cli.commands import evaluate, generate
+from lightning_rlhf.cli.commands.responses_file import read_lines
+from lightning_rlhf.rollout.vllm.engine import vllm_installed
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
+WORLD = '''
+from lightning_rlhf.environments import Environment, Reply
+
+class Counts(Environment):
+    """Rewards the letters of a turn, and ends after as many turns as its row has."""
+
+    def reset(self, row, seed):
+        self.left, self.seed = row["wanted"], seed
+        if row["prompt"].startswith("break"):
+            raise RuntimeError("a broken world")
+
+    def step(self, text):
+        self.left -= 1
+        return Reply(f"{self.seed % 10}", reward=float(len(text)), done=self.left == 0)
+
+def turns_and_last(completions, conversations, turns, stop_reasons, wanted):
+    """Score 1 where everything fits."""
+    last = [[m["content"] for m in messages if m["role"] == "assistant"][-1] for messages in conversations]
+    fits = zip(completions, last, turns, stop_reasons, wanted)
+    return [float(a == b and c <= e and (d != "done" or c == e)) for a, b, c, d, e in fits]
+'''
+RUN = """
+model:
+  class_path: lightning_rlhf.GRPOModule
+  init_args: {{actor: {model}}}
+data:
+  class_path: lightning_rlhf.PromptDataModule
+  init_args: {{train: prompts.jsonl, tokenizer: {model}}}
+trainer:
+  callbacks:
+    - class_path: lightning_rlhf.callbacks.RolloutLoop
+      init_args:
+        environment: {{factory: "world.py:Counts", bridge: plain, max_turns: 4, timeout_s: null{more}}}
+        max_response_tokens: 60
+"""
+ROWS = [{"prompt": f"{word} {i}", "count": 1 + i % 3} for i, word in enumerate(["ab", "cd", "ef", "gh", "ij"])]
+
+
+@pytest.fixture
+def converse(capsys, tiny_export):
+    """Runs generate with an environment; its exit code and messages."""
+    Path("world.py").write_text(WORLD)
+    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+    def converse(*arguments, more="", to="out.jsonl", engine="transformers"):
+        Path("run.yaml").write_text(RUN.format(model=tiny_export, more=more))
+        who = ["--model", str(tiny_export), "--engine", engine, "--environment", "run.yaml"]
+        where = ["--prompts", "prompts.jsonl", "--columns", "wanted=count", "--to", to, "--max-tokens", "90"]
+        try:
+            code = generate.run([*who, *where, *arguments])
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().err
+
+    return converse
+
+
+def test_rows_contain_the_conversations(converse):
+    assert converse("-n", "2") == (0, "")
+    rows = read_lines(Path("out.jsonl"))
+    assert [{name: row[name] for name in ("prompt", "count")} for row in rows] == ROWS
+    for row in rows:
+        for text, tokens, messages, turns, reward, stop in zip(
+            *(row[name] for name in ("responses", "response_tokens", "response_messages", "turns")),
+            *(row[name] for name in ("environment_rewards", "stop_reasons")),
+            strict=True,
+        ):
+            said = [message["content"] for message in messages if message["role"] == "assistant"]
+            written = [message["content"] for message in messages if message["role"] == "user"]
+            assert text == said[-1]
+            assert turns == len(said) <= row["count"]
+            assert len(set(written)) <= 1
+            ended = stop == "done"
+            assert ended == (turns == row["count"] and row["finish_reasons"][row["responses"].index(text)] == "stop")
+            assert reward == sum(map(len, said if ended else said[:-1]))
+            assert sum(map(len, said)) <= tokens <= 90
+    replies = {
+        row["prompt"]: {m["content"] for own in row["response_messages"] for m in own if m["role"] == "user"}
+        for row in rows
+    }
+    assert all(len(seen) <= 1 for seen in replies.values())  # one world for all samples of a prompt
+    assert len(set().union(*replies.values())) > 1
+
+
+def test_batches_and_interruptions_change_nothing(converse):
+    assert converse("-n", "2", "--batch-size", "2", to="a.jsonl")[0] == 0
+    assert converse("-n", "2", "--batch-size", "100", to="b.jsonl")[0] == 0
+    assert Path("a.jsonl").read_bytes() == Path("b.jsonl").read_bytes()
+    whole = Path("a.jsonl").read_bytes()
+    Path("a.jsonl").write_bytes(whole[: len(whole) // 2])
+    assert converse("-n", "2", "--batch-size", "2", to="a.jsonl")[0] == 0
+    assert Path("a.jsonl").read_bytes() == whole
+
+
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
+def test_vllm_generates_them_too(converse):
+    assert converse("-n", "2", engine="vllm") == (0, "")
+    assert evaluate.run(["out.jsonl", "--reward", "world.py:turns_and_last", "--columns", "wanted=count"]) == 0
+
+
+def test_they_are_evaluated_by_the_environment_and_by_functions(converse, capsys):
+    assert converse("-n", "3") == (0, "")
+    arguments = ["out.jsonl", "--reward", "world.py:turns_and_last", "--columns", "wanted=count"]
+    assert evaluate.run([*arguments, "--json", "report.json"]) == 0
+    rewards = json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]
+    assert rewards["turns_and_last"]["mean"] == 1.0
+    rows = read_lines(Path("out.jsonl"))
+    mean = sum(sum(row["environment_rewards"]) / 3 for row in rows) / len(rows)
+    assert rewards["environment"]["mean"] == pytest.approx(mean, rel=1e-6)
+    assert evaluate.run(["out.jsonl"]) == 0  # the environment's reward alone
+    assert "environment" in capsys.readouterr().out
+
+
+def test_failures_end_the_command_or_are_left_out(converse):
+    Path("prompts.jsonl").write_text(json.dumps({"prompt": "break", "count": 1}) + "\n" + json.dumps(ROWS[0]) + "\n")
+    code, error = converse()
+    assert code == 1
+    assert "a broken world" in error
+    code, error = converse(more=", on_error: end", to="end.jsonl")
+    assert code == 0
+    assert [row["environment_rewards"][0] is None for row in read_lines(Path("end.jsonl"))] == [True, False]
+    assert evaluate.run(["end.jsonl", "--json", "report.json"]) == 0
+    assert json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]["environment"]["not_applicable"]
+
+
+def test_settings_of_the_environment_must_not_change(converse):
+    assert converse()[0] == 0
+    code, error = converse(more=", max_turn_tokens: 3")
+    assert code == 2
+    assert "environment was" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--server", "http://127.0.0.1:9"], "--environment needs --model"),
+        (["--environment", "plain.yaml"], "plain.yaml has no RolloutLoop with an environment"),
+        (["--environment", "absent.yaml"], "absent.yaml"),
+    ],
+)
+def test_what_cannot_work_is_refused(converse, arguments, message):
+    plain = RUN.replace("environment: {{", "stop_token_ids: [1]\n        # {{")
+    converse()
+    Path("plain.yaml").write_text(plain.format(model="model", more=""))
+    code, error = converse(*arguments)
+    assert code == 2
+    assert message in error
+
+
+def test_a_file_without_rewards_needs_a_function(capsys):
+    Path("plain.jsonl").write_text(json.dumps({"prompt": "p", "responses": ["a"]}) + "\n")
+    assert evaluate.run(["plain.jsonl"]) == 2
+    assert "set --reward, because the file has no column 'environment_rewards'" in capsys.readouterr().err

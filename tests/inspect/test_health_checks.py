@@ -1,0 +1,128 @@
+"""Each health check: metrics at which it fails, and metrics just inside its bound."""
+
+import math
+
+import pytest
+
+from lightning_rlhf.inspect.health import CHECKS, HealthMonitor
+
+
+def steps(count, **metrics):
+    """Rows of metrics: numbers are constant, functions get the number of the step from 0."""
+    names = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return [{name: value(i) if callable(value) else value for name, value in names.items()} for i in range(count)]
+
+
+def findings(rows, rewards=()):
+    monitor = HealthMonitor(rewards)
+    for i, row in enumerate(rows):
+        monitor.add(int(row.get("step", i + 1)), {k: v for k, v in row.items() if k != "step"})
+    return monitor.findings
+
+
+LEARNING = {"reward__mean": lambda i: 0.1 + 0.05 * i, "reward__std": 0.4}
+FLAT = {"reward__mean": 0.3, "reward__std": 0.4}
+
+
+def validations(values, reward):
+    """Thirty steps, with a validation after every fifth."""
+    rows = []
+    for i in range(30):
+        rows.append({"step": i + 1, "reward/mean": reward(i)})
+        if i % 5 == 4:
+            rows.append({"step": i + 1, "val/sampled": values[i // 5]})
+    return rows
+
+
+# name: rows that fail, the step, value and bound of the failure, rows that do not fail
+CASES = {
+    "constant reward": (
+        steps(5, reward__a=0.1, reward__a_std=0.0), 3, 0.0, 0.0, steps(5, reward__a=0.1, reward__a_std=0.01),
+    ),
+    "equal groups": (
+        steps(6, group__equal_reward_fraction=0.95, **FLAT), 5, 0.95, 0.9,
+        steps(6, group__equal_reward_fraction=0.85, **FLAT),
+    ),
+    "KL to the reference": (
+        steps(3, kl__ref=lambda i: 2.0 * i, rollout__response_tokens_mean=30.0), 3, 4 / 30, 0.1,
+        steps(3, kl__ref=3.0, rollout__response_tokens_mean=30.0),
+    ),
+    "entropy collapse": (
+        steps(25, policy__entropy=lambda i: 2.0 if i < 3 else 0.1, **FLAT), 20, 0.1, 0.2,
+        steps(25, policy__entropy=lambda i: 2.0 if i < 3 else 0.1, **LEARNING),
+    ),
+    "length drift": (
+        steps(9, rollout__response_tokens_mean=lambda i: 10.0 if i < 3 else 31.0), 8, 31.0, 30.0,
+        steps(9, rollout__response_tokens_mean=lambda i: 10.0 if i < 3 else 29.0),
+    ),
+    "truncation": (
+        steps(4, rollout__truncated_fraction=0.21), 3, 0.21, 0.2, steps(4, rollout__truncated_fraction=0.19),
+    ),
+    "clipping": (steps(4, policy__clip_fraction=0.31), 3, 0.31, 0.3, steps(4, policy__clip_fraction=0.29)),
+    "engine and actor": (
+        steps(4, rollout__logprob_diff_mean=0.06), 3, 0.06, 0.05, steps(4, rollout__logprob_diff_mean=0.04),
+    ),
+    "critic": (
+        steps(22, value__explained_variance=-0.2), 20, -0.2, -0.1,
+        steps(22, value__explained_variance=lambda i: -1.0 if i < 15 else 0.3),
+    ),
+    "over-optimisation": (
+        validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.01 * i), 25, 0.5, 0.57,
+        validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.5 - 0.01 * i),
+    ),
+    "rising loss": (
+        steps(12, train__loss=lambda i: 1.0 if i < 3 else 2.0), 10, 1.7, 1.5,
+        steps(12, train__loss=lambda i: 1.0 if i < 3 else 1.4),
+    ),
+    "gradient spike": (
+        steps(25, grad_norm__actor=lambda i: 11.0 if i in (10, 15, 22) else 1.0), 23, 11.0, 10.0,
+        steps(25, grad_norm__actor=lambda i: 11.0 if i in (10, 22) else 1.0),
+    ),
+    "waiting": (
+        steps(6, time__step_s=10.0, time__sync_s=1.0, time__reward_s=2.5, time__check_s=0.0), 5, 0.35, 0.3,
+        steps(6, time__step_s=10.0, time__sync_s=0.5, time__reward_s=2.0, time__check_s=0.0),
+    ),
+}  # fmt: skip
+
+
+OPTIONAL = {"reward/std", "time/sync_s", "time/check_s"}  # a run without these parts is checked by the others
+
+
+def test_every_check_has_a_case():
+    assert CASES.keys() == CHECKS.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_check_fails_once_at_the_first_step_beyond_its_bound(name):
+    fails, step, value, bound, passes = CASES[name]
+    (finding,) = findings(fails, ["a"])
+    assert (finding.check, finding.step) == (name, step)
+    assert (finding.value, finding.bound) == pytest.approx((value, bound))
+    assert finding.remedy
+    assert not findings(passes, ["a"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_that_are_missing_or_nan_fail_no_check(name):
+    fails = CASES[name][0]
+    for column in {column for row in fails for column in row if column != "step"} - OPTIONAL:
+        without = [{k: v for k, v in row.items() if k != column} for row in fails]
+        assert not findings([row for row in without if row.keys() - {"step"}], ["a"]), column
+        assert not findings([{**row, column: math.nan} for row in fails if column in row], ["a"]), column
+
+
+def test_groups_that_are_equal_because_all_responses_are_right_are_no_fault():
+    rows = steps(
+        9, group__equal_reward_fraction=lambda i: 0.1 * i + 0.3, reward__std=0.4, reward__mean=lambda i: 0.1 * i
+    )
+    assert not findings(rows)
+
+
+def test_a_policy_that_is_perfect_has_not_collapsed():
+    rows = steps(30, policy__entropy=lambda i: 2.0 if i < 3 else 0.01, reward__mean=1.0, reward__std=0.0)
+    assert not findings(rows)
+
+
+def test_a_constant_reward_later_in_a_run_is_not_a_fault_of_its_function():
+    rows = steps(9, reward__a=lambda i: 0.5 if i < 2 else 1.0, reward__a_std=lambda i: 0.3 if i < 2 else 0.0)
+    assert not findings(rows, ["a"])

@@ -1,0 +1,187 @@
+"""The report page in a real browser: its numbers, its controls, hostile texts, narrow windows and dark mode."""
+
+import json
+
+import pytest
+
+from lightning_rlhf.cli.commands import report
+from lightning_rlhf.inspect.page import groups_of, report_page, reward_quantiles, samples_of
+from lightning_rlhf.inspect.run_directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(180)
+ROWS = [
+    {"step": 0, "val/greedy": 0.25},
+    *({"step": i, "reward/mean": i / 10, "reward/std": 0.4, "kl/ref": 0.1 * i, "time/step_s": 2.0, "time/update_s": 1.5,
+       "rollout/response_tokens": 80.0, "rollout/response_tokens_mean": 10.0, "loss/policy": -0.01 * i}
+      for i in range(1, 11)),
+    {"step": 10, "val/greedy": 0.75},
+]  # fmt: skip
+RESPONSES = [
+    {
+        "prompt": f"question {i // 4}",
+        "response": f"answer {i}",
+        "reward": float(i % 4),
+        "rewards": {"right": float(i % 4)},
+        "group": i // 4,
+        "truncated": i == 3,
+        "ground_truth": "42",
+    }
+    for i in range(8)
+]
+SCRIPT = "<script>window.hacked=1</script>"
+HOSTILE = [
+    SCRIPT, f"</script>{SCRIPT}", f'">{SCRIPT}', f"<!--{SCRIPT}", f"]]>{SCRIPT}", f"<template>{SCRIPT}</template>",
+    "<img src=x onerror=window.hacked=1>", "'><img src=x onerror=window.hacked=1>", "<svg onload=window.hacked=1>",
+    "<iframe src=javascript:parent.hacked=1>", "<a href=javascript:window.hacked=1>x</a>", "javascript:window.hacked=1",
+    "<style>*{display:none}</style>", "<base href=http://127.0.0.1:9/>",
+    "<meta http-equiv=refresh content=0;url=http://127.0.0.1:9/>", "<link rel=stylesheet href=http://127.0.0.1:9/x.css>",
+    "<form action=http://127.0.0.1:9/><input name=a></form>", "<object data=http://127.0.0.1:9/x></object>",
+    "\u2028window.hacked=1\u2029", "${window.hacked=1}", "{{window.hacked=1}}", "\u202egnp.exe", "\x00\x07\ud800",
+    "\\u003cscript>window.hacked=1",
+]  # fmt: skip
+
+
+def chart(metric):
+    return f"document.querySelector('[data-metric=\"{metric}\"]').plot.data"
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """Opens the report of some directories."""
+
+    def page(*folders, **options):
+        path = tmp_path / "page.html"
+        path.write_text(report_page([RunDirectory(folder) for folder in folders]), encoding="utf-8")
+        browser.open(path, **options)
+        return browser
+
+    return page
+
+
+def test_charts_have_the_numbers_of_the_run(page, run_directory):
+    browser = page(run_directory("a", ROWS, {1: RESPONSES, 10: RESPONSES}))
+    assert browser.evaluate(chart("reward/mean")) == [list(range(1, 11)), [i / 10 for i in range(1, 11)]]
+    assert browser.evaluate(chart("val/greedy")) == [[0, 10], [0.25, 0.75]]
+    assert browser.evaluate(chart("reward quantiles"))[:2] == [[1, 10], [0, 0]]
+    assert [column[0] for column in browser.evaluate(chart("reward quantiles"))[1:]] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
+    text = browser.evaluate("document.body.innerText")
+    for shown in ("0.25 → 0.75", "0.1 → 1", "No check failed.", "question 1", "answer 7", "reward 3", "update"):
+        assert shown in text
+    assert not browser.problems
+
+
+def test_the_controls(page, run_directory):
+    browser = page(run_directory("a", ROWS))
+    assert browser.evaluate("document.querySelector('[data-metric=\"loss/policy\"]')") is None  # in a closed group
+    browser.evaluate("document.querySelector('[data-group=loss]').open = true")
+    browser.wait("document.querySelector('[data-metric=\"loss/policy\"]') !== null")
+    browser.evaluate("axis.value = 'samples', axis.dispatchEvent(new Event('change'))")
+    assert browser.evaluate(chart("reward/mean"))[0] == [8 * i for i in range(1, 11)]
+    assert browser.evaluate(chart("val/greedy"))[0] == [0, 80]
+    browser.evaluate("axis.value = 'seconds', axis.dispatchEvent(new Event('change'))")
+    assert browser.evaluate(chart("reward/mean"))[0] == [2 * i for i in range(1, 11)]
+    browser.evaluate("smoothing.value = 0.5, smoothing.dispatchEvent(new Event('input'))")
+    smoothed = (0.5 * 0.1 + 0.2) / 1.5  # by hand: the mean with weights 1/2 and 1
+    browser.wait(f"Math.abs({chart('reward/mean')}[1][1] - {smoothed}) < 1e-12")
+    browser.evaluate("search.value = 'KL', search.dispatchEvent(new Event('input'))")
+    browser.wait("document.querySelectorAll('[data-metric=\"reward/mean\"]').length === 0")
+    shown = "[...document.querySelectorAll('#curves [data-metric]')].map((box) => box.dataset.metric)"
+    assert browser.evaluate(shown) == ["kl/ref"]
+    assert not browser.problems
+
+
+def test_several_runs_share_charts_and_their_differences_come_first(page, run_directory):
+    one = run_directory("x/ppo", ROWS, config={"model": {"lr": 1e-3, "coef": 0.5}})
+    other = run_directory(
+        "y/ppo", [{**row, "kl/ref": 5.0} for row in ROWS[:8]], config={"model": {"lr": 0.1, "coef": 0.5}}
+    )
+    browser = page(one, other)
+    steps, first, second = browser.evaluate(chart("reward/mean"))
+    assert len(steps) == len(first) == len(second) == 10
+    assert [sum(value is not None for value in values) for values in (first, second)] == [10, 7]
+    differing = "[...document.querySelectorAll('details[open] tr.differs td')].map((cell) => cell.textContent)"
+    assert browser.evaluate(differing) == ["model.lr", "0.001", "0.1"]
+    text = browser.evaluate("document.body.innerText")
+    assert "KL to the reference, step 1" in text
+    assert str(one) in text
+    assert str(other) in text
+    assert not browser.problems
+
+
+def test_hostile_texts_are_only_text(page, run_directory):
+    rows = [{"step": 1, "reward/mean": 1.0, **{f"reward/{text}": 1.0 for text in HOSTILE if "\x00" not in text}}]
+    responses = [
+        {"prompt": text, "response": text, "ground_truth": text, "reward": 1.0, "rewards": {text: 1.0}, "group": i,
+         "segments": [{"from": text, "text": text}, {"from": "policy", "text": text}]}
+        for i, text in enumerate(HOSTILE)
+    ]  # fmt: skip
+    config = {f"k{i}": text for i, text in enumerate(HOSTILE) if text.isprintable()}
+    folder = run_directory(
+        "a", rows, {1: responses}, config, {"command": HOSTILE[:3], "packages": {HOSTILE[0]: HOSTILE[1]}}
+    )
+    for chosen in ("search.value = 'script'", "search.value = ''"):
+        browser = page(folder)
+        browser.evaluate(f"{chosen}, search.dispatchEvent(new Event('input'))")
+        browser.evaluate("document.querySelectorAll('details').forEach((own) => own.open = true)")
+        browser.evaluate("new Promise((done) => setTimeout(done, 400))")
+        assert browser.evaluate("typeof window.hacked") == "undefined"
+        elements = "[...document.querySelectorAll('script, img, svg, iframe, base, link, form, object, template, a')]"
+        kinds = browser.evaluate(f"{elements}.map((own) => own.tagName + (own.getAttribute('href') || ''))")
+        assert {kind for kind in kinds if not kind.startswith("A#")} == {"SCRIPT"}
+        assert kinds.count("SCRIPT") == 3
+        assert "<script>window.hacked=1</script>" in browser.evaluate("document.body.textContent")
+        assert not browser.problems
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, True)])
+def test_narrow_windows_and_dark_mode(page, run_directory, width, dark):
+    browser = page(run_directory("a", ROWS, {1: RESPONSES}), width=width, dark=dark)
+    browser.evaluate("new Promise((done) => setTimeout(done, 400))")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = "[...document.querySelectorAll('.chart')].map((box) => box.clientWidth - box.plot.width)"
+    assert all(rest >= 0 for rest in browser.evaluate(boxes))
+    ground = [
+        int(part) for part in browser.evaluate("getComputedStyle(document.body).backgroundColor")[4:-1].split(",")
+    ]
+    assert (max(ground) < 60) == dark
+    assert not browser.problems
+
+
+def test_a_run_without_responses_and_steps_has_a_page(page, run_directory):
+    browser = page(run_directory("a", [{"step": 0, "val/loss": 1.0}]))
+    assert browser.evaluate(chart("val/loss")) == [[0], [1]]
+    assert not browser.problems
+
+
+def test_quantiles_groups_and_samples(run_directory):
+    run = RunDirectory(run_directory("a", ROWS, {1: RESPONSES, 2: []}))
+    assert reward_quantiles(run, 1)["quantiles"] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
+    assert reward_quantiles(run, 2)["quantiles"] == []
+    assert groups_of(RESPONSES) == [
+        {"prompt": f"question {i}", "mean": 1.5, "rewards": [0.0, 1.0, 2.0, 3.0]} for i in range(2)
+    ]
+    assert [row["reward"] for row in samples_of(RESPONSES * 9)] == [3.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.0] * 3
+    broken = [{"reward": None, "rewards": {"a": float("nan")}, "segments": ["x"]}]
+    assert json.dumps(samples_of(broken), allow_nan=False)
+
+
+def test_lines_that_are_being_written_are_ignored(run_directory):
+    folder = run_directory("a", ROWS, {1: RESPONSES})
+    with (folder / "rollouts/step-000001.jsonl").open("a") as file:
+        file.write('{"prompt": "ha')
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("11,0.")
+    run = RunDirectory(folder)
+    assert len(run.rollouts(1)) == len(RESPONSES)
+    assert run.rows()[-1] == (10, {"val/greedy": 0.75})
+
+
+def test_the_command(run_directory, tmp_path, capsys):
+    folder = run_directory("a", ROWS)
+    assert report.run([str(folder)]) == 0
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert report.run([str(folder), str(folder), "--to", str(tmp_path / "new/x.html")]) == 0
+    assert report.run([str(tmp_path)]) == 2
+    assert "is not the directory of a run, because it has no metrics.csv" in capsys.readouterr().err
+    assert report.run([str(folder), "--to", "x.txt"]) == 2
+    assert "--to must end with .html" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.types import PromptBatch, Rollout
+from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
 from .checks import check_at_least, check_module
 
@@ -26,12 +26,17 @@ class RolloutLog(Callback):
         max_rows: number of responses to write per step and rank, at least 1.
         table_every_n_steps: steps between tables; 0 prints none.
         table_rows: number of responses in a table, equally spaced from the best to the worst, at least 1.
+        max_token_values: number of tokens per step and rank whose texts, log-probabilities and advantages are written,
+            about 80 bytes each; responses behind this limit are written without them.
     """
 
-    def __init__(self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4) -> None:
+    def __init__(
+        self, max_rows: int = 64, table_every_n_steps: int = 10, table_rows: int = 4, max_token_values: int = 2048
+    ) -> None:
         check_at_least(1, max_rows=max_rows, table_rows=table_rows)
-        check_at_least(0, table_every_n_steps=table_every_n_steps)
+        check_at_least(0, table_every_n_steps=table_every_n_steps, max_token_values=max_token_values)
         self.max_rows = max_rows
+        self.max_token_values = max_token_values
         self.table_every_n_steps = table_every_n_steps
         self.table_rows = table_rows
 
@@ -70,7 +75,9 @@ class RolloutLog(Callback):
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         rows = []
+        left = self.max_token_values
         for i in range(count):
+            left -= int(rollout.response_lengths[i])
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
             response = rollout.response_ids[i, : rollout.response_lengths[i]]
             rows.append(
@@ -85,6 +92,7 @@ class RolloutLog(Callback):
                     "truncated": bool(rollout.truncated[i]),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
                     "group": int(rollout.group[i]),
+                    **({"tokens": token_values(tokenizer, experience, i)} if left >= 0 else {}),
                 }
             )
         return rows
@@ -116,6 +124,39 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, response: list[int], mask: l
     parts = groupby(zip(response, mask, strict=False), key=itemgetter(1))
     named = [("policy" if sampled else "environment", [token for token, _ in part]) for sampled, part in parts]
     return {"segments": [{"from": name, "text": tokenizer.decode(ids)} for name, ids in named]}
+
+
+def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int) -> dict[str, list[Any]]:
+    """Return values of each token of a response, by name.
+
+    Args:
+        tokenizer: tokenizer that decodes single tokens, special tokens included.
+        experience: experience of the step, on the CPU.
+        row: number of the response.
+
+    Returns:
+        ``ids``, ``texts``, log-probabilities in nats of the actor before the update (``logprob``), of the engine
+        (``rollout_logprob``) and of the reference (``ref_logprob``), ``advantage``, importance ``weight`` in the loss,
+        policy ``version``, and whether a token is ``sampled`` and ``in_loss``.
+    """
+    rollout = experience.rollout
+    length = int(rollout.response_lengths[row])
+    ids = rollout.response_ids[row, :length].tolist()
+    numbers = {
+        "logprob": experience.old_logprobs,
+        "rollout_logprob": rollout.rollout_logprobs,
+        "ref_logprob": experience.ref_logprobs,
+        "advantage": experience.advantages,
+        "weight": experience.weights,
+    }
+    return {
+        "ids": ids,
+        "texts": [str(tokenizer.decode([token])) for token in ids],
+        **{name: [round(value, 4) for value in values[row, :length].tolist()] for name, values in numbers.items()},
+        "version": rollout.policy_version[row, :length].tolist(),
+        "sampled": rollout.response_mask[row, :length].tolist(),
+        "in_loss": experience.mask[row, :length].tolist(),
+    }
 
 
 def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": (f"{_COMMANDS}.export", "write a checkpoint as a directory that transformers and vLLM load"),
     "generate": (f"{_COMMANDS}.generate", "generate responses of a model or a server to a file of prompts"),
     "evaluate": (f"{_COMMANDS}.evaluate", "score a file of responses, with confidence intervals"),
+    "inspect": (f"{_COMMANDS}.inspect", "serve a page about runs, with a viewer of their responses"),
     "report": (f"{_COMMANDS}.report", "write a page with curves, health checks and responses of runs"),
     "serve": (f"{_COMMANDS}.serve", "start vLLM's OpenAI server with an API key and limits"),
 }

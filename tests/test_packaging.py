@@ -50,7 +50,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
-    assert len(assets) == 5
+    assert len(assets) == 6
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +22,49 @@ _LONGEST_TEXT = 4000  # characters of a text on the page
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
-def report_page(runs: Sequence[RunDirectory]) -> str:
+def report_page(runs: Sequence[RunDirectory], live: bool = False) -> str:
     """Return the HTML of the report of one or more runs.
 
     Scripts and styles are allowed by their hashes, and texts of models are data, which scripts write as text.
 
     Args:
         runs: at least one run.
+        live: whether the page is that of the inspector, which gets new data and responses from its server.
     """
-    content = json.dumps({"runs": run_data(runs)}, ensure_ascii=False, allow_nan=False)
-    valid = content.encode("utf-8", "replace").decode()  # without halves of surrogate pairs
-    data = valid.replace("<", "\\u003c")
-    scripts = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "report.js")]
+    data = as_json({"runs": run_data(runs)}).replace("<", "\\u003c")
+    names = ("uPlot.iife.min.js", "report.js", *(("viewer.js",) if live else ()))
+    scripts = [(_ASSETS / name).read_text(encoding="utf-8") for name in names]
     styles = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
+    policy += "; connect-src 'self'" if live else ""
     head = "".join(f"<style>{style}</style>\n" for style in styles)
     tail = "".join(f"<script>{script}</script>\n" for script in scripts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<title>lightning-rlhf report</title>\n{head}</head>\n<body>\n<main id="page"></main>\n'
+        f"<title>lightning-rlhf {'inspect' if live else 'report'}</title>\n{head}</head>\n"
+        f"<body data-live={'yes' if live else 'no'}>\n"
+        '<main id="page"></main>\n'
         f'<script type="application/json" id="data">{data}</script>\n{tail}</body>\n</html>\n'
     )
+
+
+def as_json(value: Any) -> str:
+    """Return valid JSON: NaN and infinite numbers become null, halves of surrogate pairs question marks."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "replace").decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(part) for name, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _hashes(texts: Sequence[str]) -> str:
@@ -96,9 +115,16 @@ def _shown(value: Any) -> str:
 
 def reward_quantiles(run: RunDirectory, step: int) -> dict[str, Any]:
     """Return the step, and quantiles (least, 10, 25, 50, 75, 90 %, largest) of the logged rewards of its responses."""
+    changed = tuple(path.stat().st_mtime_ns for path in run.rollout_files(step))
+    return {"step": step, "quantiles": _quantiles(run, step, changed)}
+
+
+@lru_cache(maxsize=1 << 16)
+def _quantiles(run: RunDirectory, step: int, changed: tuple[int, ...]) -> list[float]:
+    """Return the quantiles of the rewards in files that were changed at these times."""
     rewards = sorted(_number(row.get("reward")) for row in run.rollouts(step))
     positions = [quantile * (len(rewards) - 1) for quantile in _QUANTILES] if rewards else []
-    return {"step": step, "quantiles": [_between(rewards, position) for position in positions]}
+    return [_between(rewards, position) for position in positions]
 
 
 def _between(values: list[float], position: float) -> float:

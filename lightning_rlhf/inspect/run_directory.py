@@ -85,10 +85,14 @@ class RunDirectory:
         """Return the steps whose responses ``RolloutLog`` wrote, in order."""
         return sorted({int(path.stem.split("-")[1]) for path in (self.path / "rollouts").glob("step-*.jsonl")})
 
+    def rollout_files(self, step: int) -> list[Path]:
+        """Return the files with the responses of a step, one for each rank."""
+        return sorted((self.path / "rollouts").glob(f"step-{step:06d}*.jsonl"))
+
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the responses of a step, of all ranks; an incomplete last line is ignored."""
         rows = []
-        for path in sorted((self.path / "rollouts").glob(f"step-{step:06d}*.jsonl")):
+        for path in self.rollout_files(step):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     row = json.loads(line)

@@ -9,6 +9,8 @@ from transformers import PretrainedConfig
 
 BLOCK_TOKENS = 32  # vLLM allocates its cache in blocks of this many tokens
 _MIN_BYTES = 1 << 28
+_TEXTS = 64  # texts that vLLM generates at the same time, if they take at most _MAX_BYTES and a 16th of the memory
+_MAX_BYTES = 1 << 30
 _MEMORY_FRACTION = 0.5  # part of the free memory for the cache; the rest is for weights and activations
 
 
@@ -32,7 +34,7 @@ def bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
-    """Return the bytes of a cache for one text, at least 256 MiB.
+    """Return the bytes of a cache for 64 texts, up to 1 GiB and a 16th of the memory; at least one text and 256 MiB.
 
     Args:
         config: configuration of the model.
@@ -40,7 +42,9 @@ def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
         tokens: number of tokens of the longest prompt and response together.
     """
     blocks = tokens // BLOCK_TOKENS + 2  # one more is partly filled, and vLLM reserves another
-    return max(_MIN_BYTES, blocks * BLOCK_TOKENS * bytes_per_token(config, dtype))
+    text = blocks * BLOCK_TOKENS * bytes_per_token(config, dtype)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(_MIN_BYTES, text, min(_TEXTS * text, _MAX_BYTES, memory // 16))
 
 
 def longest_in_memory(config: PretrainedConfig, dtype: str) -> int:

@@ -94,3 +94,25 @@ def test_long_text_is_cut_in_the_middle():
     cut = _short("a" * 400 + "b" * 400)
     assert cut.startswith("a" * 150 + " ... ")
     assert cut.endswith(" ... " + "b" * 150)
+
+
+def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
+    log = RolloutLog(max_token_values=7)
+    own = run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[log]).fit()
+    rows = rows_of(tmp_path, 2)  # responses of 2, 3, 4 and 2 tokens, end tokens included
+    assert ["tokens" in row for row in rows] == [True, True, False, False]
+    values = rows[1]["tokens"]
+    assert values["texts"] == ["a", "b", "</s>"]
+    assert {len(column) for column in values.values()} == {3}
+    experience = own.module.experience
+    for name, expected in (
+        ("logprob", experience.old_logprobs),
+        ("rollout_logprob", experience.rollout.rollout_logprobs),
+        ("ref_logprob", experience.ref_logprobs),
+        ("advantage", experience.advantages),
+        ("weight", experience.weights),
+    ):
+        assert values[name] == pytest.approx(expected[1, :3].tolist(), abs=1e-4)
+    assert values["ids"] == experience.rollout.response_ids[1, :3].tolist()
+    assert values["version"] == [1, 1, 1]
+    assert values["sampled"] == values["in_loss"] == [True, True, True]

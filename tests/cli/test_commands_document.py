@@ -18,8 +18,8 @@ from lightning_rlhf.rollout.transformers import TransformersEngine
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint"}
-# They need a vLLM that is ready; tests/serving/test_serve.py runs both.
-ELSEWHERE = ("serve", "--server")
+# They need a vLLM that is ready, or serve until Ctrl-C; tests/serving/test_serve.py and tests/inspect run them.
+ELSEWHERE = ("serve", "--server", "inspect")
 
 
 def blocks(language):
@@ -62,7 +62,8 @@ def test_every_command_of_the_document_works(files, call, monkeypatch):
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     assert {line.split()[1] for line in lines} >= __main__.COMMANDS.keys() - {"validate", "test", "predict"}
     told = {line: call(line) for line in lines if not set(ELSEWHERE) & set(line.split())}
-    assert len(told) == len(lines) - 2
+    assert len(told) == len(lines) - 3
+    assert Path("runs/x/report.html").is_file()
     rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     assert [(row["answer"], len(row["responses"])) for row in rows] == [("42", 4), ("10", 4)]
     right = json.loads(Path("report.json").read_text())["sources"]["data"]["rewards"]["right"]
@@ -72,7 +73,7 @@ def test_every_command_of_the_document_works(files, call, monkeypatch):
 
 def test_the_commands_that_need_a_server_are_understood():
     served, asked = (
-        line for block in blocks("bash") for line in block.splitlines() if set(ELSEWHERE) & set(line.split())
+        line for block in blocks("bash") for line in block.splitlines() if {"serve", "--server"} & set(line.split())
     )
     assert serve._parser().parse_args(shlex.split(served)[2:]).model == "models/x"
     given = _parser().parse_args(shlex.split(asked)[2:])

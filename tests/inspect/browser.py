@@ -41,6 +41,7 @@ class Browser:
         self._socket = self._open.enter_context(connect(address, max_size=None, proxy=None))
         self._numbers = itertools.count(1)
         self.problems = []
+        self.allowed = ("file:", "data:", "about:")  # beginnings of addresses that a page may request
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -63,7 +64,7 @@ class Browser:
             name == "Runtime.consoleAPICalled" and content["type"] in ("error", "warning")
         ):
             self.problems.append(json.dumps(content)[:500])
-        elif name == "Network.requestWillBeSent" and not content["request"]["url"].startswith(("file:", "data:")):
+        elif name == "Network.requestWillBeSent" and not content["request"]["url"].startswith(self.allowed):
             self.problems.append(f"a request to {content['request']['url']}")
 
     def evaluate(self, expression):
@@ -79,13 +80,13 @@ class Browser:
             assert time.monotonic() < end, f"not true in 30 s: {expression}"
             time.sleep(0.05)
 
-    def open(self, path, width=1280, height=900, dark=False):
-        """Open a file in a window of a size, and wait until its script has ended."""
+    def open(self, address, width=1280, height=900, dark=False):
+        """Open a URL in a window of a size, and wait until its script has ended."""
         self.problems.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        for url in ("about:blank", Path(path).resolve().as_uri()):
+        for url in ("about:blank", address):
             self.call("Page.navigate", url=url)
             self.wait(f"location.href === {json.dumps(url)}")
         self.wait("document.documentElement?.dataset.ready === 'yes'")

@@ -52,7 +52,7 @@ def page(browser, tmp_path):
     def page(*folders, **options):
         path = tmp_path / "page.html"
         path.write_text(report_page([RunDirectory(folder) for folder in folders]), encoding="utf-8")
-        browser.open(path, **options)
+        browser.open(path.as_uri(), **options)
         return browser
 
     return page

@@ -24,15 +24,22 @@ def test_latent_attention_keeps_its_latent_vector():
     assert bytes_per_token(source("deepseek_v3").hf_config(), "float32") == 2 * (24 + 8) * 4
 
 
-def test_the_cache_holds_a_text_of_the_full_length():
-    assert cpu_cache_bytes(SMOLLM2, "float32", 128) == 1 << 28  # never less
-    size = cpu_cache_bytes(SMOLLM2, "float32", 8192)
-    assert size >= 8192 * bytes_per_token(SMOLLM2, "float32") > 1 << 28
-    assert size % (32 * bytes_per_token(SMOLLM2, "float32")) == 0
+def test_the_cache_holds_64_texts_within_its_bounds_and_one_text_in_any_case(monkeypatch):
+    memory = {"SC_PHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
+    monkeypatch.setattr(kv_cache.os, "sysconf", memory.__getitem__)
+    token = bytes_per_token(SMOLLM2, "float32")
+    assert cpu_cache_bytes(SMOLLM2, "float32", 16) == 1 << 28 > 64 * 64 * token  # never less
+    assert cpu_cache_bytes(SMOLLM2, "float32", 128) == 64 * 192 * token  # two blocks more than the text
+    assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 30
+    memory["SC_PHYS_PAGES"] >>= 3  # 8 GiB
+    assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 29
+    size = cpu_cache_bytes(SMOLLM2, "float32", 16384)
+    assert size >= 16384 * token > 1 << 29
+    assert size % (32 * token) == 0
 
 
 def test_the_longest_text_that_memory_holds_takes_at_most_half_of_it(monkeypatch):
-    free = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
+    free = {"SC_AVPHYS_PAGES": 1 << 18, "SC_PHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 4096}  # 1 GiB
     monkeypatch.setattr(kv_cache.os, "sysconf", free.__getitem__)
     longest = longest_in_memory(SMOLLM2, "float32")
     assert 11_000 < longest < 12_000

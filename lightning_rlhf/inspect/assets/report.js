@@ -1,10 +1,12 @@
 "use strict";
 (() => {
   const runs = JSON.parse(document.getElementById("data").textContent).runs;
+  const fills = [];  // functions that fill the sections with the data of the runs
   const page = document.getElementById("page");
   // Colours that differ in lightness too, for readers who do not distinguish red and green.
   const colours = ["#1f78d1", "#e07b00", "#6a51a3", "#008a7a", "#c2387e", "#7a6a00", "#4b5563", "#a3bffa"];
   const labelled = runs.length > 1;
+  const live = document.body.dataset.live === "yes";  // a page of the inspector, which has a viewer of responses
   const main = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
 
@@ -44,34 +46,42 @@
   page.append(names);
   const navigation = element("nav");
   page.append(navigation);
+  const summary = element("div");
+  page.append(summary);
   const change = (values) => values ? `${short(values[0])} → ${short(last(values))}` : "";
-  const figures = runs.map((run) => ({
-    steps: String(last(run.training.step) ?? 0),
-    "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
-    "reward/mean": change(run.training["reward/mean"]),
-    "train/loss": change(run.training["train/loss"]),
-    ...Object.fromEntries(["val/greedy", "val/sampled", "val/loss", "val/pair_accuracy"].map((name) => [name, change(run.validation[name])])),
-  }));
-  const headings = Object.keys(figures[0]).filter((name) => figures.some((own) => own[name]));
-  if (labelled) {
-    const table = element("table", {}, element("tr", {}, element("th"), ...headings.map((text) => element("th", { text }))));
-    figures.forEach((own, i) => table.append(element("tr", {}, element("td", {}, key(i), runs[i].name), ...headings.map((name) => element("td", { text: own[name] })))));
-    page.append(element("div", { class: "scroll" }, table));
-  } else {
-    page.append(element("div", { class: "figures" }, ...headings.map((name) =>
-      element("div", { class: "figure" }, element("b", { text: figures[0][name] }), element("span", { class: "muted", text: name })))));
-  }
+  fills.push(() => {
+    const figures = runs.map((run) => ({
+      steps: String(last(run.training.step) ?? 0),
+      "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
+      "reward/mean": change(run.training["reward/mean"]),
+      "train/loss": change(run.training["train/loss"]),
+      ...Object.fromEntries(["val/greedy", "val/sampled", "val/loss", "val/pair_accuracy"].map((name) => [name, change(run.validation[name])])),
+    }));
+    const headings = Object.keys(figures[0]).filter((name) => figures.some((own) => own[name]));
+    if (labelled) {
+      const table = element("table", {}, element("tr", {}, element("th"), ...headings.map((text) => element("th", { text }))));
+      figures.forEach((own, i) => table.append(element("tr", {}, element("td", {}, key(i), runs[i].name), ...headings.map((name) => element("td", { text: own[name] })))));
+      summary.replaceChildren(element("div", { class: "scroll" }, table));
+    } else {
+      summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) =>
+        element("div", { class: "figure" }, element("b", { text: figures[0][name] }), element("span", { class: "muted", text: name })))));
+    }
+  });
 
   // -- health ---------------------------------------------------------------------------------------------------------
-  const health = section("health", "Health checks");
-  runs.forEach((run, i) => {
-    if (labelled) health.append(element("h3", {}, key(i), run.name));
-    if (!run.findings.length) health.append(element("p", { class: "healthy", text: "No check failed." }));
-    for (const found of run.findings) {
-      health.append(element("div", { class: "finding" },
-        element("b", { text: `${found.check}, step ${found.step}` }), element("div", { text: `${found.message}.` }),
-        element("div", { class: "muted", text: `${found.remedy}.` })));
-    }
+  const health = element("div");
+  section("health", "Health checks").append(health);
+  fills.push(() => {
+    health.replaceChildren();
+    runs.forEach((run, i) => {
+      if (labelled) health.append(element("h3", {}, key(i), run.name));
+      if (!run.findings.length) health.append(element("p", { class: "healthy", text: "No check failed." }));
+      for (const found of run.findings) {
+        health.append(element("div", { class: "finding" },
+          element("b", { text: `${found.check}, step ${found.step}` }), element("div", { text: `${found.message}.` }),
+          element("div", { class: "muted", text: `${found.remedy}.` })));
+      }
+    });
   });
 
   // -- curves ---------------------------------------------------------------------------------------------------------
@@ -152,12 +162,11 @@
     }))]);
   }
 
-  const all = [...new Set(runs.flatMap((run) => [...Object.keys(run.validation), ...Object.keys(run.training)]))].filter((name) => name !== "step");
-  const validations = all.filter((name) => name.startsWith("val/"));
-  const featured = [...validations.filter((name) => /val\/(greedy|sampled|loss|pair_accuracy)$/.test(name)), ...main.filter((name) => all.includes(name))];
-  const rest = all.filter((name) => !featured.includes(name)).sort();
-
   function redraw() {
+    const all = [...new Set(runs.flatMap((run) => [...Object.keys(run.validation), ...Object.keys(run.training)]))].filter((name) => name !== "step");
+    const validations = all.filter((name) => name.startsWith("val/"));
+    const featured = [...validations.filter((name) => /val\/(greedy|sampled|loss|pair_accuracy)$/.test(name)), ...main.filter((name) => all.includes(name))];
+    const rest = all.filter((name) => !featured.includes(name)).sort();
     for (const plot of drawn.splice(0)) plot.destroy();
     charts.replaceChildren();
     const open = new Set([...others.querySelectorAll("details[open]")].map((group) => group.dataset.group));
@@ -181,7 +190,7 @@
 
   // -- rewards and groups ---------------------------------------------------------------------------------------------
   const extras = [];
-  if (runs.some((run) => run.rewards.length)) {
+  if (live || runs.some((run) => run.rewards.length)) {
     const rewards = section("rewards", "Rewards of responses");
     rewards.append(element("p", { class: "muted", text: "Quantiles of the logged responses of each step: least and largest, 10 to 90 %, 25 to 75 %, median." }));
     const grid = element("div", { class: "charts" });
@@ -200,24 +209,31 @@
           { bands: [{ series: [7, 1], fill: stroke + "22" }, { series: [6, 2], fill: stroke + "33" }, { series: [5, 3], fill: stroke + "44" }] });
       });
     });
-    for (const run of runs) {
-      if (!run.groups.length || run.groups.every((group) => group.rewards.length < 2)) continue;
-      const equal = run.groups.filter((group) => group.rewards.at(-1) - group.rewards[0] < 1e-9);
-      rewards.append(element("h3", { text: `${labelled ? `${run.name}: ` : ""}prompts of the last step` }));
-      rewards.append(element("p", { text: `${equal.length} of ${run.groups.length} logged prompts have the same reward for all responses.` }));
-      const table = element("table", {}, element("tr", {}, ...["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }))));
-      const shown = run.groups.length > 8 ? [...run.groups.slice(0, 4), ...run.groups.slice(-4)] : run.groups;
-      for (const group of shown) {
-        table.append(element("tr", {}, ...[group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) })), element("td", { text: group.prompt.slice(-160) })));
+    const groups = element("div");
+    rewards.append(groups);
+    fills.push(() => {
+      groups.replaceChildren();
+      for (const run of runs) {
+        if (!run.groups.length || run.groups.every((group) => group.rewards.length < 2)) continue;
+        const equal = run.groups.filter((group) => group.rewards.at(-1) - group.rewards[0] < 1e-9);
+        groups.append(element("h3", { text: `${labelled ? `${run.name}: ` : ""}prompts of the last step` }));
+        groups.append(element("p", { text: `${equal.length} of ${run.groups.length} logged prompts have the same reward for all responses.` }));
+        const table = element("table", {}, element("tr", {}, ...["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }))));
+        const shown = run.groups.length > 8 ? [...run.groups.slice(0, 4), ...run.groups.slice(-4)] : run.groups;
+        for (const group of shown) {
+          table.append(element("tr", {}, ...[group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) })), element("td", { text: group.prompt.slice(-160) })));
+        }
+        groups.append(element("div", { class: "scroll" }, table));
       }
-      rewards.append(element("div", { class: "scroll" }, table));
-    }
+    });
   }
 
   // -- time -----------------------------------------------------------------------------------------------------------
   const parts = { "time/generate_s": "generate", "time/update_s": "update", "time/evaluate_s": "evaluate the models", "time/reward_s": "compute rewards", "time/sync_s": "sync weights", "time/check_s": "compare engine and actor" };
-  if (runs.some((run) => run.training["time/step_s"])) {
-    const time = section("time", "Time");
+  const time = element("div");
+  section("time", "Time").append(time);
+  fills.push(() => {
+    time.replaceChildren();
     for (const run of runs) {
       const whole = total(run.training["time/step_s"]);
       if (!whole) continue;
@@ -232,10 +248,10 @@
       }
       time.append(element("div", { class: "scroll" }, table));
     }
-  }
+  });
 
   // -- samples --------------------------------------------------------------------------------------------------------
-  if (runs.some((run) => run.samples.length)) {
+  if (!live && runs.some((run) => run.samples.length)) {
     const samples = section("responses", "Responses");
     for (const run of runs) {
       for (const { step, rows } of run.samples) {
@@ -290,6 +306,17 @@
   axis.addEventListener("change", redraw);
   new ResizeObserver(later).observe(page);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  redraw();
+
+  function fill() {
+    fills.forEach((own) => own());
+    redraw();
+  }
+
+  fill();
+  window.report = {
+    runs, element, key, short, section, colours, labelled,
+    /** Shows new data of the same runs. */
+    update(fresh) { fresh.forEach((run, i) => Object.assign(runs[i], run)); fill(); },
+  };
   document.documentElement.dataset.ready = "yes";
 })();

@@ -1,0 +1,39 @@
+"""``lightning-rlhf inspect``: serve a page about runs, also while they continue."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.cli.errors import one_line_errors
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.inspect.run_directory import RunDirectory
+from lightning_rlhf.inspect.server import InspectServer
+
+_EPILOG = """The page updates while a run continues. It has the report and the responses that RolloutLog has written:
+sorted and filtered, side by side, with their tokens coloured by log-probability, advantage and other values. The server
+listens on 127.0.0.1 alone, needs the key in its address, and reads only the run directories. Ctrl-C ends it.
+
+  lightning-rlhf inspect runs/quickstart/ppo
+"""
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Serve the page until Ctrl-C.
+
+    Returns:
+        Exit code: 0, or 2 if a directory is not that of a run, or the port cannot be used.
+    """
+    parser = command_parser("inspect", "Serve a page about one or more runs, also while they continue.", _EPILOG)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run (its default_root_dir)")
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    options = parser.parse_args(arguments)
+    if not 0 <= options.port < 1 << 16:
+        raise UsageError(f"--port must be between 0 and 65535, got {options.port}")
+    with InspectServer([RunDirectory(directory) for directory in options.runs], options.port) as server:
+        print(f"open {server.url}", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0

@@ -1,0 +1,156 @@
+"use strict";
+(() => {
+  const { runs, element, key, short, section, labelled, update } = window.report;
+  const viewer = section("responses", "Responses");
+  document.getElementById("rewards").before(viewer);
+  const controls = element("div", { class: "controls" });
+  const list = element("div", { class: "list", id: "list" });
+  const detail = element("div", { class: "samples", id: "detail" });
+  viewer.append(controls, list, detail);
+  const control = (text, input) => { controls.append(element("label", {}, text, input)); return input; };
+  const choices = (id, values) => { const made = element("select", { id }); for (const [value, text] of values) made.append(element("option", { value, text })); return made; };
+  const run = control("run", choices("run", runs.map((own, i) => [i, own.name])));
+  if (!labelled) run.parentElement.hidden = true;
+  const step = control("step", choices("step", []));
+  const order = control("sort", choices("order", [["group", "by prompt"], ["-reward", "best first"], ["reward", "worst first"], ["-length", "longest first"], ["length", "shortest first"]]));
+  const only = control("show", choices("only", [["all", "all"], ["truncated", "cut at the limit"], ["differing", "prompts with different rewards"]]));
+  const text = control("text", element("input", { type: "search", id: "text" }));
+  const colour = control("colour", choices("colour", [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"], ["none", "none"]]));
+  let rows = [], chosen = [];
+
+  const length = (row) => row.tokens ? row.tokens.ids.length : (row.response || "").length;
+  const reward = (row) => row.reward ?? 0;
+  const orders = { group: (a, b) => (a.group ?? 0) - (b.group ?? 0) || reward(b) - reward(a), reward: (a, b) => reward(a) - reward(b), "-reward": (a, b) => reward(b) - reward(a), length: (a, b) => length(a) - length(b), "-length": (a, b) => length(b) - length(a) };
+
+  function shown() {
+    const wanted = text.value.trim().toLowerCase();
+    const rewards = new Map();
+    rows.forEach((row) => rewards.set(row.group, (rewards.get(row.group) || new Set()).add(reward(row))));
+    return rows.filter((row) => (only.value !== "truncated" || row.truncated) && (only.value !== "differing" || rewards.get(row.group).size > 1)
+      && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted))).sort(orders[order.value]);
+  }
+
+  function drawList() {
+    const found = shown();
+    list.replaceChildren(element("div", { class: "muted", text: `${found.length} of ${rows.length} responses` }),
+      element("div", { class: "line heading" }, ...["reward", "tokens", "prompt", "response"].map((name, i) => element("span", { text: name, class: i < 2 ? "number" : "" }))));
+    for (const row of found) {
+      const line = element("button", { class: chosen.includes(row) ? "line chosen" : "line" },
+        element("span", { class: "number", text: short(reward(row)) }), element("span", { class: "number", text: String(length(row)) }),
+        element("span", { class: "cut", text: row.prompt ?? "" }), element("span", { class: "cut", text: row.response ?? "" }));
+      line.addEventListener("click", () => {
+        chosen = chosen.includes(row) ? chosen.filter((own) => own !== row) : [...chosen.slice(-1), row];
+        drawList();
+        drawDetail();
+      });
+      list.append(line);
+    }
+  }
+
+  // -- tokens ---------------------------------------------------------------------------------------------------------
+  const values = {
+    advantage: (tokens, i) => tokens.advantage[i], logprob: (tokens, i) => tokens.logprob[i],
+    kl: (tokens, i) => tokens.logprob[i] - tokens.ref_logprob[i], ratio: (tokens, i) => tokens.logprob[i] - tokens.rollout_logprob[i],
+    weight: (tokens, i) => Math.log(Math.max(tokens.weight[i], 1e-6)), in_loss: (tokens, i) => tokens.in_loss[i] ? 1 : 0, version: (tokens, i) => tokens.version[i],
+  };
+
+  /** Blue for values above 0, orange below; log-probabilities are orange, the darker the less likely. */
+  function paint(value, largest) {
+    const strength = Math.min(1, Math.abs(value) / (largest || 1));
+    return `rgba(${value >= 0 ? "31, 120, 209" : "224, 123, 0"}, ${(0.75 * strength).toFixed(3)})`;
+  }
+
+  function tokensOf(row, other) {
+    const tokens = row.tokens, parts = [];
+    const value = values[colour.value];
+    const numbers = value ? tokens.ids.map((_, i) => tokens.sampled[i] ? value(tokens, i) : 0) : [];
+    let largest = Math.max(1e-9, ...numbers.map(Math.abs));
+    if (colour.value === "logprob") largest = 5;
+    const low = Math.min(...numbers);
+    const common = other && other.tokens ? matches(tokens.texts, other.tokens.texts) : null;
+    tokens.texts.forEach((own, i) => {
+      if (i === 0 || tokens.sampled[i] !== tokens.sampled[i - 1]) parts.push(element("pre", { class: `tokens ${tokens.sampled[i] ? "policy" : "environment"}` }));
+      const kinds = `${tokens.sampled[i] ? "" : "written "}${common && !common[i] ? "differs" : ""}`;
+      const span = element("span", { text: own, class: kinds });
+      if (value && tokens.sampled[i]) span.style.backgroundColor = paint(colour.value === "version" ? numbers[i] - low : numbers[i], colour.value === "version" ? Math.max(1, largest - low) : largest);
+      span.title = [`token ${tokens.ids[i]}`, ...["logprob", "rollout_logprob", "ref_logprob", "advantage", "weight"].map((name) => `${name} ${short(tokens[name][i])}`),
+        `KL ${short(values.kl(tokens, i))}`, `version ${tokens.version[i]}`, tokens.sampled[i] ? (tokens.in_loss[i] ? "in the loss" : "not in the loss") : "written by the environment"].join("\n");
+      parts.at(-1).append(span);
+    });
+    return parts;
+  }
+
+  /** Whether each text is part of a longest common subsequence with the others. */
+  function matches(texts, others) {
+    const n = texts.length, m = others.length, best = Array.from({ length: n + 1 }, () => new Uint16Array(m + 1));
+    for (let i = n - 1; i >= 0; i--) for (let j = m - 1; j >= 0; j--) best[i][j] = texts[i] === others[j] ? best[i + 1][j + 1] + 1 : Math.max(best[i + 1][j], best[i][j + 1]);
+    const found = new Array(n).fill(false);
+    for (let i = 0, j = 0; i < n && j < m;) {
+      if (texts[i] === others[j]) { found[i] = true; i++; j++; } else if (best[i + 1][j] >= best[i][j + 1]) i++; else j++;
+    }
+    return found;
+  }
+
+  function drawDetail() {
+    detail.replaceChildren();
+    chosen.forEach((row, i) => {
+      const parts = Object.entries(row.rewards || {}).map(([name, value]) => `${name} ${short(value)}`).join(", ");
+      const card = element("div", { class: "sample" }, element("b", { text: `reward ${short(reward(row))}` }), ` ${parts}${row.truncated ? " (cut at the limit)" : ""}, KL ${short(row.kl)}`,
+        element("pre", { class: "environment", text: row.prompt ?? "" }));
+      if (row.tokens) card.append(...tokensOf(row, chosen.length === 2 ? chosen[1 - i] : null));
+      else if (row.segments) row.segments.forEach((part) => card.append(element("pre", { class: part.from === "policy" ? "policy" : "environment", text: part.text })));
+      else card.append(element("pre", { class: "policy", text: row.response ?? "" }));
+      if (row.ground_truth !== undefined) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: String(row.ground_truth) }));
+      detail.append(card);
+    });
+    if (!chosen.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
+  }
+
+  // -- data -----------------------------------------------------------------------------------------------------------
+  async function load() {
+    const wanted = `${run.value}/${step.value}`;
+    if (step.value === "") { rows = []; chosen = []; drawList(); drawDetail(); return; }
+    const answer = await fetch(`responses/${wanted}`);
+    if (!answer.ok || wanted !== `${run.value}/${step.value}`) return;
+    rows = await answer.json();
+    chosen = [];
+    drawList();
+    drawDetail();
+  }
+
+  function fillSteps() {
+    const known = runs[run.value].rewards.map((own) => own.step);
+    const isNewest = step.selectedIndex <= 0;
+    const before = step.value;
+    step.replaceChildren(...known.toReversed().map((number) => element("option", { value: number, text: String(number) })));
+    if (!isNewest) step.value = before;
+    return step.value !== before;
+  }
+
+  run.addEventListener("change", () => { fillSteps(); load(); });
+  step.addEventListener("change", load);
+  for (const input of [order, only]) input.addEventListener("change", drawList);
+  text.addEventListener("input", drawList);
+  colour.addEventListener("change", drawDetail);
+  fillSteps();
+  load();
+
+  const note = element("span", { class: "muted", id: "note", role: "status" });
+  document.querySelector("nav a[href='#rewards']").before(element("a", { href: "#responses", text: "Responses" }));
+  document.querySelector("nav").append(note);
+  const last = () => runs.map((own) => own.training.step?.at(-1)).join();
+  async function refresh() {
+    try {
+      const answer = await fetch("data");
+      const before = last();
+      const fresh = await answer.json();
+      note.textContent = "";
+      if (fresh.map((own) => own.training.step?.at(-1)).join() !== before || fresh.some((own, i) => own.validation.step?.length !== runs[i].validation.step?.length)) {
+        update(fresh);
+        if (fillSteps() && !chosen.length) load();
+      }
+    } catch { note.textContent = "the inspector has ended"; }
+    setTimeout(refresh, 3000);
+  }
+  setTimeout(refresh, 3000);
+})();

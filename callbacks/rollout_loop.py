@@ -386,7 +386,7 @@ class RolloutLoop(Callback):
         sampled = generate(samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
-        self._validation.add(batch, rollout, tokenizer)
+        self._validation.add(batch, rollout, tokenizer, sampled)
         pl_module.receive(rollout)
 
     def on_validation_batch_end(

@@ -18,7 +18,11 @@ from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.diagnostics import best_at_k, majority_at_k, ordered_share, pass_at_k, worst_at_k
 from lightning_rlhf.modules.metrics import MeanAccumulator
-from lightning_rlhf.types import PromptBatch, Rollout
+from lightning_rlhf.rewards.executor import MetricSums
+from lightning_rlhf.rollout.collect import conversation_metrics
+from lightning_rlhf.types import Completion, PromptBatch, Rollout
+
+from .clock import means_over_ranks
 
 log = logging.getLogger(__name__)
 Answer = Callable[[list[str]], Sequence[Hashable]]
@@ -116,10 +120,27 @@ class Validation:
         self._truncated = [empty]
         self._answers: list[Sequence[Hashable]] = []
         self._source_numbers: list[int] = []  # of each prompt; -1 without a source
+        self._conversations: list[MetricSums] = []
         self.samples: list[dict[str, Any]] = []
 
-    def add(self, batch: PromptBatch, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Add a batch of B prompts with B x (1 + N) responses."""
+    def add(
+        self,
+        batch: PromptBatch,
+        rollout: Rollout,
+        tokenizer: PreTrainedTokenizerBase,
+        sampled: Sequence[Completion] = (),
+    ) -> None:
+        """Add a batch of B prompts.
+
+        Args:
+            batch: prompts.
+            rollout: B x (1 + N) responses.
+            tokenizer: tokenizer that decodes them.
+            sampled: B x N sampled completions, whose conversations are counted.
+        """
+        conversations = [own for own in sampled if own.conversation is not None]
+        if conversations:
+            self._conversations.append(conversation_metrics(conversations))
         for name, values in rollout.rewards.items():
             self._rewards[name].batches.append(self._table(values))
         self._lengths.append(self._table(rollout.sampled_lengths))
@@ -171,6 +192,8 @@ class Validation:
             for name, values in scores.items():
                 means.add(f"{prefix}{name}", values[rows])  # a NaN score is an error and must be visible
         metrics = means.means(ranks)
+        of_conversations = means_over_ranks(self._conversations)
+        metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
         if self._correctness is not None and self._score is not None:
             metrics |= self._score_order(self._score.table[:, 1:], self._correctness.table[:, 1:], sources, ranks)
         return metrics

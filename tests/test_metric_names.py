@@ -203,7 +203,8 @@ def matches(row, name):
 def rows_of(name):
     """Return the rows of a logged name; those of all sources come before those of one."""
     rows = [row for row in NAMES if matches(row, name)]
-    return rows or [row for row in NAMES if matches(row, re.sub("^val/(one|two)/", "val/", name))]
+    of_source, of_conversations = re.sub("^val/(one|two)/", "val/", name), re.sub("^val/env/", "env/", name)
+    return rows or [row for row in NAMES if matches(row, of_source) or matches(row, of_conversations)]
 
 
 def test_every_metric_that_is_logged_has_exactly_one_row(logged):

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
+from lightning_rlhf.environments.conversation import StopReason
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
 from lightning_rlhf.rewards.function import RewardFunction
@@ -68,6 +70,11 @@ def test_the_policy_learns_from_its_own_tokens_alone(tmp_path, module):
     assert torch.equal(rollout.reward, rollout.rewards["environment"])
     torch.testing.assert_close(experience.token_rewards.sum(1), rollout.reward)
     metrics = trainer.callback_metrics
+    for prefix in ("", "val/"):
+        ends = [float(metrics[f"{prefix}env/stop_{name}"]) for name in get_args(StopReason)]
+        assert sum(ends) == pytest.approx(1.0)
+        assert 1 <= float(metrics[f"{prefix}env/turns"]) <= 3
+        assert 0 <= float(metrics[f"{prefix}env/written_share"]) < 1
     assert 1 < metrics["env/turns"] <= 3
     assert metrics["env/stop_truncated"] + metrics["env/stop_max_turns"] + metrics["env/stop_done"] == 1
     assert metrics["env/written_share"] == written.sum() / real.sum()

@@ -106,7 +106,10 @@ def _of_validation(row: dict[str, float]) -> bool:
 def _columns(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[float | None]]:
     """Return the values of each metric to six digits; None where a row lacks it."""
     names = sorted({name for _, row in rows for name in row})
-    return {"step": [step for step, _ in rows], **{name: [_rounded(row.get(name)) for _, row in rows] for name in names}}
+    return {
+        "step": [step for step, _ in rows],
+        **{name: [_rounded(row.get(name)) for _, row in rows] for name in names},
+    }
 
 
 def _rounded(value: float | None) -> float | None:

@@ -36,9 +36,7 @@ def run_settings(trainer: Trainer, module: RoleModule) -> dict[str, str]:
     """
     settings = {"seed_everything": str(run_seed()), "precision": str(trainer.precision)}
     settings |= _data_settings(trainer.datamodule)
-    for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
-        settings |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
-        settings |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
+    settings |= _rollout_settings(trainer)
     settings |= {f"source of the {role}": _source(source) for role, source in module.sources.items()}
     settings["module"] = type(module).__name__
     return settings | _module_settings(module)
@@ -53,6 +51,17 @@ def changes(stored: Mapping[str, str], current: Mapping[str, str]) -> dict[str, 
     """
     names = [name for name in {**stored, **current} if stored.get(name) != current.get(name)]
     return {name: f"{name} is {current.get(name, 'absent')}, was {stored.get(name, 'absent')}" for name in names}
+
+
+def _rollout_settings(trainer: Trainer) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for loop in (callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)):
+        settings |= {name: _text(getattr(loop, name)) for name in _ROLLOUTS}
+        settings |= {f"reward {reward.label}": _reward(reward) for reward in loop.rewards}
+        if (own := loop.environment) is not None:
+            fields = [field.name for field in dataclasses.fields(own)]
+            settings |= {f"{name} of the environment": _text(getattr(own, name)) for name in fields}
+    return settings
 
 
 def _data_settings(data: Any) -> dict[str, str]:

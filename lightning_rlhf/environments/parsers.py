@@ -122,6 +122,17 @@ class MarkedToolCalls(ToolCallParser):
         calls = tuple(ToolCall(self.tool, {self.argument: body}) for body, _, _ in bodies)
         return ParsedTurn("".join([before, *(rest for _, _, rest in bodies)]), calls)
 
+    def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Validate that the environment has the tool, and the tool the argument."""
+        arguments = {own["function"]["name"]: list(own["function"]["parameters"]["properties"]) for own in tools}
+        if arguments and self.tool not in arguments:
+            raise UsageError(f"MarkedToolCalls calls the tool {self.tool!r}, but the tools are {', '.join(arguments)}")
+        if arguments and self.argument not in arguments[self.tool]:
+            names = ", ".join(arguments[self.tool]) or "absent"
+            raise UsageError(
+                f"MarkedToolCalls sets the argument {self.argument!r} of {self.tool}, but its arguments are {names}"
+            )
+
 
 @dataclass(frozen=True)
 class TokenizerToolCalls(ToolCallParser):

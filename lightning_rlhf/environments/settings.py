@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -16,6 +16,14 @@ from lightning_rlhf.environments.renderers_bridge import RenderersBridge
 from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.references import load_function
+
+# Arguments that are passed to the methods of environments and agents; a method has those that it uses.
+_PASSED = {
+    "reset": ("row", "seed"),
+    "step": ("text", "calls", "turn"),
+    "run": ("base_url", "api_key", "row", "seed"),
+    "close": (),
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,9 @@ class EnvironmentSettings:
             raise UsageError(
                 f"environment {self.factory!r} has neither step(), which replies to a turn, nor run() of an agent"
             )
+        if isinstance(factory, type):
+            for name, passed in _PASSED.items():
+                _check_method(factory, name, passed)
         if self.is_agent and self.bridge == "plain":
             raise UsageError(f"{self.factory!r} is an agent, which sends chat messages: set bridge: template")
 
@@ -130,4 +141,28 @@ class EnvironmentSettings:
         bridge.check()
         if self.parser is not None:
             self.parser.check(tokenizer, self.schemas)
+        elif self.schemas and not self.is_agent:
+            names = ", ".join(schema["function"]["name"] for schema in self.schemas)
+            raise UsageError(
+                f"the environment has the tools {names}, but without a parser no call is found: set parser, such as "
+                f"lightning_rlhf.environments.JSONToolCalls"
+            )
         return bridge
+
+
+def _check_method(factory: type, name: str, passed: Sequence[str]) -> None:
+    """Validate that a method of an environment needs only arguments that are passed to it.
+
+    Raises:
+        UsageError: it needs another one.
+    """
+    method = inspect.getattr_static(factory, name, None)
+    if not inspect.isfunction(method):  # also a method that is made otherwise, which its first call checks
+        return
+    _, *parameters = inspect.signature(method).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unknown := [own for own in required if own not in passed]:
+        raise UsageError(
+            f"{factory.__qualname__}.{name}() has the argument {unknown[0]!r}, which is not passed to it: it may have "
+            f"the arguments {', '.join(passed) or 'none'}"
+        )

@@ -167,7 +167,8 @@ def _entropy(history: RunHistory) -> _Failure | None:
     if not entropies or not rewards or not fmean(entropies[-5:]) < 0.1 * start:
         return None
     spread = fmean(history.last("reward/std", 5) or [0.0])
-    if fmean(rewards[10:]) > fmean(rewards[:10]) + 0.02 * spread or spread == 0:  # it still learns, or is perfect
+    has_learned = fmean(rewards[10:]) > history.start("reward/mean") + history.start("reward/std") / 2
+    if has_learned or fmean(rewards[10:]) > fmean(rewards[:10]) + 0.02 * spread or spread == 0:
         return None
     entropy = fmean(entropies[-5:])
     return (

@@ -303,10 +303,13 @@ class ConversationLoop:
         name = self._settings.factory
         shown = name if isinstance(name, str) else getattr(name, "__name__", repr(name))
         if self._settings.on_error == "raise":
-            advice = (
-                "; to continue after a failure, set on_error of the environment to skip, which does not train on the "
-                "conversation, zero, which sets its reward to 0, or end, which keeps the rewards of the turns before"
-            )
+            advice = ""
+            if fault.kind != "invalid":  # every conversation would fail
+                advice = (
+                    "; to continue after a failure, set on_error of the environment to skip, which does not train on "
+                    "the conversation, zero, which sets its reward to 0, or end, which keeps the rewards of the turns "
+                    "before"
+                )
             raise RunError(f"environment {shown} {fault.message}{advice}{_indented(fault.trace)}")
         raise RunError(
             f"environment {shown} failed in {len(self._faults)} of {self._count} conversations, more than its "

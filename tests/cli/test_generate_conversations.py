@@ -54,10 +54,10 @@ def converse(capsys, tiny_export):
     Path("world.py").write_text(WORLD)
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
-    def converse(*arguments, more="", to="out.jsonl", engine="transformers"):
+    def converse(*arguments, more="", to="out.jsonl", engine="transformers", limit=("--max-tokens", "90")):
         Path("run.yaml").write_text(RUN.format(model=tiny_export, more=more))
         who = ["--model", str(tiny_export), "--engine", engine, "--environment", "run.yaml"]
-        where = ["--prompts", "prompts.jsonl", "--columns", "wanted=count", "--to", to, "--max-tokens", "90"]
+        where = ["--prompts", "prompts.jsonl", "--columns", "wanted=count", "--to", to, *limit]
         try:
             code = generate.run([*who, *where, *arguments])
         except SystemExit as end:
@@ -163,3 +163,9 @@ def test_a_file_without_rewards_needs_a_function(capsys):
     Path("plain.jsonl").write_text(json.dumps({"prompt": "p", "responses": ["a"]}) + "\n")
     assert evaluate.run(["plain.jsonl"]) == 2
     assert "set --reward, because the file has no column 'environment_rewards'" in capsys.readouterr().err
+
+
+def test_the_limit_of_tokens_is_that_of_the_run(converse):
+    assert converse("-n", "4", limit=())[0] == 0
+    tokens = [count for row in read_lines(Path("out.jsonl")) for count in row["response_tokens"]]
+    assert max(tokens) == 60

@@ -12,10 +12,11 @@ from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
 from lightning_rlhf.callbacks.rollout_log import segments_of
 from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
+from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.environments import Environment, EnvironmentSettings, Reply
+from lightning_rlhf.environments import Environment, EnvironmentSettings, MarkedToolCalls, Reply, Tools
 from lightning_rlhf.environments.conversation import StopReason
 from lightning_rlhf.functional.masked import rewards_at_tokens
 from lightning_rlhf.objectives.base import AdvantageEstimator
@@ -251,3 +252,62 @@ def test_the_gradient_of_two_turns_is_that_of_the_loss_over_sampled_tokens(tmp_p
     (total / sum(row.mask)).backward()
     for old, new, exact in zip(before, module.actor.lm.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(old - new, exact.grad.float(), rtol=1e-4, atol=1e-6)
+
+
+def nothing():
+    """Do nothing."""
+
+
+class NeedsMore:
+    def step(self, text, answer):
+        return text
+
+
+class NeedsLess:
+    def reset(self, row, column):
+        return None
+
+    def step(self, turn):
+        return turn.text
+
+
+class StepOnly:
+    def step(self, text):
+        return Reply(text, done=text == "a")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (NeedsMore, r"NeedsMore.step\(\) has the argument 'answer', .* may have the arguments text, calls, turn"),
+        (NeedsLess, r"NeedsLess.reset\(\) has the argument 'column', .* may have the arguments row, seed"),
+    ],
+)
+def test_methods_with_arguments_that_are_not_passed_are_refused(factory, message):
+    with pytest.raises(ValueError, match=message):
+        EnvironmentSettings(factory)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+def test_an_environment_may_have_a_step_alone(tmp_path, timeout_s):
+    settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
+    module, _ = run(tmp_path, settings, steps=1)
+    assert (~module.experience.rollout.response_mask).any()
+
+
+def test_tools_need_a_parser_whose_tool_exists(tmp_path):
+    tools = {"factory": Tools, "arguments": {"functions": [nothing]}, "bridge": "plain"}
+    for parser, message in (
+        (None, "has the tools nothing, but without a parser no call is found: set parser"),
+        (MarkedToolCalls("none", "x"), "MarkedToolCalls calls the tool 'none', but the tools are nothing"),
+        (MarkedToolCalls("nothing", "x"), "sets the argument 'x' of nothing, but its arguments are absent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EnvironmentSettings(**tools, parser=parser).make_bridge(LETTERS.load(), {})
+
+
+def test_changed_settings_of_an_environment_are_reported():
+    loops = [RolloutLoop([], environment=EnvironmentSettings(CountsA, max_turns=turns)) for turns in (4, 10)]
+    trainers = [quiet_trainer(callbacks=[loop]) for loop in loops]
+    now, before = (_rollout_settings(trainer) for trainer in trainers)
+    assert changes(before, now) == {"max_turns of the environment": "max_turns of the environment is 4, was 10"}

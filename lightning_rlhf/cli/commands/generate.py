@@ -10,6 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from lightning_rlhf.cli.commands.options import command_parser, parse_columns
 from lightning_rlhf.cli.commands.response_backends import (
     Conversations,
@@ -48,6 +50,7 @@ continues; the seed of a response does not depend on the batch size.
   lightning-rlhf generate --model runs/quickstart/ppo/export --prompts questions.jsonl --to answers.jsonl -n 4
   lightning-rlhf generate --server http://127.0.0.1:8000 --api-key-env KEY --prompts questions.jsonl --to answers.jsonl
 """
+_DEFAULT_TOKENS = 512
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="probability of the likeliest tokens (default: 1)")
     sampling.add_argument("--top-k", type=int, default=0, help="number of likeliest tokens, 0 is all (default: 0)")
-    sampling.add_argument("--max-tokens", type=int, default=512, help="length of a response (default: 512)")
+    sampling.add_argument("--max-tokens", type=int, help="length of a response (default: the run's, else 512)")
     sampling.add_argument("--seed", type=int, default=0, help="(default: 0)")
     sampling.add_argument("--batch-size", type=int, default=128, help="prompts between two writes (default: 128)")
     return parser
@@ -115,10 +118,16 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _make_backend(options: argparse.Namespace) -> ResponseBackend:
+    conversations = None
+    longest = _DEFAULT_TOKENS
+    if options.environment is not None:
+        config = parse_run_config(["--config", options.environment])
+        conversations = _conversations(options.environment, config)
+        longest = loop_arguments(config)["max_response_tokens"]
+    options.max_tokens = longest if options.max_tokens is None else options.max_tokens
     sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k)
     if options.server is not None:
         return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)
-    conversations = None if options.environment is None else _conversations(options.environment)
     return EngineBackend(
         options.model,
         options.engine,
@@ -129,9 +138,8 @@ def _make_backend(options: argparse.Namespace) -> ResponseBackend:
     )
 
 
-def _conversations(path: str) -> Conversations:
+def _conversations(path: str, config: Namespace) -> Conversations:
     """Return the environment of a run's configuration, and its part of the chat template."""
-    config = parse_run_config(["--config", path])
     settings = make_environment(config)
     if settings is None:
         raise UsageError(f"{path} has no RolloutLoop with an environment: use the configuration of a run that has one")

@@ -104,6 +104,7 @@ def test_batches_and_interruptions_change_nothing(converse):
     assert Path("a.jsonl").read_bytes() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed")
 def test_vllm_generates_them_too(converse):
     assert converse("-n", "2", engine="vllm") == (0, "")

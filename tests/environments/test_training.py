@@ -288,7 +288,7 @@ def test_methods_with_arguments_that_are_not_passed_are_refused(factory, message
         EnvironmentSettings(factory)
 
 
-@pytest.mark.parametrize("timeout_s", [None, 30.0])
+@pytest.mark.parametrize("timeout_s", [None, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_an_environment_may_have_a_step_alone(tmp_path, timeout_s):
     settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
     module, _ = run(tmp_path, settings, steps=1)

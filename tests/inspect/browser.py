@@ -82,14 +82,21 @@ class Browser:
 
     def open(self, address, width=1280, height=900, dark=False):
         """Open a URL in a window of a size, and wait until its script has ended."""
+        self.leave()
         self.problems.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        for url in ("about:blank", address):
-            self.call("Page.navigate", url=url)
-            self.wait(f"location.href === {json.dumps(url)}")
+        self._navigate(address)
         self.wait("document.documentElement?.dataset.ready === 'yes'")
+
+    def leave(self):
+        """Leave the page, so that it makes no further requests."""
+        self._navigate("about:blank")
+
+    def _navigate(self, address):
+        self.call("Page.navigate", url=address)
+        self.wait(f"location.href === {json.dumps(address)}")
 
     def close(self):
         self._open.close()

@@ -82,6 +82,7 @@ def page(browser, serve):
         return browser
 
     yield page
+    browser.leave()  # before its server ends
     browser.allowed = before
 
 

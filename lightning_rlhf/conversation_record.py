@@ -16,7 +16,9 @@ class ConversationRecord:
         messages: messages behind the prompt, of policy and environment.
         turn_ends: number of tokens behind the prompt after each turn of the policy.
         turn_rewards: reward of each turn; the first contains that of the start.
-        stop: reason of the end: ``done``, ``max_turns``, ``truncated``, ``tokens`` or ``fault``.
+        stop: reason of the end: ``done`` (the environment or agent ended it), ``max_turns``, ``truncated`` (a limit cut
+            a turn), ``tokens`` (none were left for another turn), ``malformed`` (the bridge could not continue the
+            turn) or ``fault``.
         tool_calls: number of tool calls.
         malformed: number of turns with a tool call that could not be parsed.
         fault: kind of the environment's failure; None without one.

@@ -29,6 +29,17 @@ class Limits:
     max_turn_tokens: int | None = None
 
 
+def last_turn_start(turn_ends: Sequence[int], sampled: Sequence[bool]) -> int:
+    """Return the index of the first token of the last turn behind the prompt.
+
+    Args:
+        turn_ends: number of tokens behind the prompt after each turn; not empty.
+        sampled: whether the policy sampled a token, for the tokens behind the prompt.
+    """
+    before = [0, *turn_ends][-2]
+    return before + sampled[before : turn_ends[-1]].count(False)
+
+
 class Conversation:
     """One conversation as one row of tokens: sampled turns and written texts in turns, behind a prompt.
 
@@ -47,7 +58,6 @@ class Conversation:
         self.sampled: list[bool] = []
         self.turn_ends: list[int] = []  # number of tokens behind the prompt after each turn
         self.stop: StopReason | None = None
-        self._turn_start = 0  # of the last turn in token_ids
         self._versions: list[int] = []
 
     @property
@@ -58,7 +68,7 @@ class Conversation:
     @property
     def last_turn(self) -> tuple[list[int], list[int]]:
         """Tokens of the last turn, and all tokens before it."""
-        start = self._turn_start
+        start = last_turn_start(self.turn_ends, self.sampled)
         return self.token_ids[start:], self.prompt + self.token_ids[:start]
 
     @property
@@ -72,7 +82,6 @@ class Conversation:
         self._expect_running()
         if len(completion.token_ids) > self.turn_budget:
             raise UsageError(f"a turn has {len(completion.token_ids)} tokens, at most {self.turn_budget} are allowed")
-        self._turn_start = len(self.token_ids)
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.sampled += [True] * len(completion.token_ids)

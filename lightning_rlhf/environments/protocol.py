@@ -79,8 +79,8 @@ class Environment:
     """Base class of environments; a class with these methods need not inherit from it.
 
     There is a new object for each conversation. Its replies must depend only on the row, the seed and the turns, so
-    that a conversation can be repeated. Any method may be ``async``. Methods may leave out arguments that they do not
-    use; ``step`` may also have ``text`` or ``calls`` instead of ``turn``.
+    that a conversation can be repeated. Any method may be ``async``, and may leave out arguments that it does not use;
+    ``step`` may also have ``text`` or ``calls`` instead of ``turn``.
     """
 
     def reset(self, *arguments: Any, **named: Any) -> Any:

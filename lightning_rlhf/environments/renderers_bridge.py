@@ -94,12 +94,12 @@ def _make_renderer(tokenizer: PreTrainedTokenizerBase, name: str | None, options
     name = name or MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
     if name is None:
         raise UsageError(
-            f"there is no renderer for {tokenizer.name_or_path!r}: set renderer of the environment to that of its "
-            f"family, one of {known}"
+            f"the package renderers has no renderer for the model {tokenizer.name_or_path!r}: set renderer of the "
+            f"environment to that of the model's family, one of {known}"
         )
     try:
         # A row keeps the thoughts of all turns, even if the template removes those of earlier turns.
         config = type(renderers.config_from_name(name))(thinking_retention="all")
         return name, renderers.create_renderer(tokenizer, config, chat_template_kwargs=options)
     except Exception as error:  # also AssertionError, for special tokens that the tokenizer does not have
-        raise UsageError(f"the renderer {name!r} cannot be used: {error}; there are {known}") from error
+        raise UsageError(f"the renderer {name!r} cannot be used: {error}; known renderers: {known}") from error

@@ -17,13 +17,13 @@ from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.references import load_function
 
-# Arguments that are passed to the methods of environments and agents; a method has those that it uses.
-_PASSED = {
+# Arguments that are passed to the methods of environments and of agents; a method has those that it uses.
+_OF_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "reset": ("row", "seed"),
     "step": ("text", "calls", "turn"),
-    "run": ("base_url", "api_key", "row", "seed"),
     "close": (),
 }
+_OF_AGENTS = {"run": ("base_url", "api_key", "row", "seed")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class EnvironmentSettings:
                 f"environment {self.factory!r} has neither step(), which replies to a turn, nor run() of an agent"
             )
         if isinstance(factory, type):
-            for name, passed in _PASSED.items():
+            for name, passed in (_OF_AGENTS if self.is_agent else _OF_ENVIRONMENTS).items():
                 _check_method(factory, name, passed)
         if self.is_agent and self.bridge == "plain":
             raise UsageError(f"{self.factory!r} is an agent, which sends chat messages: set bridge: template")
@@ -121,7 +121,7 @@ class EnvironmentSettings:
         return list(factory(**self.arguments).schemas)
 
     def make_bridge(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> Bridge:
-        """Return the bridge for a tokenizer, after its validation.
+        """Return the validated bridge for a tokenizer.
 
         Args:
             tokenizer: tokenizer of the run.
@@ -139,6 +139,14 @@ class EnvironmentSettings:
             is_template = self.bridge == "template"
             bridge = TemplateBridge(*arguments) if is_template else RenderersBridge(*arguments, self.renderer)
         bridge.check()
+        return bridge
+
+    def check_parser(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Validate that the parser suits a tokenizer and the tools of the environment.
+
+        Raises:
+            ValueError: it does not, or the environment has tools and no parser.
+        """
         if self.parser is not None:
             self.parser.check(tokenizer, self.schemas)
         elif self.schemas and not self.is_agent:
@@ -147,7 +155,6 @@ class EnvironmentSettings:
                 f"the environment has the tools {names}, but without a parser no call is found: set parser, such as "
                 f"lightning_rlhf.environments.JSONToolCalls"
             )
-        return bridge
 
 
 def _check_method(factory: type, name: str, passed: Sequence[str]) -> None:
@@ -159,7 +166,7 @@ def _check_method(factory: type, name: str, passed: Sequence[str]) -> None:
     method = inspect.getattr_static(factory, name, None)
     if not inspect.isfunction(method):  # also a method that is made otherwise, which its first call checks
         return
-    _, *parameters = inspect.signature(method).parameters.values()
+    parameters = list(inspect.signature(method).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if unknown := [own for own in required if own not in passed]:
         raise UsageError(

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 BLOCK_TOKENS = 32  # vLLM allocates its cache in blocks of this many tokens
 _MIN_BYTES = 1 << 28
-_TEXTS = 64  # texts that vLLM generates at the same time, if they take at most _MAX_BYTES and a 16th of the memory
+_TEXTS = 64  # texts that vLLM generates at the same time, if they do not take more than the bounds of the memory
 _MAX_BYTES = 1 << 30
 _MEMORY_FRACTION = 0.5  # part of the free memory for the cache; the rest is for weights and activations
 
@@ -34,7 +34,9 @@ def bytes_per_token(config: PretrainedConfig, dtype: str) -> int:
 
 
 def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
-    """Return the bytes of a cache for 64 texts, up to 1 GiB and a 16th of the memory; at least one text and 256 MiB.
+    """Return the bytes of a cache for 64 texts, at most 1 GiB, a 16th of the memory and half of the free memory.
+
+    The cache has room for at least one text, and 256 MiB.
 
     Args:
         config: configuration of the model.
@@ -44,7 +46,7 @@ def cpu_cache_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
     blocks = tokens // BLOCK_TOKENS + 2  # one more is partly filled, and vLLM reserves another
     text = blocks * BLOCK_TOKENS * bytes_per_token(config, dtype)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(_MIN_BYTES, text, min(_TEXTS * text, _MAX_BYTES, memory // 16))
+    return max(_MIN_BYTES, text, min(_TEXTS * text, _MAX_BYTES, memory // 16, _free_share()))
 
 
 def longest_in_memory(config: PretrainedConfig, dtype: str) -> int:
@@ -54,6 +56,10 @@ def longest_in_memory(config: PretrainedConfig, dtype: str) -> int:
         config: configuration of the model.
         dtype: dtype of the cache.
     """
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = int(free * _MEMORY_FRACTION) // bytes_per_token(config, dtype)
+    tokens = _free_share() // bytes_per_token(config, dtype)
     return max(BLOCK_TOKENS, tokens // BLOCK_TOKENS * BLOCK_TOKENS - 2 * BLOCK_TOKENS)
+
+
+def _free_share() -> int:
+    """Return the bytes of the free memory that the cache may take."""
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _MEMORY_FRACTION)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.batching.sequences import pad_right
-from lightning_rlhf.environments.conversation import StopReason
+from lightning_rlhf.environments.conversation import StopReason, last_turn_start
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import FaultKind
 from lightning_rlhf.expected_errors import UsageError
@@ -228,9 +228,7 @@ def last_turn(completion: Completion) -> list[int]:
     """Return the tokens of a completion, or those of the last turn of a conversation."""
     if completion.conversation is None:
         return completion.token_ids
-    before = [0, *completion.conversation.turn_ends][-2]
-    written = (completion.sampled or ())[before:].count(False)
-    return completion.token_ids[before + written :]
+    return completion.token_ids[last_turn_start(completion.conversation.turn_ends, completion.sampled or ()) :]
 
 
 def with_environment(finish: Callable[[], RolloutRewards], completions: Sequence[Completion]) -> RolloutRewards:

@@ -132,17 +132,19 @@ def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) 
         data: data module that was set up.
 
     Raises:
-        ValueError: the tokenizer or its chat template do not allow conversations, or the data has no tools.
+        ValueError: the tokenizer, its chat template or the parser do not allow conversations, or prompts are plain
+            text and the bridge continues chats.
     """
     bridge = settings.make_bridge(data.tokenizer, data.chat_template_kwargs)
+    settings.check_parser(data.tokenizer)
     if (
-        settings.bridge == "template"
+        settings.bridge != "plain"
         and not settings.is_agent
         and not all(example.messages for examples in data.examples.values() for example in examples)
     ):
         raise UsageError(
-            "the environment continues chats (bridge: template), but prompts of the data are plain text: set "
-            "as_messages: true of the data module, or bridge: plain"
+            f"the environment continues chats (bridge: {settings.bridge}), but prompts of the data are plain text: set "
+            f"as_messages: true of the data module, or bridge: plain"
         )
     if settings.schemas and not data.tools and "tools" in str(data.tokenizer.chat_template):
         log.info(

@@ -65,8 +65,19 @@ class Generation:
         return self._completions
 
 
-def in_thread(generate: Callable[[], list[Completion]]) -> Generation:
-    """Call a function in a daemon thread; return the generation with its completions."""
+def _start_daemon(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="generation", daemon=True).start()
+
+
+def in_thread(
+    generate: Callable[[], list[Completion]], start: Callable[[Callable[[], None]], None] = _start_daemon
+) -> Generation:
+    """Call a function in another thread; return the generation with its completions.
+
+    Args:
+        generate: function that generates the completions.
+        start: function that calls another one in a thread; by default in a daemon thread of its own.
+    """
     future: Future[list[Completion]] = Future()
 
     def run() -> None:
@@ -79,7 +90,7 @@ def in_thread(generate: Callable[[], list[Completion]]) -> Generation:
             future.set_result(completions)
 
     generation = Generation(future.result)
-    threading.Thread(target=run, name="generation", daemon=True).start()
+    start(run)
     return generation
 
 

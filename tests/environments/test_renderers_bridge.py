@@ -130,10 +130,18 @@ def test_a_renderer_that_changes_earlier_tokens_ends_the_conversation(tokenizer,
     [
         ("double", {}, r"the text between a message and an answer differently: .*assistant\\n' and .*\\n\\n'"),
         ("never", {}, "the renderer 'never' cannot continue an answer with a message of role 'user'"),
-        ("other", {}, r"the renderer 'other' cannot be used: Special token '<\|eot_id\|>' not found; there are "),
+        (
+            "other",
+            {},
+            r"the renderer 'other' cannot be used: Special token '<\|eot_id\|>' not found; known renderers: ",
+        ),
         ("none", {}, "the renderer 'none' cannot be used: No renderer config registered"),
         ("same", {"date": 1}, r"the renderer 'same' cannot be used: Unsupported chat_template_kwargs: \['date'\]"),
-        (None, {}, "there is no renderer for '.*': set renderer of the environment to that of its family, one of "),
+        (
+            None,
+            {},
+            "no renderer for the model '.*': set renderer of the environment to that of the model's family, one of ",
+        ),
     ],
 )
 def test_renderers_that_do_not_suit_the_tokenizer_are_refused(tokenizer, fake, renderer, options, message):

@@ -271,6 +271,19 @@ class NeedsLess:
         return turn.text
 
 
+class RunsHelper:
+    def run(self, command):
+        return command
+
+    def step(self, text):
+        return self.run(text)
+
+
+class NoArguments:
+    def step():
+        return "a method without self"
+
+
 class StepOnly:
     def step(self, text):
         return Reply(text, done=text == "a")
@@ -288,6 +301,14 @@ def test_methods_with_arguments_that_are_not_passed_are_refused(factory, message
         EnvironmentSettings(factory)
 
 
+def test_an_environment_may_have_a_helper_with_the_name_of_an_agents_method():
+    assert not EnvironmentSettings(RunsHelper).is_agent
+
+
+def test_a_method_without_parameters_is_left_to_its_first_call():
+    EnvironmentSettings(NoArguments)
+
+
 @pytest.mark.parametrize("timeout_s", [None, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_an_environment_may_have_a_step_alone(tmp_path, timeout_s):
     settings = EnvironmentSettings(StepOnly, max_turns=2, max_turn_tokens=3, timeout_s=timeout_s, bridge="plain")
@@ -303,7 +324,7 @@ def test_tools_need_a_parser_whose_tool_exists(tmp_path):
         (MarkedToolCalls("nothing", "x"), "sets the argument 'x' of nothing, but its arguments are absent"),
     ):
         with pytest.raises(ValueError, match=message):
-            EnvironmentSettings(**tools, parser=parser).make_bridge(LETTERS.load(), {})
+            EnvironmentSettings(**tools, parser=parser).check_parser(LETTERS.load())
 
 
 def test_changed_settings_of_an_environment_are_reported():

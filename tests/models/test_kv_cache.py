@@ -25,7 +25,7 @@ def test_latent_attention_keeps_its_latent_vector():
 
 
 def test_the_cache_holds_64_texts_within_its_bounds_and_one_text_in_any_case(monkeypatch):
-    memory = {"SC_PHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
+    memory = {"SC_PHYS_PAGES": 1 << 24, "SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}  # 64 GiB
     monkeypatch.setattr(kv_cache.os, "sysconf", memory.__getitem__)
     token = bytes_per_token(SMOLLM2, "float32")
     assert cpu_cache_bytes(SMOLLM2, "float32", 16) == 1 << 28 > 64 * 64 * token  # never less
@@ -33,6 +33,8 @@ def test_the_cache_holds_64_texts_within_its_bounds_and_one_text_in_any_case(mon
     assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 30
     memory["SC_PHYS_PAGES"] >>= 3  # 8 GiB
     assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 1 << 29
+    memory["SC_AVPHYS_PAGES"] = (3 << 28) // 4096
+    assert cpu_cache_bytes(SMOLLM2, "float32", 512) == 3 << 27  # half of 768 MiB that are free
     size = cpu_cache_bytes(SMOLLM2, "float32", 16384)
     assert size >= 16384 * token > 1 << 29
     assert size % (32 * token) == 0

@@ -19,6 +19,7 @@ from lightning_rlhf.rollout.engine import (
     OnFinished,
     RolloutEngine,
     Serve,
+    in_thread,
 )
 from lightning_rlhf.rollout.ranks import (
     RankGroup,
@@ -223,16 +224,7 @@ class VLLMServerEngine(RolloutEngine):
 
     def _in_thread(self, generate: Callable[[], list[Completion]]) -> Generation:
         """Call a function in another thread; the next push waits for its completions."""
-
-        def finish() -> list[Completion]:
-            completions = generate()
-            generation.finish()
-            return completions
-
-        future = self._threads.submit(finish)
-        generation = Generation(future.result)
-        self._generating.add(future)
-        return generation
+        return in_thread(generate, lambda run: self._generating.add(self._threads.submit(run)))
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.inspect.health import HealthMonitor
-from lightning_rlhf.inspect.run_directory import is_validation, read_metrics
+from lightning_rlhf.inspect.run_directory import HEALTH_SETTINGS, is_validation, precedes, read_metrics
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
 
@@ -24,7 +25,8 @@ class HealthChecks(Callback):
     """Warns once for each health check that fails, with the number, its bound and the next action.
 
     The checks are in :mod:`lightning_rlhf.inspect.health`. A resumed run reads ``metrics.csv``, if there is one, and
-    does not repeat its warnings.
+    does not repeat its warnings. The file ``health.json`` has the names of the checked rewards and of the checks that
+    do not apply, for the report.
     """
 
     def __init__(self) -> None:
@@ -33,12 +35,18 @@ class HealthChecks(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the metrics before the checkpoint of a resumed run."""
         loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
-        self.monitor = HealthMonitor(
-            rewards=[reward.label for loop in loops for reward in loop.rewards if reward.weight],
-            skipped=skipped_checks(pl_module, loops),
-        )
+        rewards = [reward.label for loop in loops for reward in loop.rewards if reward.weight]
+        skipped = skipped_checks(pl_module, loops)
+        self.monitor = HealthMonitor(rewards, skipped)
+        directory = Path(trainer.default_root_dir)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / HEALTH_SETTINGS).write_text(
+                json.dumps({"rewards": rewards, "skipped": skipped}, indent=2) + "\n", encoding="utf-8"
+            )
         if trainer.is_global_zero and trainer.ckpt_path is not None:
-            for row in read_metrics(Path(trainer.default_root_dir) / "metrics.csv"):
+            rows = read_metrics(directory / "metrics.csv")
+            for row in [row for row in rows if precedes(row, trainer.global_step)]:
                 values = {name: float(value) for name, value in row.items() if value and name != "step"}
                 self.monitor.add(int(row["step"]), values)
 

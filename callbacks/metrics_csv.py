@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.inspect.run_directory import is_validation, read_metrics
+from lightning_rlhf.inspect.run_directory import is_validation, precedes, read_metrics
 
 from .checks import check_at_least
 
@@ -75,7 +75,7 @@ class MetricsCSV(Callback):
             if trainer.is_global_zero and not trainer.fast_dev_run:
                 rows = read_metrics(self._path) if trainer.ckpt_path is not None else []
                 self._columns = list(rows[0]) if rows else ["step"]
-                self._rewrite(self._path, [row for row in rows if _precedes(row, trainer.global_step)])
+                self._rewrite(self._path, [row for row in rows if precedes(row, trainer.global_step)])
         return self._path
 
     def _rewrite(self, path: Path, rows: list[dict[str, str]]) -> None:
@@ -86,9 +86,3 @@ class MetricsCSV(Callback):
             writer.writeheader()
             writer.writerows(rows)
         os.replace(draft, path)
-
-
-def _precedes(row: dict[str, str], step: int) -> bool:
-    """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
-    has_training = any(value for name, value in row.items() if name != "step" and not is_validation(name))
-    return int(row["step"]) <= step if has_training or step == 0 else int(row["step"]) < step

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 class ReportPage(Callback):
     """Writes ``report.html`` at the end of a run, also of one that fails: curves, health checks, times, responses.
 
-    It reads the files of other callbacks; without ``metrics.csv`` it writes nothing.
+    It reads the files of other callbacks; without ``metrics.csv`` it writes nothing. If the page cannot be written, it
+    logs a warning, and the run ends as it would without this callback.
     """
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -24,16 +25,17 @@ class ReportPage(Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the page of a run that failed; an error here must not hide that of the run."""
-        try:
-            self._write(trainer)
-        except (OSError, ValueError) as error:  # of the disk, or of a file that was cut off
-            log.warning("report.html was not written: %s: %s", type(error).__name__, error)
+        """Write the page of a run that failed."""
+        self._write(trainer)
 
     def _write(self, trainer: Trainer) -> None:
         directory = Path(trainer.default_root_dir)
         if not trainer.is_global_zero or trainer.fast_dev_run or not (directory / "metrics.csv").is_file():
             return
         path = directory / "report.html"
-        path.write_text(report_page([RunDirectory(directory)]), encoding="utf-8")
-        log.info("report: %s", path)
+        try:
+            path.write_text(report_page([RunDirectory(directory)]), encoding="utf-8")
+        except (OSError, ValueError) as error:  # of the disk, or of a file that was cut off
+            log.warning("report.html was not written: %s: %s", type(error).__name__, error)
+        else:
+            log.info("report: %s", path)

@@ -58,6 +58,11 @@ class RunHistory:
         rows = list(self.recent)[-count:]
         return _values(rows, metric) if len(rows) == count else []
 
+    def mean(self, metric: str, count: int) -> float:
+        """Return the mean of a metric over the last ``count`` steps; NaN if it has fewer values or NaN."""
+        values = self.last(metric, count)
+        return fmean(values) if values else math.nan
+
     def start(self, metric: str) -> float:
         """Return the mean of a metric over the first steps; NaN before their end."""
         values = _values(self.first, metric)
@@ -130,11 +135,10 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
 
 
 def _equal_groups(history: RunHistory) -> _Failure | None:
-    shares, rewards = (history.last(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
+    share, reward = (history.mean(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
     start, spread = (history.start(name) for name in ("reward/mean", "reward/std"))
-    if not shares or not rewards or not fmean(shares) > 0.9 or fmean(rewards) > start + spread / 2:  # all are right
+    if not share > 0.9 or math.isnan(reward) or reward > start + spread / 2:  # all are right
         return None
-    share = fmean(shares)
     return (
         "group/equal_reward_fraction",
         share,
@@ -146,15 +150,15 @@ def _equal_groups(history: RunHistory) -> _Failure | None:
 
 
 def _kl(history: RunHistory) -> _Failure | None:
-    values, tokens = (history.last(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
-    if not values or not tokens or not values[0] > MAX_KL_PER_TOKEN * tokens[0]:
+    kl, tokens = (history.mean(name, 1) for name in ("kl/ref", "rollout/response_tokens_mean"))
+    if not kl > MAX_KL_PER_TOKEN * tokens:
         return None
-    per_token = values[0] / tokens[0]
+    per_token = kl / tokens
     return (
         "kl/ref",
         per_token,
         MAX_KL_PER_TOKEN,
-        f"kl/ref is {values[0]:.3g} nats per response, {per_token:.2g} per token, above {MAX_KL_PER_TOKEN:g}: the "
+        f"kl/ref is {kl:.3g} nats per response, {per_token:.2g} per token, above {MAX_KL_PER_TOKEN:g}: the "
         "policy moves away from the reference, and responses often become worse",
         "Lower the learning rate (model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or "
         "kl_reward",
@@ -182,10 +186,9 @@ def _entropy(history: RunHistory) -> _Failure | None:
 
 
 def _length(history: RunHistory) -> _Failure | None:
-    start, lengths = history.start("rollout/response_tokens_mean"), history.last("rollout/response_tokens_mean", 5)
-    if not lengths or not start > 0 or 1 / 3 <= fmean(lengths) / start <= 3:
+    start, length = history.start("rollout/response_tokens_mean"), history.mean("rollout/response_tokens_mean", 5)
+    if not start > 0 or not (length < start / 3 or length > 3 * start):
         return None
-    length = fmean(lengths)
     return (
         "rollout/response_tokens_mean",
         length,
@@ -198,10 +201,9 @@ def _length(history: RunHistory) -> _Failure | None:
 
 
 def _truncation(history: RunHistory) -> _Failure | None:
-    shares = history.last("rollout/truncated_fraction", 3)
-    if not shares or not fmean(shares) > 0.2:
+    share = history.mean("rollout/truncated_fraction", 3)
+    if not share > 0.2:
         return None
-    share = fmean(shares)
     return (
         "rollout/truncated_fraction",
         share,
@@ -213,10 +215,9 @@ def _truncation(history: RunHistory) -> _Failure | None:
 
 
 def _clipping(history: RunHistory) -> _Failure | None:
-    shares = history.last("policy/clip_fraction", 3)
-    if not shares or not fmean(shares) > 0.3:
+    share = history.mean("policy/clip_fraction", 3)
+    if not share > 0.3:
         return None
-    share = fmean(shares)
     return (
         "policy/clip_fraction",
         share,
@@ -227,10 +228,9 @@ def _clipping(history: RunHistory) -> _Failure | None:
 
 
 def _engine(history: RunHistory) -> _Failure | None:
-    values = history.last("rollout/logprob_diff_mean", 3)
-    if not values or not fmean(values) > 0.05:
+    difference = history.mean("rollout/logprob_diff_mean", 3)
+    if not difference > 0.05:
         return None
-    difference = fmean(values)
     return (
         "rollout/logprob_diff_mean",
         difference,
@@ -242,10 +242,9 @@ def _engine(history: RunHistory) -> _Failure | None:
 
 
 def _critic(history: RunHistory) -> _Failure | None:
-    values = history.last("value/explained_variance", 20)
-    if not values or not fmean(values[-5:]) < -0.1:
+    explained = history.mean("value/explained_variance", 5)
+    if not history.last("value/explained_variance", 20) or not explained < -0.1:
         return None
-    explained = fmean(values[-5:])
     return (
         "value/explained_variance",
         explained,
@@ -282,10 +281,9 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
 
 
 def _loss(history: RunHistory) -> _Failure | None:
-    start, losses = history.start("train/loss"), history.last("train/loss", 10)
-    if not losses or not start > 0 or not fmean(losses) > 1.5 * start:
+    start, loss = history.start("train/loss"), history.mean("train/loss", 10)
+    if not start > 0 or not loss > 1.5 * start:
         return None
-    loss = fmean(losses)
     return (
         "train/loss",
         loss,

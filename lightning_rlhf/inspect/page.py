@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_rlhf.inspect.run_directory import RunDirectory, is_validation
 
 _ASSETS = Path(__file__).parent / "assets"
 _SAMPLES = 12  # responses of a step on the page
 _LONGEST_TEXT = 4000  # characters of a text on the page
+_Kind = TypeVar("_Kind", list[Any], dict[str, Any])
 _QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
 
@@ -129,7 +130,7 @@ def reward_quantiles(run: RunDirectory, step: int) -> dict[str, Any]:
 @lru_cache(maxsize=1 << 16)
 def _quantiles(run: RunDirectory, step: int, changed: tuple[int, ...]) -> list[float]:
     """Return the quantiles of the rewards in files that were changed at these times."""
-    rewards = sorted(_number(row.get("reward")) for row in run.rollouts(step))
+    rewards = sorted(_rewards(run.rollouts(step)))
     positions = [quantile * (len(rewards) - 1) for quantile in _QUANTILES] if rewards else []
     return [_between(rewards, position) for position in positions]
 
@@ -142,21 +143,21 @@ def _between(values: list[float], position: float) -> float:
 
 
 def groups_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt, mean, least and largest reward of each prompt's responses, the best prompt first."""
+    """Return the prompt, mean and sorted rewards of each prompt's responses, the best prompt first."""
     groups = defaultdict(list)
     for row in rows:
         groups[row.get("group")].append(row)
     result = []
     for group in groups.values():
-        rewards = [_number(row.get("reward")) for row in group]
         text = str(group[0].get("prompt", ""))[-_LONGEST_TEXT:]
-        result.append({"prompt": text, "mean": statistics.fmean(rewards), "rewards": sorted(rewards)})
+        if rewards := _rewards(group):
+            result.append({"prompt": text, "mean": statistics.fmean(rewards), "rewards": sorted(rewards)})
     return sorted(result, key=lambda group: -group["mean"])
 
 
 def samples_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return responses that are equally spaced from the best to the worst reward."""
-    ranked = sorted(rows, key=lambda row: -_number(row.get("reward")))
+    """Return responses that are equally spaced from the best to the worst reward; those without a reward are last."""
+    ranked = sorted(rows, key=lambda row: -next(iter(_rewards([row])), -math.inf))
     count = min(_SAMPLES, len(ranked))
     chosen = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
     return [_sample(row) for row in chosen]
@@ -167,10 +168,10 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     texts = {name: str(row.get(name, ""))[-_LONGEST_TEXT:] for name in ("prompt", "response", "ground_truth")}
     segments = [
         {"from": str(part.get("from")), "text": str(part.get("text"))[-_LONGEST_TEXT:]}
-        for part in row.get("segments", [])
+        for part in _as(list, row.get("segments"))
         if isinstance(part, dict)
     ]
-    rewards = {name: _number(value) for name, value in row.get("rewards", {}).items()}
+    rewards = {name: _number(value) for name, value in _as(dict, row.get("rewards")).items()}
     return {
         **texts,
         "segments": segments,
@@ -180,7 +181,20 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _number(value: Any) -> float:
-    """Convert a number of a rollout file; NaN, null and others count as 0, because JSON has no NaN."""
-    number = float(value) if isinstance(value, int | float) else 0.0
-    return number if abs(number) < float("inf") else 0.0
+def _rewards(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the rewards of responses; those that are not finite numbers are left out."""
+    return [reward for row in rows if (reward := _number(row.get("reward"))) is not None]
+
+
+def _number(value: Any) -> float | None:
+    """Convert a number of a rollout file; None for values that are not finite numbers."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer beyond the range of floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _as(kind: type[_Kind], value: Any) -> _Kind:
+    """Return a value of a type; an empty one instead of a value of another type."""
+    return value if isinstance(value, kind) else kind()

@@ -7,7 +7,9 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import yaml
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.health import Finding, HealthMonitor
 
+HEALTH_SETTINGS = "health.json"  # written by HealthChecks
 _VALIDATION = "val/"
+_MAX_SETTINGS = 100_000  # of a configuration; aliases of YAML can make a small file endless
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
@@ -30,6 +34,12 @@ def read_metrics(path: Path) -> list[dict[str, str]]:
 def is_validation(metric: str) -> bool:
     """Return whether a metric is of a validation."""
     return metric.startswith(_VALIDATION)
+
+
+def precedes(row: Mapping[str, str], step: int) -> bool:
+    """Return whether a row was written before a checkpoint of ``step``; a validation that was due runs again."""
+    has_training = any(value for name, value in row.items() if name != "step" and not is_validation(name))
+    return int(row["step"]) <= step if has_training or step == 0 else int(row["step"]) < step
 
 
 @dataclass(frozen=True)
@@ -48,38 +58,55 @@ class RunDirectory:
     def __post_init__(self) -> None:
         if not (self.path / "metrics.csv").is_file():
             raise UsageError(
-                f"{self.path} is not the directory of a run, because it has no metrics.csv: expected the "
+                f"{self.path} has no metrics.csv, which a run writes when training begins: expected the "
                 "default_root_dir of a run"
             )
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """Return the step and the metrics of each row of ``metrics.csv``, without missing values and NaN."""
         rows = []
-        for row in read_metrics(self.path / "metrics.csv"):
-            values = {name: float(text) for name, text in row.items() if text and name != "step"}
-            rows.append((int(row["step"]), {k: v for k, v in values.items() if math.isfinite(v)}))
+        path = self.path / "metrics.csv"
+        with _damaged(path):
+            for row in read_metrics(path):
+                values = {name: float(text) for name, text in row.items() if text and name != "step"}
+                rows.append((int(row["step"]), {k: v for k, v in values.items() if math.isfinite(v)}))
         return rows
 
     def config(self) -> dict[str, Any]:
         """Return the values of ``config.yaml`` by dotted names; empty without the file."""
         path = self.path / "config.yaml"
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-        return dict(_flat("", content)) if isinstance(content, dict) else {}
+        if not path.is_file():
+            return {}
+        with _damaged(path):
+            return dict(islice(_flat("", _mapping(yaml.safe_load(path.read_text(encoding="utf-8")))), _MAX_SETTINGS))
 
     def environment(self) -> dict[str, Any]:
         """Return ``env.json``: command, Python, packages and devices; empty without the file."""
-        path = self.path / "env.json"
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return self._json("env.json")
 
     def findings(self) -> list[Finding]:
-        """Return the health checks that fail for the metrics."""
+        """Return the health checks that fail for the metrics.
+
+        The callback HealthChecks wrote which ones apply; without its file, all checks and logged rewards do.
+        """
         rows = self.rows()
-        names = {name for _, row in rows[:8] for name in row}
-        rewards = [name[len("reward/") : -len("_std")] for name in names if _is_reward_spread(name)]
-        monitor = HealthMonitor(sorted(rewards))
+        settings = self._json(HEALTH_SETTINGS) or {"rewards": _logged_rewards(rows)}
+        with _damaged(self.path / HEALTH_SETTINGS):
+            monitor = HealthMonitor(
+                rewards=[str(name) for name in settings.get("rewards", [])],
+                skipped={str(name) for name in settings.get("skipped", [])},
+            )
         for step, row in rows:
             monitor.add(step, row)
         return monitor.findings
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """Return the object in a JSON file; empty without the file."""
+        path = self.path / name
+        if not path.is_file():
+            return {}
+        with _damaged(path):
+            return _mapping(json.loads(path.read_text(encoding="utf-8")))
 
     def rollout_steps(self) -> list[int]:
         """Return the steps whose responses ``RolloutLog`` wrote, in order."""
@@ -103,17 +130,41 @@ class RunDirectory:
         return rows
 
 
-def _is_reward_spread(name: str) -> bool:
-    # Tools and agents often give no reward; then the environment's reward is 0 by intention.
-    return name.startswith("reward/") and name.endswith("_std") and name not in ("reward/std", "reward/environment_std")
+def _logged_rewards(rows: list[tuple[int, dict[str, float]]]) -> list[str]:
+    """Return the names of the reward functions whose metrics are in the first rows, without the environment.
+
+    Environments of tools and agents often give no reward; then their reward is 0 by intention.
+    """
+    names = {name for _, row in rows[:8] for name in row if name.startswith("reward/") and name.endswith("_std")}
+    return sorted(name[len("reward/") : -len("_std")] for name in names - {"reward/environment_std", "reward/std"})
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    """Convert errors of a file's content.
+
+    Raises:
+        UsageError: an error was raised; the message contains the path.
+    """
+    try:
+        yield
+    except (csv.Error, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())  # messages of YAML have several lines
+        raise UsageError(f"{path} cannot be read, the file is damaged: {type(error).__name__}: {reason}") from error
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"expected names with values, got {type(value).__name__}")
+    return value
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of all values of nested mappings and of lists of mappings."""
+    """Yield (dotted name, value) of all values of nested mappings and nested lists."""
     if isinstance(value, Mapping) and value:
         for key, part in value.items():
             yield from _flat(f"{name}.{key}".lstrip("."), part)
-    elif isinstance(value, list) and any(isinstance(part, Mapping) for part in value):
+    elif isinstance(value, list) and any(isinstance(part, Mapping | list) for part in value):
         for number, part in enumerate(value):
             yield from _flat(f"{name}.{number}", part)
     else:

@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif responses and int(responses[1]) < len(runs):
             self._send(200, "application/json", as_json(runs[int(responses[1])].rollouts(int(responses[2]))))
         else:
-            self._send(404, "text/plain", "there is no such page")
+            self._send(404, "text/plain", "unknown page")
 
     def _send(self, status: int, kind: str, content: str) -> None:
         payload = content.encode()

@@ -76,7 +76,7 @@ def in_thread(
 
     Args:
         generate: function that generates the completions.
-        start: function that calls another one in a thread; by default in a daemon thread of its own.
+        start: function that calls another one in a thread; by default in a new daemon thread.
     """
     future: Future[list[Completion]] = Future()
 

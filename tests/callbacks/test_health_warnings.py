@@ -1,16 +1,19 @@
 """Warnings of health checks while a run continues."""
 
+import json
+
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks import HealthChecks, MetricsCSV
 from lightning_rlhf.callbacks.health import skipped_checks
 from lightning_rlhf.inspect.health import HealthMonitor
+from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.objectives.sequence_policy_losses import GSPOLoss
 from lightning_rlhf.rewards.function import RewardFunction
 
 
 def none_right(completions, answer):
-    return [0.7 * (text == 7) + 0.1 for text in completions]  # a text is no number
+    return [0.7 * (text == 7) + 0.1 for text in completions]  # a text never equals a number
 
 
 def told_apart_at_last(completions, trainer_state):
@@ -86,6 +89,34 @@ def test_a_resumed_run_warns_as_the_whole_run(run, caplog, tmp_path):
     rest = run(loop={"rewards": rewards}, trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks())
     rest.fit(ckpt_path=tmp_path / "x.ckpt")
     assert warned() == whole[1:]
+
+
+def test_the_report_has_the_checks_of_the_run(run, tmp_path, caplog):
+    """A reward that is only logged, and a check that the callback skips, do not appear in the report either."""
+    rewards = [RewardFunction(half_of_them), RewardFunction(none_right, name="only_logged", weight=0.0)]
+    callbacks = [FarFromReference(0.25, 0.5, 0.5, 0.5), MetricsCSV(), HealthChecks()]
+    made = run(loop={"rewards": rewards}, trainer={"max_epochs": 4, "max_steps": 4}, callbacks=callbacks)
+    made.module.policy_loss = GSPOLoss()
+    made.fit()
+    assert RunDirectory(tmp_path).findings() == callbacks[-1].monitor.findings
+    assert json.loads((tmp_path / "health.json").read_text()) == {"rewards": ["half_of_them"], "skipped": ["clipping"]}
+    (tmp_path / "health.json").unlink()
+    assert "constant reward" in [finding.check for finding in RunDirectory(tmp_path).findings()]
+
+
+def test_steps_after_the_checkpoint_are_not_counted_twice(run, tmp_path):
+    """The table has rows behind the checkpoint of a run that was killed; the resumed run makes these steps again."""
+
+    def start(steps, *callbacks):
+        return run(trainer={"max_epochs": 4, "max_steps": steps}, callbacks=[*callbacks, MetricsCSV()])
+
+    first = start(1)
+    first.fit()
+    first.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    start(3).fit()
+    checks = HealthChecks()
+    start(2, checks).fit(ckpt_path=tmp_path / "x.ckpt")
+    assert [row["step"] for row in checks.monitor._history.recent] == [1, 2]
 
 
 def test_bounds_that_do_not_apply_are_not_checked(run):

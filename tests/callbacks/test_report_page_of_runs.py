@@ -34,6 +34,12 @@ def test_an_error_of_the_page_does_not_hide_that_of_the_run(run, tmp_path, caplo
     assert "report.html was not written: IsADirectoryError" in caplog.text
 
 
+def test_an_error_of_the_page_does_not_fail_a_run(run, tmp_path, caplog):
+    (tmp_path / "report.html").mkdir()
+    run(callbacks=[MetricsCSV(), ReportPage()]).fit()
+    assert "report.html was not written: IsADirectoryError" in caplog.text
+
+
 def test_without_metrics_there_is_no_page(run, tmp_path):
     run(callbacks=[ReportPage()]).fit()
     assert not (tmp_path / "report.html").exists()

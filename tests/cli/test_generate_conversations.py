@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from lightning_rlhf.cli.commands import evaluate, generate
 from lightning_rlhf.cli.commands.responses_file import read_lines
@@ -54,8 +55,8 @@ def converse(capsys, tiny_export):
     Path("world.py").write_text(WORLD)
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
-    def converse(*arguments, more="", to="out.jsonl", engine="transformers", limit=("--max-tokens", "90")):
-        Path("run.yaml").write_text(RUN.format(model=tiny_export, more=more))
+    def converse(*arguments, more="", to="out.jsonl", engine="transformers", limit=("--max-tokens", "90"), loop=""):
+        Path("run.yaml").write_text(RUN.format(model=tiny_export, more=more) + loop)
         who = ["--model", str(tiny_export), "--engine", engine, "--environment", "run.yaml"]
         where = ["--prompts", "prompts.jsonl", "--columns", "wanted=count", "--to", to, *limit]
         try:
@@ -143,6 +144,26 @@ def test_settings_of_the_environment_must_not_change(converse):
     assert "environment was" in error
 
 
+def test_the_stop_tokens_of_the_run_end_turns(converse, tiny_export):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_export)
+    letter = "a"
+    (stop,) = tokenizer(letter, add_special_tokens=False)["input_ids"]
+    assert converse("-n", "4")[0] == 0
+    assert converse("-n", "4", to="stop.jsonl", loop=f"        stop_token_ids: [{stop}]\n")[0] == 0
+
+    def turns(path):
+        rows = read_lines(Path(path))
+        messages = [own for row in rows for messages in row["response_messages"] for own in messages]
+        return [own["content"] for own in messages if own["role"] == "assistant"]
+
+    assert any(letter in turn[:-1] for turn in turns("out.jsonl"))
+    assert all(letter not in turn[:-1] for turn in turns("stop.jsonl"))
+    assert any(turn.endswith(letter) for turn in turns("stop.jsonl"))
+    code, error = converse("-n", "4", to="stop.jsonl")
+    assert code == 2
+    assert "stop_token_ids" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -170,3 +191,20 @@ def test_the_limit_of_tokens_is_that_of_the_run(converse):
     assert converse("-n", "4", limit=())[0] == 0
     tokens = [count for row in read_lines(Path("out.jsonl")) for count in row["response_tokens"]]
     assert max(tokens) == 60
+
+
+def test_a_function_must_not_have_the_name_of_the_environments_rewards(capsys):
+    Path("own.py").write_text("def environment(completions):\n    return [1.0 for _ in completions]\n")
+    row = {"prompt": "p", "responses": ["a"], "environment_rewards": [0.5]}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert evaluate.run(["rows.jsonl", "--reward", "own.py:environment"]) == 2
+    assert "a reward function is called 'environment', the name of the rewards in the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0.5", True, [1.0]])
+def test_rewards_that_are_not_numbers_are_bad_rows(capsys, value):
+    rows = [{"prompt": "p", "responses": ["a", "b"], "environment_rewards": [own, None]} for own in (value, 0.5)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.run(["rows.jsonl"]) == 2
+    assert f"'environment_rewards' has {value!r}, expected numbers and null" in capsys.readouterr().err
+    assert evaluate.run(["rows.jsonl", "--on-bad-row", "skip"]) == 0

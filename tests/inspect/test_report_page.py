@@ -160,8 +160,20 @@ def test_quantiles_groups_and_samples(run_directory):
         {"prompt": f"question {i}", "mean": 1.5, "rewards": [0.0, 1.0, 2.0, 3.0]} for i in range(2)
     ]
     assert [row["reward"] for row in samples_of(RESPONSES * 9)] == [3.0] * 3 + [2.0] * 3 + [1.0] * 3 + [0.0] * 3
-    broken = [{"reward": None, "rewards": {"a": float("nan")}, "segments": ["x"]}]
-    assert json.dumps(samples_of(broken), allow_nan=False)
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), "x", 10**400])
+def test_responses_without_a_reward_are_shown_without_one(run_directory, reward):
+    broken = [{**RESPONSES[0], "reward": reward, "rewards": {"a": reward}, "segments": ["x"]}]
+    samples = samples_of([*broken, *RESPONSES])
+    assert (samples[-1]["reward"], samples[-1]["rewards"]) == (None, {"a": None})
+    assert json.dumps(samples, allow_nan=False)
+    assert samples_of([{**broken[0], "rewards": 1, "segments": None}])[0]["rewards"] == {}
+    assert groups_of(broken) == []
+    assert groups_of([*broken, *RESPONSES]) == groups_of(RESPONSES)
+    run = RunDirectory(run_directory("a", ROWS, {1: [*RESPONSES, *broken], 2: broken}))
+    assert reward_quantiles(run, 1)["quantiles"] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
+    assert reward_quantiles(run, 2)["quantiles"] == []
 
 
 def test_lines_that_are_being_written_are_ignored(run_directory):
@@ -175,12 +187,38 @@ def test_lines_that_are_being_written_are_ignored(run_directory):
     assert run.rows()[-1] == (10, {"val/greedy": 0.75})
 
 
+DAMAGED = {
+    "metrics.csv": ["step,a\nx,1\n", "a\n1\n", "step,a\n1,2,3\n", "step,a\n1,high\n", "step\n\xff\n"],
+    "config.yaml": ["a: [", "- 1\n", "\xff"],
+    "env.json": ["{", "[1]", "1"],
+    "health.json": ["{", "[1]", '{"rewards": 1}'],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, own) for name, contents in DAMAGED.items() for own in contents])
+def test_a_damaged_file_is_named(run_directory, capsys, name, content):
+    folder = run_directory("a", ROWS)
+    (folder / name).write_bytes(content.encode("latin-1"))
+    assert report.run([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"lightning-rlhf: {folder / name} cannot be read, the file is damaged: ")
+    assert error.count("\n") == 1
+
+
+def test_aliases_of_a_configuration_do_not_fill_the_memory(run_directory):
+    folder = run_directory("a", ROWS)
+    bomb = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    bomb += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+    (folder / "config.yaml").write_text("\n".join(bomb))
+    assert len(RunDirectory(folder).config()) <= 100_000
+
+
 def test_the_command(run_directory, tmp_path, capsys):
     folder = run_directory("a", ROWS)
     assert report.run([str(folder)]) == 0
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert report.run([str(folder), str(folder), "--to", str(tmp_path / "new/x.html")]) == 0
     assert report.run([str(tmp_path)]) == 2
-    assert "is not the directory of a run, because it has no metrics.csv" in capsys.readouterr().err
+    assert "has no metrics.csv, which a run writes when training begins: expected the" in capsys.readouterr().err
     assert report.run([str(folder), "--to", "x.txt"]) == 2
     assert "--to must end with .html" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
 
 
 def result(call):
-    """Result of a call, computed anew; None for one that cannot be run."""
+    """Result of a call, computed here; None for one that cannot be run."""
     try:
         call = json.loads(call)
         a, b = call["arguments"]["a"], call["arguments"]["b"]

@@ -132,11 +132,7 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
             truncated=[reason == "length" for reason in reasons],
             source=str(fields["data_source"]) if "data_source" in fields else "data",
             columns=finder.other_columns(fields, exclude=_NOT_FOR_REWARDS),
-            of_conversations={
-                name: values
-                for name, column in OF_CONVERSATIONS.items()
-                if (values := _list_of(row, column, len(responses)))
-            },
+            of_conversations=_conversation_columns(row, len(responses)),
         )
 
     rows, report = use_rows(path, path, convert, on_bad_row)
@@ -150,15 +146,34 @@ def _list_of(row: Row, name: str, count: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == count else []
 
 
+def _conversation_columns(row: Row, count: int) -> dict[str, list[Any]]:
+    """Return the columns of conversations of a row, by the argument of reward functions.
+
+    Raises:
+        BadRow: a reward of the environment is neither a number nor null.
+    """
+    columns = {name: _list_of(row, column, count) for name, column in OF_CONVERSATIONS.items()}
+    for value in columns["environment_rewards"]:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise BadRow(f"{ENVIRONMENT_REWARDS!r} has {value!r}, expected numbers and null", "rewards not numbers")
+    return {name: values for name, values in columns.items() if values}
+
+
 def _check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], rows: Sequence[ResponseRow]) -> None:
     """Validate that the functions can score the rows, and that no source has the name of the total.
 
     Raises:
-        UsageError: a function needs a column that is missing, there is no reward, or a source is called ``all``.
+        UsageError: a function needs a column that is missing, there is no reward, a function is called
+            ``environment``, or a source is called ``all``.
     """
     of_conversations = _common_columns(rows)
     if not rewards and ENVIRONMENT_REWARDS not in of_conversations:
         raise UsageError(f"set --reward, because the file has no column {ENVIRONMENT_REWARDS!r}")
+    if ENVIRONMENT_REWARDS in of_conversations and ENVIRONMENT in [reward.label for reward in rewards]:
+        raise UsageError(
+            f"a reward function is called {ENVIRONMENT!r}, the name of the rewards in the column "
+            f"{ENVIRONMENT_REWARDS!r}: rename the function"
+        )
     sources = {row.source for row in rows}
     if len(sources) > 1 and ALL in sources:
         raise UsageError(f"a data_source is called {ALL!r}, the name of the statistics over all sources: rename it")

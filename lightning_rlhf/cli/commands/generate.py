@@ -120,12 +120,14 @@ def _check_options(options: argparse.Namespace) -> None:
 def _make_backend(options: argparse.Namespace) -> ResponseBackend:
     conversations = None
     longest = _DEFAULT_TOKENS
+    stop_ids: tuple[int, ...] = ()
     if options.environment is not None:
         config = parse_run_config(["--config", options.environment])
         conversations = _conversations(options.environment, config)
         longest = loop_arguments(config)["max_response_tokens"]
+        stop_ids = tuple(loop_arguments(config)["stop_token_ids"] or ())
     options.max_tokens = longest if options.max_tokens is None else options.max_tokens
-    sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k)
+    sampling = SamplingParams(options.max_tokens, options.temperature, options.top_p, options.top_k, stop_ids)
     if options.server is not None:
         return ServerBackend(options.server, options.api_key_env, options.model, sampling, options.concurrency)
     return EngineBackend(
@@ -145,7 +147,8 @@ def _conversations(path: str, config: Namespace) -> Conversations:
         raise UsageError(f"{path} has no RolloutLoop with an environment: use the configuration of a run that has one")
     of_data = config["data"]["init_args"]
     data = {name: of_data[name] for name in ("tools", "chat_template_kwargs", "as_messages") if of_data.get(name)}
-    identity = {**vars(loop_arguments(config)["environment"]), **data}
+    loop = loop_arguments(config)
+    identity = {**vars(loop["environment"]), **data, "stop_token_ids": loop["stop_token_ids"]}
     return Conversations(settings, data, json.loads(json.dumps(identity, default=vars)))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
-from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.cli.commands.options import add_runs, command_parser
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.run_directory import RunDirectory
@@ -27,7 +26,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 0, or 2 if a directory is not that of a run, or the port cannot be used.
     """
     parser = command_parser("inspect", "Serve a page about one or more runs, also while they continue.", _EPILOG)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run (its default_root_dir)")
+    add_runs(parser)
     parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
     options = parser.parse_args(arguments)
     if not 0 <= options.port < 1 << 16:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from lightning_rlhf.expected_errors import UsageError
 
@@ -16,6 +17,11 @@ def command_parser(name: str, description: str, epilog: str = "") -> argparse.Ar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the argument ``runs``: directories of runs, at least one."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run (its default_root_dir)")
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:

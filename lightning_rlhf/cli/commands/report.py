@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.cli.commands.options import add_runs, command_parser
 from lightning_rlhf.cli.commands.responses_file import write_errors
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError
@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
         Exit code: 0, or 2 if a directory is not that of a run, or the page cannot be written.
     """
     parser = command_parser("report", "Write the report page of one or more runs.", _EPILOG)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run (its default_root_dir)")
+    add_runs(parser)
     parser.add_argument("--to", type=Path, metavar="FILE.html", help="(default: report.html in the first directory)")
     options = parser.parse_args(arguments)
     path = options.to or options.runs[0] / "report.html"

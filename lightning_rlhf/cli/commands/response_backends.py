@@ -114,7 +114,7 @@ class EngineBackend:
         model: directory or hub id.
         engine: ``vllm``, ``transformers`` or ``auto``.
         dtype: dtype of the weights; None: bfloat16 with a GPU, else float32.
-        sampling: sampling parameters; stop tokens are added.
+        sampling: sampling parameters; the stop tokens of tokenizer and model are added.
         tensor_parallel_size: number of GPUs that share the model in vLLM.
         conversations: environment of conversations; None generates single responses.
     """
@@ -156,13 +156,16 @@ class EngineBackend:
                 f"--max-tokens {self._sampling.max_tokens} leaves no tokens for a prompt: the model accepts {positions}"
             )
         own = self._conversations
+        options = dict(own.data) if own else {}
+        if as_messages:
+            options["as_messages"] = True
         data = _PromptRows(
             source,
             self._source.path,
             columns=columns,
             max_tokens=positions - self._sampling.max_tokens,
             on_bad_row=on_bad_row,
-            **{**(own.data if own else {}), **({"as_messages": True} if as_messages else {})},
+            **options,
         )
         data.setup("fit")
         self._tokenizer = data.tokenizer
@@ -173,7 +176,7 @@ class EngineBackend:
 
     def start(self, longest: int, log: Path) -> str:
         """Start the engine for prompts of up to ``longest`` tokens, with its output in a file; return a description."""
-        stop_ids = _stop_ids(self._source.path, self._tokenizer.eos_token_id)
+        stop_ids = _stop_ids(self._source.path, [self._tokenizer.eos_token_id, *self._sampling.stop_token_ids])
         self._sampling = replace(self._sampling, stop_token_ids=stop_ids)
         self._engine.check(self._sampling)
         total = longest + self._sampling.max_tokens
@@ -273,15 +276,15 @@ def weights_digest(model: str) -> str:
     return total.hexdigest() if files else ""
 
 
-def _stop_ids(model: str, end: int) -> tuple[int, ...]:
-    """Return the tokens that end a response: the tokenizer's, and those of the model's generation settings."""
+def _stop_ids(model: str, known: list[int]) -> tuple[int, ...]:
+    """Return the tokens that end a response: known ones, and those of the model's generation settings."""
     try:
         further = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:  # a model without generation settings
         further = None
     if not isinstance(further, list):
         further = [] if further is None else [further]
-    return tuple(dict.fromkeys([end, *further]))
+    return tuple(dict.fromkeys([*known, *further]))
 
 
 class ServerBackend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,16 @@ def reward_weights(loop: Any) -> dict[str, float]:
     return weights if loop.environment is None else {**weights, ENVIRONMENT: loop.environment.weight}
 
 
+def check_val_metric(name: str | None, labels: Sequence[str]) -> None:
+    """Validate ``val_metric`` of a RolloutLoop, which may be None.
+
+    Raises:
+        ValueError: it is not the name of a reward.
+    """
+    if name is not None and name not in labels:
+        raise UsageError(f"val_metric must be the name of a reward, one of {list(labels)}, got {name!r}")
+
+
 def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     """Validate loop, module, data and strategy; warn about doubtful settings.
 
@@ -121,8 +132,7 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
         )
     if loop.environment is not None and ENVIRONMENT in [reward.label for reward in loop.rewards]:
         raise UsageError(f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name")
-    if loop.val_metric is not None and loop.val_metric not in labels:
-        raise UsageError(f"val_metric must be the name of a reward, one of {labels}, got {loop.val_metric!r}")
+    check_val_metric(loop.val_metric, labels)
     if loop.dynamic_sampling is not None:
         loop.dynamic_sampling.check(data.batch_size, loop.group_size, reward_weights(loop), module)
     check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)

@@ -76,6 +76,7 @@ class RolloutLog(Callback):
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
         rows = []
         left = self.max_token_values
+        group_size = len(module.experience.rollout) // len(module.experience.rollout.group.unique())
         for i in range(count):
             left -= int(rollout.response_lengths[i])
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
@@ -84,14 +85,14 @@ class RolloutLog(Callback):
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
                     "response": tokenizer.decode(response, skip_special_tokens=True),
-                    **segments_of(tokenizer, response.tolist(), rollout.response_mask[i].tolist()),
+                    **segments_of(tokenizer, rollout, i),
                     **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
                     "kl": kl[i].item(),
                     "truncated": bool(rollout.truncated[i]),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
-                    "group": int(rollout.group[i]),
+                    "group": int(rollout.position[i]) // group_size,
                     **({"tokens": token_values(tokenizer, experience, i)} if left >= 0 else {}),
                 }
             )
@@ -101,29 +102,45 @@ class RolloutLog(Callback):
         ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
         shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
-        table = Table(title=f"Responses of step {step}, best to worst", title_justify="left", expand=False)
+        marks = "; turns of the policy are in ⟦ ⟧" if any("segments" in row for row in shown) else ""
+        table = Table(title=f"Responses of step {step}, best to worst{marks}", title_justify="left", expand=False)
         texts = ("prompt", "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
         for heading in (*texts, "reward", *shown[0]["rewards"]):
             table.add_column(heading, overflow="fold")
         for row in shown:
             numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
-            table.add_row(*(_short(str(row[name])) for name in texts), *numbers)
+            table.add_row(*(_short(_marked(row) if name == "response" else str(row[name])) for name in texts), *numbers)
         RichConsole(highlight=False, markup=False).print(table)
 
 
-def segments_of(tokenizer: PreTrainedTokenizerBase, response: list[int], mask: list[bool]) -> dict[str, Any]:
+def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) -> dict[str, Any]:
     """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
+
+    A turn before the last has its ``reward``, times the weight of the environment, if it is not 0.
 
     Args:
         tokenizer: tokenizer that decodes them, special tokens included.
-        response: tokens of the response.
-        mask: whether the policy sampled each token.
+        rollout: rollout of the step, on the CPU.
+        row: number of the response.
     """
-    if all(mask[: len(response)]):
+    length = int(rollout.response_lengths[row])
+    mask = rollout.response_mask[row, :length].tolist()
+    if all(mask):
         return {}
-    parts = groupby(zip(response, mask, strict=False), key=itemgetter(1))
-    named = [("policy" if sampled else "environment", [token for token, _ in part]) for sampled, part in parts]
-    return {"segments": [{"from": name, "text": tokenizer.decode(ids)} for name, ids in named]}
+    rewards = [0.0] * length if rollout.step_rewards is None else rollout.step_rewards[row, :length].tolist()
+    tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
+    segments = []
+    for sampled, part in groupby(tokens, key=itemgetter(0)):
+        _, ids, values = zip(*part, strict=True)
+        reward = {"reward": sum(values)} if any(values) else {}
+        segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(list(ids)), **reward})
+    return {"segments": segments}
+
+
+def _marked(row: dict[str, Any]) -> str:
+    """Return the response of a row; of a conversation all its parts, those of the policy in marks."""
+    segments = row.get("segments") or [{"from": "environment", "text": row["response"]}]
+    return "".join(f"⟦{part['text']}⟧" if part["from"] == "policy" else part["text"] for part in segments)
 
 
 def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int) -> dict[str, list[Any]]:

@@ -254,6 +254,18 @@ class RowsDataModule(LightningDataModule):
         """Return the chat template with the tools and variables of a row."""
         return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools)
 
+    @property
+    def ignored_tools(self) -> list[str]:
+        """Names of ``tools`` that the chat template does not render."""
+        probe = [{"role": "user", "content": "question"}]
+        plain, with_tools = (Chat(self.tokenizer, own, self.chat_template_kwargs) for own in (None, self.tools))
+        try:
+            if not self.tools or plain.render(probe, "prompt") != with_tools.render(probe, "prompt"):
+                return []
+        except BadRow:  # no template, or one that rejects this message
+            return []
+        return [schema["function"]["name"] for schema in self.tools]
+
     def split(self, text: str) -> tuple[str, str]:
         """Split a text into prompt and answer after the last ``split_after``.
 

@@ -58,6 +58,10 @@ class ToolCallParser(ABC):
             ValueError: the parser cannot be used with it.
         """
 
+    def example(self, call: ToolCall) -> str | None:
+        """Return the text of a turn with one call, for ``data check``; None if the parser cannot write its format."""
+        return None
+
     def close(self) -> None:  # noqa: B027 (most parsers have nothing to release)
         """Release resources; the parser can be used again."""
 
@@ -98,6 +102,10 @@ class JSONToolCalls(ToolCallParser):
                 malformed = malformed or f"call {number + 1}: {error}"
         return ParsedTurn(before.strip(), () if malformed else tuple(calls), malformed)
 
+    def example(self, call: ToolCall) -> str:
+        """See :meth:`ToolCallParser.example`."""
+        return f"{self.start}{json.dumps({'name': call.name, 'arguments': call.arguments})}{self.end}"
+
 
 @dataclass(frozen=True)
 class MarkedToolCalls(ToolCallParser):
@@ -121,6 +129,10 @@ class MarkedToolCalls(ToolCallParser):
         bodies = [part.partition(self.end) for part in parts]
         calls = tuple(ToolCall(self.tool, {self.argument: body}) for body, _, _ in bodies)
         return ParsedTurn("".join([before, *(rest for _, _, rest in bodies)]), calls)
+
+    def example(self, call: ToolCall) -> str | None:
+        """See :meth:`ToolCallParser.example`."""
+        return f"{self.start}{call.arguments.get(self.argument, '')}{self.end}" if call.name == self.tool else None
 
     def check(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Validate that the environment has the tool, and the tool the argument."""

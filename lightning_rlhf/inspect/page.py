@@ -167,7 +167,11 @@ def _sample(row: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of a response that the page shows."""
     texts = {name: str(row.get(name, ""))[-_LONGEST_TEXT:] for name in ("prompt", "response", "ground_truth")}
     segments = [
-        {"from": str(part.get("from")), "text": str(part.get("text"))[-_LONGEST_TEXT:]}
+        {
+            "from": str(part.get("from")),
+            "text": str(part.get("text"))[-_LONGEST_TEXT:],
+            "reward": _number(part.get("reward")),
+        }
         for part in _as(list, row.get("segments"))
         if isinstance(part, dict)
     ]

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.environments.protocol import ToolCall
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import conversation_sampler, row_of
@@ -18,32 +19,57 @@ _VOCABULARY = 1 << 31
 
 
 class _MadeUpTurns:
-    """Engine whose turns all have the same text."""
+    """Engine whose turns are given; the last one is repeated."""
 
     overlaps = False
 
-    def __init__(self, turn: list[int]) -> None:
-        self._turn = turn
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = turns
 
     def request(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Future[Completion]]:
-        """Return the turn once for each prompt."""
-        futures = []
-        for own in sampling:
-            future: Future[Completion] = Future()
-            future.set_result(Completion(self._turn, [0.0] * len(self._turn), "stop", 0).cut(own.max_tokens))
-            futures.append(future)
-        return futures
+        """Return the next turn, for one prompt."""
+        turn = self._turns[0] if len(self._turns) == 1 else self._turns.pop(0)
+        future: Future[Completion] = Future()
+        future.set_result(Completion(turn, [0.0] * len(turn), "stop", 0).cut(sampling[0].max_tokens))
+        return [future]
 
 
-def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) -> Completion:
+def example_calls(settings: EnvironmentSettings) -> list[str]:
+    """Return a turn for each tool of an environment that calls it with made-up arguments.
+
+    Tools whose calls the parser cannot write are left out.
+    """
+    if settings.parser is None:
+        return []
+    functions = [schema["function"] for schema in settings.schemas]
+    calls = [
+        ToolCall(own["name"], {name: _value(part) for name, part in _properties(own).items()}) for own in functions
+    ]
+    return [text for call in calls if (text := settings.parser.example(call)) is not None]
+
+
+def _properties(function: dict[str, Any]) -> dict[str, Any]:
+    return dict((function.get("parameters") or {}).get("properties") or {})
+
+
+def _value(schema: dict[str, Any]) -> Any:
+    """Return a value of the type in a JSON schema, by default a text."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    values = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+    kind = schema.get("type")
+    return values.get(kind, "1") if isinstance(kind, str) else "1"
+
+
+def preview(settings: EnvironmentSettings, data: PromptDataModule, texts: Sequence[str]) -> Completion:
     """Generate a conversation for the first prompt of the training data.
 
     Args:
         settings: environment of the run.
         data: data module that was set up.
-        text: text of each turn.
+        texts: texts of the turns, at least one; the last one is repeated.
 
     Returns:
         The conversation; ``sampled`` marks the made-up turns.
@@ -64,8 +90,8 @@ def preview(settings: EnvironmentSettings, data: PromptDataModule, text: str) ->
         turn_seeds=tuple(range(settings.max_turns)),
         sampling=SamplingParams(_TOKENS),
     )
-    turn = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    engine: Any = _MadeUpTurns(turn)
+    turns = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    engine: Any = _MadeUpTurns(turns)
     try:
         check = CompletionCheck(_TOKENS, 0, _VOCABULARY)
         return sampler(cast(RolloutEngine, engine), [request], None, check)[0]

@@ -6,6 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from typing import Literal
 
 import pytest
 import yaml
@@ -374,3 +375,59 @@ def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(che
     assert (
         "environment tests.environments.worlds:Misbehaves raised KeyError" in checked(loop={"environment": failing}).err
     )
+
+
+CALLS = {
+    "factory": "lightning_rlhf.environments.Tools",
+    "arguments": {"functions": ["tests.cli.test_data_check:repeat", "tests.cli.test_data_check:count"]},
+    "parser": {"class_path": "lightning_rlhf.environments.JSONToolCalls", "init_args": {"start": "<", "end": ">"}},
+    "bridge": "plain",
+    "timeout_s": None,
+}
+
+
+def repeat(text: str, times: int, loud: bool) -> str:
+    """Repeat a text.
+
+    Args:
+        text: text
+        times: number of times
+        loud: whether to shout
+    """
+    return f"{text * times} É" if loud else text
+
+
+def count(word: Literal["ab", "c"]) -> int:
+    """Count letters.
+
+    Args:
+        word: word
+    """
+    return len(word)
+
+
+def test_tools_are_called_with_made_up_arguments_and_unknown_parts_of_results_counted(checked):
+    rows = [{"prompt": "who?", "answer": "a"}] * 2
+    tokenizer = {**TOKENIZER, "init_args": {"characters": CHARACTERS + '<>{}",01_'}}
+    found = checked(
+        rows=rows, rewards=[], loop={"environment": CALLS}, tokenizer=tokenizer, architecture={"vocab_size": 99}
+    )
+    assert found.err == ""
+    assert "a conversation whose turns are a call of each tool, then '0'; it ended with done:" in found.out
+    assert '\u27e6<{"name": "repeat", "arguments": {"text": "1", "times": 1, "loud": true}}></s>\u27e71' in found.out
+    assert '\u27e6<{"name": "count", "arguments": {"word": "ab"}}></s>\u27e7' in found.out
+    assert "the tokenizer does not know parts of the environment's texts: 'É' 1, '2' 1" in found.out
+
+
+def test_a_val_metric_that_is_not_a_reward_is_an_error(checked):
+    found = checked(loop={"val_metric": "wrong"})
+    assert found.code == 2
+    assert "val_metric must be the name of a reward, one of ['" in found.err
+
+
+def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
+    found = checked(rows=rows, tokenizer=str(tiny_export), tools=["tests.cli.test_data_check:count"], max_tokens=64)
+    assert "warning: the chat template does not render tools, so no prompt describes count: describe" in found.out
+    plain = checked(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
+    assert "does not render tools" not in plain.out

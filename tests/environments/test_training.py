@@ -214,11 +214,26 @@ def test_conversations_survive_a_checkpoint():
 def test_the_log_has_the_parts_of_a_response():
     tokenizer = LETTERS.load()
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
-    parts = segments_of(tokenizer, ids, [True, True, False, False, True, False])["segments"]
+    mask = [True, True, False, False, True]
+    rollout = rollout_of([Response([1], ids, policy=mask), Response([1], [*ids, 2])])
+    rewards = torch.zeros(2, 6)
+    rewards[0, 1] = 0.5
+    parts = segments_of(tokenizer, replace(rollout, step_rewards=rewards), 0)["segments"]
     assert parts == [
-        {"from": "policy", "text": "ab"}, {"from": "environment", "text": "cd"}, {"from": "policy", "text": "e"},
-    ]  # fmt: skip
-    assert segments_of(tokenizer, ids, [True] * 5) == {}
+        {"from": "policy", "text": "ab", "reward": 0.5},
+        {"from": "environment", "text": "cd"},
+        {"from": "policy", "text": "e"},
+    ]
+    assert segments_of(tokenizer, rollout, 0)["segments"][0] == {"from": "policy", "text": "ab"}
+    assert segments_of(tokenizer, rollout, 1) == {}
+
+
+def test_the_table_marks_the_turns_of_the_policy(tmp_path, capsys):
+    settings = EnvironmentSettings(worlds.Guess, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain")
+    run(tmp_path, settings, steps=1, callbacks=[RolloutLog(table_every_n_steps=1, table_rows=100)])
+    printed = capsys.readouterr().out
+    assert "; turns of the policy are in ⟦ ⟧" in " ".join(printed.split())
+    assert printed.count("⟦") == printed.count("⟧") > 4
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import operator
 import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rlhf.callbacks.checks import missing_columns
+from lightning_rlhf.callbacks.checks import check_val_metric, missing_columns
 from lightning_rlhf.cli.errors import constructor_errors, one_line_errors
 from lightning_rlhf.cli.run_config import (
     ConfigCLI,
@@ -26,11 +27,13 @@ from lightning_rlhf.cli.run_config import (
 )
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
+from lightning_rlhf.data.tokenizers import unknown_parts
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
 from lightning_rlhf.models.positions import check_positions, max_positions
 from lightning_rlhf.models.vocabulary import check_vocabularies
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
-from lightning_rlhf.rollout.preview import preview
+from lightning_rlhf.rollout.collect import ENVIRONMENT
+from lightning_rlhf.rollout.preview import example_calls, preview
 from lightning_rlhf.types import PreferenceBatch, PromptBatch, SequenceBatch, UnpairedBatch
 
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
@@ -107,7 +110,7 @@ def check(config: Namespace) -> dict[str, Any]:
         "data": {name: describe(data, name) for name in data.examples},
         "rewards": [],
         "conversation": None,
-        "warnings": unused_template(data),
+        "warnings": [*unused_template(data), *unused_tools(data)],
         "models": [],
         "errors": [report.error_message() for report in data.reports.values() if reports_bad_rows and report.bad],
     }
@@ -136,6 +139,16 @@ def unused_template(data: RowsDataModule) -> list[str]:
     ]
 
 
+def unused_tools(data: RowsDataModule) -> list[str]:
+    """Return a warning if the chat template leaves out the tools of the data module."""
+    if not isinstance(data, PromptDataModule) or not data.ignored_tools:
+        return []
+    return [
+        f"the chat template does not render tools, so no prompt describes {', '.join(data.ignored_tools)}: describe "
+        f"them in the prompts, or use a tokenizer whose template has tools"
+    ]
+
+
 def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
     """Describe one part of the data, such as ``train``."""
     report = data.reports[part]
@@ -158,7 +171,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
     """Add to the result each reward that has its columns in every row, and a warning for each other reward.
 
     Raises:
-        ValueError: a reward cannot be created, or no row has its columns.
+        ValueError: a reward cannot be created, no row has its columns, or ``val_metric`` is not one of them.
     """
     arguments = loop_arguments(config)
     settings = arguments.get("rewards")
@@ -170,6 +183,8 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
         rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
     further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
+    labels = [reward.label for reward in rewards] + ([ENVIRONMENT] if further else [])
+    check_val_metric(arguments.get("val_metric"), labels)
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}), further)
     for reward in rewards:
         missing = missing_columns(reward, data) if isinstance(data, PromptDataModule) else []
@@ -179,7 +194,7 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
 
 
 def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Add to the result a conversation with the environment, if there is one, in which all turns have the same text.
+    """Add to the result a conversation with the environment, if there is one: a call of each tool, then made-up turns.
 
     Raises:
         ValueError: the environment cannot be created, or the chat template does not allow conversations.
@@ -188,13 +203,22 @@ def _play_conversation(config: Namespace, data: RowsDataModule, result: dict[str
     environment = make_environment(config)
     if environment is None or not isinstance(data, PromptDataModule):
         return
-    completion = preview(environment, data, _MADE_UP_TURN)
+    calls = example_calls(environment)
+    completion = preview(environment, data, [*calls, _MADE_UP_TURN])
     record = completion.conversation
     assert record is not None
     assert completion.sampled is not None
     text = str(data.tokenizer.decode(record.prompt_ids))
     text += _marked(completion.token_ids, completion.sampled, data.tokenizer)
-    result["conversation"] = {"text": text, "rewards": record.turn_rewards, "end": record.stop}
+    written = [message["content"] for message in record.messages if message["role"] != "assistant"]
+    unknown = Counter(part for content in written for part in unknown_parts(data.tokenizer, content))
+    result["conversation"] = {
+        "text": text,
+        "rewards": record.turn_rewards,
+        "end": record.stop,
+        "calls": len(calls),
+        "unknown": dict(unknown.most_common()),
+    }
 
 
 def _check_models(config: Namespace, data: RowsDataModule, lines: list[str]) -> None:
@@ -281,9 +305,14 @@ def render(result: dict[str, Any]) -> str:
     if result["rewards"]:
         lines += ["", f"rewards with all their columns: {', '.join(result['rewards'])}"]
     if conversation := result["conversation"]:
-        lines += ["", f"a conversation whose turns are {_MADE_UP_TURN!r}; it ended with {conversation['end']}:"]
+        calls = "a call of each tool, then " if conversation["calls"] else ""
+        turns = f"a conversation whose turns are {calls}{_MADE_UP_TURN!r}"
+        lines += ["", f"{turns}; it ended with {conversation['end']}:"]
         lines += [f"    | {line}" for line in conversation["text"].split("\n")]
         lines.append(f"  rewards of its turns: {', '.join(f'{reward:g}' for reward in conversation['rewards'])}")
+        if conversation["unknown"]:
+            parts = ", ".join(f"{part!r} {count}" for part, count in conversation["unknown"].items())
+            lines.append(f"  the tokenizer does not know parts of the environment's texts: {parts}")
     if result["warnings"]:
         lines += ["", *(f"warning: {warning}" for warning in result["warnings"])]
     if result["models"]:

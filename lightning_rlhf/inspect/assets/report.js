@@ -22,6 +22,12 @@
     return made;
   }
 
+  /** The parts of a conversation, with the rewards of turns before the last. */
+  const segmentsOf = (segments) => segments.flatMap((part) => [
+    element("pre", { class: part.from === "policy" ? "policy" : "environment", text: part.text }),
+    ...(part.reward ? [element("div", { class: "muted", text: `reward of this turn: ${short(part.reward)}` })] : []),
+  ]);
+
   function section(id, title) {
     const made = element("section", { id }, element("h2", { text: title }));
     page.append(made);
@@ -260,7 +266,7 @@
           const rewards = Object.entries(row.rewards).map(([name, value]) => `${name} ${short(value)}`).join(", ");
           const card = element("div", { class: "sample" }, element("b", { text: `reward ${short(row.reward)}` }), ` ${rewards}${row.truncated ? " (cut at the limit)" : ""}`,
             element("pre", { class: "environment", text: row.prompt }));
-          if (row.segments.length) row.segments.forEach((part) => card.append(element("pre", { class: part.from === "policy" ? "policy" : "environment", text: part.text })));
+          if (row.segments.length) card.append(...segmentsOf(row.segments));
           else card.append(element("pre", { class: "policy", text: row.response }));
           if (row.ground_truth) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: row.ground_truth }));
           grid.append(card);
@@ -314,7 +320,7 @@
 
   fill();
   window.report = {
-    runs, element, key, short, section, colours, labelled,
+    runs, element, key, short, segmentsOf, section, colours, labelled,
     /** Shows new data of the same runs. */
     update(fresh) { fresh.forEach((run, i) => Object.assign(runs[i], run)); fill(); },
   };

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { runs, element, key, short, section, labelled, update } = window.report;
+  const { runs, element, key, short, segmentsOf, section, labelled, update } = window.report;
   const viewer = section("responses", "Responses");
   document.getElementById("rewards").before(viewer);
   const controls = element("div", { class: "controls" });
@@ -98,7 +98,7 @@
       const card = element("div", { class: "sample" }, element("b", { text: `reward ${short(reward(row))}` }), ` ${parts}${row.truncated ? " (cut at the limit)" : ""}, KL ${short(row.kl)}`,
         element("pre", { class: "environment", text: row.prompt ?? "" }));
       if (row.tokens) card.append(...tokensOf(row, chosen.length === 2 ? chosen[1 - i] : null));
-      else if (row.segments) row.segments.forEach((part) => card.append(element("pre", { class: part.from === "policy" ? "policy" : "environment", text: part.text })));
+      else if (row.segments) card.append(...segmentsOf(row.segments));
       else card.append(element("pre", { class: "policy", text: row.response ?? "" }));
       if (row.ground_truth !== undefined) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: String(row.ground_truth) }));
       detail.append(card);

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_rlhf.inspect.health import HealthMonitor
 from lightning_rlhf.inspect.run_directory import HEALTH_SETTINGS, is_validation, precedes, read_metrics
+from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
 
@@ -66,8 +67,13 @@ class HealthChecks(Callback):
             return
         metrics = trainer.callback_metrics
         values = {name: float(value) for name, value in metrics.items() if is_validation(name) == validation}
-        for finding in self.monitor.add(trainer.global_step, values):
+        new = self.monitor.add(trainer.global_step, values)
+        for finding in new:
             log.warning("step %d: %s. %s", finding.step, finding.message, finding.remedy)
+        if new:
+            rows = [(own.step, own.check, own.message, own.remedy) for own in self.monitor.findings]
+            for logger in trainer.loggers:
+                log_table(logger, "health", ("step", "check", "message", "remedy"), rows, trainer.global_step)
 
 
 def skipped_checks(module: LightningModule, loops: Sequence[RolloutLoop]) -> list[str]:

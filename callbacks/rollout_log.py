@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 from rich.console import Console as RichConsole
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
@@ -20,7 +23,7 @@ from .checks import check_at_least, check_module
 
 
 class RolloutLog(Callback):
-    """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and prints some as a table.
+    """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and some as a table to console and loggers.
 
     Args:
         max_rows: number of responses to write per step and rank, at least 1.
@@ -59,7 +62,7 @@ class RolloutLog(Callback):
         lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
-            self._print_table(rows, trainer.global_step)
+            self._print_table(rows, trainer.global_step, trainer.loggers)
 
     def rows(self, trainer: Trainer, module: RLHFModule, answers: list[Any]) -> list[dict[str, Any]]:
         """Return the first responses of the step as plain values.
@@ -98,19 +101,30 @@ class RolloutLog(Callback):
             )
         return rows
 
-    def _print_table(self, rows: list[dict[str, Any]], step: int) -> None:
+    def _print_table(self, rows: list[dict[str, Any]], step: int, loggers: Sequence[Logger] = ()) -> None:
+        """Print some responses, and log them as a table where a logger has tables."""
         ranked = sorted(rows, key=lambda row: row["reward"], reverse=True)
         count = min(self.table_rows, len(ranked))
         shown = [ranked[round(i * (len(ranked) - 1) / max(count - 1, 1))] for i in range(count)]
         marks = "; turns of the policy are in ⟦ ⟧" if any("segments" in row for row in shown) else ""
         table = Table(title=f"Responses of step {step}, best to worst{marks}", title_justify="left", expand=False)
         texts = ("prompt", "response", *(["ground_truth"] if "ground_truth" in shown[0] else []))
-        for heading in (*texts, "reward", *shown[0]["rewards"]):
+        columns = (*texts, "reward", *shown[0]["rewards"])
+        for heading in columns:
             table.add_column(heading, overflow="fold")
-        for row in shown:
-            numbers = [f"{value:.2f}" for value in (row["reward"], *row["rewards"].values())]
-            table.add_row(*(_short(_marked(row) if name == "response" else str(row[name])) for name in texts), *numbers)
+        cells = [
+            [
+                *(_marked(row) if name == "response" else str(row[name]) for name in texts),
+                row["reward"],
+                *row["rewards"].values(),
+            ]
+            for row in shown
+        ]
+        for row in cells:
+            table.add_row(*(_short(cell) if isinstance(cell, str) else f"{cell:.2f}" for cell in row))
         RichConsole(highlight=False, markup=False).print(table)
+        for logger in loggers:
+            log_table(logger, "rollouts", columns, cells, step)
 
 
 def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ FLOORS = (
         "expected_errors",
         "interrupts",
         "launch_environment",
+        "loggers",
         "paths",
         "references",
         "seeding",

@@ -39,11 +39,13 @@ from lightning_rlhf.cli.screen import configure_messages, last_line
 from lightning_rlhf.cli.trainer_settings import check_trainer, find_strategy, process_count
 from lightning_rlhf.compat import is_lightning_error
 from lightning_rlhf.expected_errors import ExpectedError, UsageError
+from lightning_rlhf.loggers import log_configuration, save_run_ids, with_run_ids
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.rollout.engine import EngineDied
 from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 log = logging.getLogger("lightning_rlhf")
+_DIRECTORY = "runs/default"
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
@@ -78,7 +80,8 @@ class SaveRunConfig(SaveConfigCallback):
             self._earlier = earlier
         draft.replace(path)
         for logger in trainer.loggers:
-            logger.log_hyperparams(settings)
+            log_configuration(logger, settings)
+        save_run_ids(trainer.loggers, path.parent)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Save the earlier configuration under its last step, which is known now."""
@@ -134,7 +137,7 @@ class RLHFCLI(LightningCLI):
         """Add the default callbacks, the run's loggers, and atomic writes of checkpoints."""
         settings = self._get(self.config_init, "trainer")
         check_trainer(settings)
-        directory = settings.get("default_root_dir") or "runs/default"
+        directory = settings.get("default_root_dir") or _DIRECTORY
         kwargs["default_root_dir"] = str(directory)
         kwargs["plugins"] = [*(settings.get("plugins") or []), AtomicCheckpointIO()]
         if isinstance(settings.get("strategy"), str):
@@ -158,9 +161,15 @@ class RLHFCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Instantiate module, data and Trainer."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        trainer = config["trainer"]
+        configured = trainer.get("logger")
+        if config.get("ckpt_path") is not None:
+            trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
         with constructor_errors(self.parser):
-            check_classes(self.config[self.subcommand] if self.subcommand else self.config)
+            check_classes(config)
             super().instantiate_classes()
+        trainer["logger"] = configured  # config.yaml is that of the first part of the run
 
     def after_fit(self) -> None:
         """Log why the run ended, and where its results are."""

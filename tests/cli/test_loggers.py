@@ -1,0 +1,175 @@
+"""The loggers of docs/loggers.md with their libraries: metrics, configuration, tables, one run after a resume."""
+
+import json
+import sqlite3
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rlhf.loggers import RUN_IDS, log_table, with_run_ids
+from tests.test_readme import ROOT
+
+CALLBACKS = [
+    "lightning_rlhf.callbacks.RunCheckpoint",
+    {"class_path": "lightning_rlhf.callbacks.RolloutLog", "init_args": {"table_every_n_steps": 1}},
+    "tests.cli.test_loggers.FarFromReference",
+]
+HOSTILE = "<script>alert(1)</script>|`*a*`\n# x"
+
+
+class FarFromReference(Callback):
+    """Replaces the KL of each step, before HealthChecks reads it."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("kl/ref", float(trainer.callback_metrics["rollout/response_tokens_mean"]))
+
+
+def documented(name):
+    """The logger of a section of the document."""
+    text = (ROOT / "docs/loggers.md").read_text().partition(f"\n## {name}\n")[2]
+    return yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["trainer"]["logger"]
+
+
+@pytest.fixture
+def twice(fit, config, monkeypatch):
+    """Fits two steps with the logger of a section, resumes for a third, and returns the logger's identifiers."""
+
+    def twice(name, between=lambda: None):
+        config["trainer"]["logger"] = json.loads(json.dumps(documented(name)).replace("runs/x", "runs/tiny"))
+        config["trainer"]["callbacks"] += CALLBACKS
+        first = fit(config)
+        assert first.code == 0, first.err
+        path = Path("runs/tiny", RUN_IDS)
+        ids = path.read_text() if path.is_file() else ""
+        between()
+        resumed = fit(config, "--ckpt_path", "last", "--trainer.max_steps", "3")
+        assert resumed.code == 0, resumed.err
+        assert (path.read_text() if ids else "") == ids
+        known = json.loads(ids) if ids else {}
+        assert not any(own in Path("runs/tiny/config.yaml").read_text() for own in known.values())
+        return known
+
+    return twice
+
+
+def needs(package):
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+
+
+def test_tensorboard(twice):
+    assert twice("TensorBoard") == {}
+    events = EventAccumulator("runs/tiny/tensorboard")
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    assert {"rollouts/text_summary", "health/text_summary"} <= set(events.Tags()["tensors"])
+    (table,) = events.Tensors("health/text_summary")[0].tensor_proto.string_val
+    assert b"| 1 | KL to the reference | kl/ref is" in table
+
+
+def test_csv(twice):
+    assert twice("CSV") == {}
+    tables = sorted(Path("runs/tiny/lightning_logs").glob("version_*/metrics.csv"))
+    assert [len(path.read_text().splitlines()) - 1 for path in tables] == [2, 1]
+
+
+@needs("wandb")
+def test_wandb(twice, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    ids = twice("wandb", between=wandb.finish)  # as the end of the process
+    wandb.finish()
+    runs = sorted(Path("runs/tiny/wandb").glob("offline-run-*"))
+    assert [path.name.rpartition("-")[2] for path in runs] == [ids["WandbLogger"]] * 2
+    tables = {path.name.split("_")[0] for run in runs for path in run.glob("files/media/table/**/*.json")}
+    assert {"rollouts", "health"} <= tables
+
+
+@needs("mlflow")
+def test_mlflow(twice):
+    ids = twice("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient("sqlite:///runs/tiny/mlflow.db")
+    (experiment,) = [own for own in client.search_experiments() if own.name == "lightning-rlhf"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_id == ids["MLFlowLogger"]
+    assert run.info.status == "FINISHED"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2, 3]
+    assert run.data.params["data/init_args/batch_size"] == "4"
+    assert run.data.params["trainer/max_steps"] == "2"
+    with open(client.download_artifacts(run.info.run_id, "config.json")) as file:
+        assert json.load(file)["trainer"]["max_steps"] == 3
+    assert [own.path for own in client.list_artifacts(run.info.run_id, "rollouts")] == [
+        f"rollouts/step-{step:06d}.json" for step in (1, 2, 3)
+    ]
+    assert client.list_artifacts(run.info.run_id, "health")
+
+
+@needs("trackio")
+def test_trackio(twice, monkeypatch, tmp_path):
+    import trackio.utils
+
+    ids = twice("trackio")
+    with sqlite3.connect(trackio.utils.TRACKIO_DIR / "lightning-rlhf.db") as database:
+        command = "select step, metrics from metrics where run_name = ?"
+        rows = [(step, json.loads(own)) for step, own in database.execute(command, [ids["TrackioLogger"]])]
+        (configuration,) = database.execute("select config from configs where run_name = ?", [ids["TrackioLogger"]])
+    assert [step for step, own in rows if "reward/mean" in own] == [1, 2, 3]
+    assert [step for step, own in rows if "rollouts" in own] == [1, 2, 3]
+    checks = {step: [check["check"] for check in own["health"]["_value"]] for step, own in rows if "health" in own}
+    assert checks[1] == ["KL to the reference"]
+    assert all(own.count("KL to the reference") == 1 for own in checks.values())  # not repeated after the resume
+    assert json.loads(configuration[0])["data"]["init_args"]["batch_size"] == 4
+
+
+def test_a_missing_package_is_named(fit, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    config["trainer"]["logger"] = documented("trackio")
+    result = fit(config)
+    assert result.code == 2
+    assert "TrackioLogger needs the package trackio: run pip install 'lightning-rlhf[trackio]'" in result.err
+
+
+def test_damaged_identifiers_are_an_error_before_the_run(fit, config):
+    config["trainer"]["callbacks"].append("lightning_rlhf.callbacks.RunCheckpoint")
+    assert fit(config).code == 0
+    Path("runs/tiny", RUN_IDS).write_text("{")
+    resumed = fit(config, "--ckpt_path", "last")
+    assert resumed.code == 2
+    assert "loggers.json is damaged (" in resumed.err
+    assert "remove it, and the loggers begin new runs" in resumed.err
+
+
+def test_configured_identifiers_are_kept(tmp_path):
+    from jsonargparse import Namespace
+
+    (tmp_path / RUN_IDS).write_text(json.dumps({"WandbLogger": "old", "MLFlowLogger": "older"}))
+    entries = [
+        Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=Namespace(id="mine")),
+        Namespace(class_path="lightning.pytorch.loggers.MLFlowLogger", init_args=Namespace(run_id=None)),
+        Namespace(class_path="lightning.pytorch.loggers.CSVLogger", init_args=Namespace()),
+    ]
+    wandb, mlflow, csv = with_run_ids(entries, tmp_path)
+    assert (wandb.init_args.id, mlflow.init_args.run_id, vars(csv.init_args)) == ("mine", "older", {})
+    assert entries[1].init_args.run_id is None
+    for plain in (None, True, False):
+        assert with_run_ids(plain, tmp_path) is plain
+
+
+def test_texts_of_models_are_only_text_in_tensorboard(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="", version="a")
+    log_table(logger, "rollouts", ("response", "reward"), [(HOSTILE, 0.5)], 1)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path / "a"))
+    events.Reload()
+    (text,) = events.Tensors("rollouts/text_summary")[0].tensor_proto.string_val
+    lines = text.decode().splitlines()
+    assert lines[:2] == ["| response | reward |", "| --- | --- |"]
+    assert lines[2:] == [r"| &lt;script&gt;alert(1)&lt;/script&gt;\|\`\*a\*\`<br># x | 0.5 |"]

@@ -12,6 +12,7 @@ _LIGHTNING = "lightning_rlhf.cli.main"
 # Commands in the order of use: (module, description) by name. A module is imported when its command runs, and has a
 # function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns of arguments.
 COMMANDS = {
+    "new": (f"{_COMMANDS}.new", "write a small project to begin with"),
     "doctor": (f"{_COMMANDS}.doctor", "check this machine and its installation"),
     "data": (f"{_COMMANDS}.data_check", "data check: check and describe the data of a run"),
     "plan": (f"{_COMMANDS}.plan", "estimate the memory of a run on a number of GPUs, without a GPU"),

@@ -51,6 +51,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
     assert len(assets) == 6
+    templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/cli/templates/*/*.[yj]*")}
+    assert len(templates) == 16
+    assets |= templates
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 

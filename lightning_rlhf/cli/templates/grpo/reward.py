@@ -1,0 +1,9 @@
+"""Reward of a response."""
+
+import re
+
+
+def right(completions, answer):
+    """Return 1 if the last number of a response is the answer, else 0."""
+    numbers = [re.findall(r"-?\d+", text.replace(",", "")) for text in completions]
+    return [float(own[-1:] == [wanted]) for own, wanted in zip(numbers, answer, strict=True)]

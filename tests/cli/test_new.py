@@ -1,0 +1,81 @@
+"""``lightning-rlhf new``: each project passes its own test and data check, and trains."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.commands import data_check, new
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
+
+ENGINE = "lightning_rlhf.rollout.transformers.TransformersEngine"
+
+
+@pytest.fixture
+def project(tiny_export, tmp_path, monkeypatch, capsys):
+    """Writes a project for the tiny model, and enters its directory."""
+
+    def project(kind):
+        assert new.run([str(tmp_path / "p"), "--kind", kind, "--model", str(tiny_export)]) == 0
+        monkeypatch.chdir(tmp_path / "p")
+        monkeypatch.syspath_prepend(str(tmp_path / "p"))
+        return capsys.readouterr().out
+
+    return project
+
+
+def small(path):
+    """The configuration of a project, for a model with 256 positions and one step."""
+    config = yaml.safe_load(Path(path).read_text())
+    config["data"]["init_args"] |= {"max_tokens": 2048, "batch_size": 4}
+    config["trainer"] |= {"max_steps": 1, "accelerator": "cpu"}
+    if "minibatch_size" in config["model"]["init_args"]:
+        config["model"]["init_args"]["minibatch_size"] = 4
+    for callback in config["trainer"].get("callbacks", []):
+        if isinstance(callback, dict) and callback["class_path"].endswith("RolloutLoop"):
+            callback["init_args"] |= {"max_response_tokens": 8, "engine": ENGINE}
+    return config
+
+
+@pytest.mark.parametrize("kind", new.KINDS)
+def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
+    printed = project(kind)
+    commands = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
+    assert commands == Path("README.md").read_text().partition("```bash\n")[2].partition("```")[0].splitlines()
+    if "python -m pytest" in commands:
+        subprocess.run([sys.executable, "-m", "pytest", "-q"], check=True)
+    assert ("python -m pytest" in commands) == (kind in ("grpo", "environment"))
+    for name in sorted(path.name for path in Path().glob("*.yaml")):
+        if (kind, name) == ("ppo", "run.yaml"):
+            continue  # its reward model does not exist yet
+        assert f"lightning-rlhf data check --config {name}" in commands
+        Path("small.yaml").write_text(yaml.safe_dump(small(name)))
+        assert (data_check.run(["check", "--config", "small.yaml"]), capsys.readouterr().err) == (0, ""), name
+        Path("small.yaml").unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", new.KINDS)
+def test_it_trains(project, kind, fit):
+    project(kind)
+    for name in sorted(path.name for path in Path().glob("*.yaml")):
+        result = fit(small(name))
+        assert result.code == 0, result.err
+        assert "step 1: " in result.out
+
+
+def test_a_directory_with_files_is_not_touched(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("mine")
+    assert new.run([str(tmp_path)]) == 2
+    assert "exists already and is not empty: choose another directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert new.run([str(tmp_path / "a.txt")]) == 2
+
+
+def test_a_model_of_the_hub_is_written_as_it_is(tmp_path):
+    assert new.run([str(tmp_path / "p"), "--model", "some/model"]) == 0
+    settings = yaml.safe_load((tmp_path / "p/run.yaml").read_text())
+    assert settings["model"]["init_args"]["actor"] == settings["data"]["init_args"]["tokenizer"] == "some/model"

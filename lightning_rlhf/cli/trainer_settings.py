@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.expected_errors import UsageError
@@ -23,6 +28,7 @@ _SETTINGS = {
 _CALLBACKS = {
     LearningRateFinder: "set model.init_args.actor_optimizer.init_args.lr",
     BatchSizeFinder: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
+    GradientAccumulationScheduler: "set model.init_args.micro_batch_tokens, the tokens of one forward pass",
     StochasticWeightAveraging: "use lightning.pytorch.callbacks.EMAWeightAveraging",
 }
 
@@ -43,6 +49,8 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
             f"model.init_args.micro_batch_tokens tokens: lower that to save memory, and raise "
             f"data.init_args.batch_size for a larger batch"
         )
+    if settings.get("limit_train_batches") in (0, 0.0) and settings.get("limit_train_batches") is not False:
+        raise UsageError("trainer.limit_train_batches is 0, so nothing would be trained: remove it, or set at least 1")
     if settings.get("max_steps") == 0:
         raise UsageError("trainer.max_steps is 0, so nothing would be trained: set at least 1, or -1 for no limit")
     callbacks = settings.get("callbacks") or []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,19 @@ class RoleModule(LightningModule):
         self.max_grad_norm = max_grad_norm
         self.logged_names: dict[str, list[str]] = {}  # metrics of each part of a step so far, also in the checkpoint
         self.built = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoleModule:
+        """Copy the module for averages of its weights; factories of optimizers are shared.
+
+        Factories of a configuration refer to the parsed command line, and through it to the whole run.
+        """
+        state = self.__getstate__()
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(
+            {name: own if isinstance(own, partial) else copy.deepcopy(own, memo) for name, own in state.items()}
+        )
+        return made
 
     @property
     def role_strategy(self) -> RoleStrategy:

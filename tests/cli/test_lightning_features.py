@@ -1,0 +1,140 @@
+"""The table of docs/lightning.md: each row is run, or refused before the models are built."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.test_readme import ROOT
+
+VAL = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 8, "seed": 3}}
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (ROOT / "docs/lightning.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| feature")
+]
+
+
+def settings_of(cell):
+    """The trainer's settings and the callbacks in a cell."""
+    trainer, callbacks = {}, []
+    for part in re.findall(r"`([^`]*)`", cell):
+        name, _, value = part.partition(": ")
+        if name == "callbacks":
+            kind, _, arguments = value.rstrip(")").partition("(")
+            path = f"lightning.pytorch.callbacks.{kind}"
+            callbacks.append({"class_path": path, "init_args": yaml.safe_load(f"{{{arguments}}}")})
+        else:
+            trainer[name] = yaml.safe_load(value)
+    return trainer, callbacks
+
+
+@pytest.fixture
+def with_feature(fit, config):
+    """Runs the row of a feature."""
+
+    def with_feature(row, *arguments):
+        config["data"]["init_args"] |= {"val": VAL, "val_batch_size": 4}
+        trainer, callbacks = settings_of(row[1])
+        config["trainer"] |= trainer
+        config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"][:1], *callbacks]
+        return fit(config, *arguments)
+
+    return with_feature
+
+
+def row_of(feature):
+    (row,) = [row for row in ROWS if row[0] == feature]
+    return row
+
+
+def metrics():
+    with open("runs/tiny/metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def written():
+    return {path.name for path in Path("runs/tiny").glob("*")}
+
+
+def logged():
+    events = EventAccumulator("runs/tiny/tensorboard")
+    events.Reload()
+    return events.Tags()["scalars"]
+
+
+def exported():
+    weights = load_file("runs/tiny/export/model.safetensors")
+    return torch.cat([weights[name].flatten() for name in sorted(weights)])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[2].startswith("refused")], ids=lambda row: row[1])
+def test_features_of_automatic_optimization_are_refused_with_the_setting_to_use(with_feature, row):
+    result = with_feature(row)
+    assert result.code == 2
+    (line,) = result.err.splitlines()
+    assert re.search("`(.*)`", row[2])[1] in line
+    assert not Path("runs").exists()
+
+
+CHECKS = {
+    "profiler": lambda result: "run_training_epoch" in result.out,
+    "anomaly detection": lambda result: len(metrics()) >= 2,
+    "one step to try a configuration": lambda result: written() == {"engine"},
+    "part of the data": lambda result: [row["step"] for row in metrics() if row["reward/mean"]] == ["1", "2"],
+    "part of the validation": lambda result: any(row["val/exact_greedy"] for row in metrics()),
+    "overfitting": lambda result: [row["step"] for row in metrics() if row["reward/mean"]] == ["1", "2", "3"],
+    "time limit": lambda result: "max_time was reached" in result.out and Path("runs/tiny/export").is_dir(),
+    "sanity check": lambda result: len(metrics()) >= 2,
+    "early stop": lambda result: "EarlyStopping stopped it" in result.out and Path("runs/tiny/export").is_dir(),
+    "learning rates": lambda result: any("lr-" in name for name in metrics()[0]),
+    "devices": lambda result: any("cpu_percent" in name for name in logged()),
+}
+
+
+@pytest.mark.parametrize("feature", CHECKS)
+def test_a_feature_works(with_feature, config, feature):
+    config["trainer"]["max_steps"] = 8 if feature == "early stop" else 2
+    result = with_feature(row_of(feature))
+    assert (result.code, result.err, result.warned) == (0, "", [])
+    assert CHECKS[feature](result)
+
+
+def test_the_last_checkpoint_of_lightnings_callback_is_found(with_feature):
+    row = row_of("best checkpoints")
+    assert with_feature(row).code == 0
+    assert not Path("runs/tiny/checkpoints").exists()
+    resumed = with_feature(row, "--ckpt_path", "last", "--trainer.max_steps", "3")
+    assert (resumed.code, resumed.err) == (0, "")
+    assert [row["step"] for row in metrics() if row["reward/mean"]] == ["1", "2", "3"]
+
+
+def test_an_average_of_weights_is_exported(with_feature, config):
+    feature, setting, behaviour = row_of("average of weights")
+    config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+    exports = []
+    for decay in ("0.0", "0.5"):
+        result = with_feature((feature, setting.replace("0.5", decay), behaviour))
+        assert result.code == 0, result.err
+        exports.append(exported())
+    plain = with_feature((feature, "", behaviour))
+    assert plain.code == 0
+    assert torch.equal(exports[0], exported())  # an average without memory is the actor
+    assert not torch.equal(exports[1], exported())
+
+
+def test_every_row_has_a_test():
+    tested = {*CHECKS, "best checkpoints", "average of weights"}
+    assert {row[0] for row in ROWS if not row[2].startswith("refused")} == tested
+
+
+def test_no_batches_are_refused(fit, config):
+    config["trainer"]["limit_train_batches"] = 0
+    result = fit(config)
+    assert result.code == 2
+    assert "trainer.limit_train_batches is 0, so nothing would be trained" in result.err

@@ -97,6 +97,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("feature", CHECKS)
 def test_a_feature_works(with_feature, config, feature):
     config["trainer"]["max_steps"] = 8 if feature == "early stop" else 2
@@ -114,6 +115,7 @@ def test_the_last_checkpoint_of_lightnings_callback_is_found(with_feature):
     assert [row["step"] for row in metrics() if row["reward/mean"]] == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_an_average_of_weights_is_exported(with_feature, config):
     feature, setting, behaviour = row_of("average of weights")
     config["model"]["init_args"]["actor_optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}

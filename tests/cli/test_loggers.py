@@ -72,6 +72,7 @@ def test_tensorboard(twice):
     assert b"| 1 | KL to the reference | kl/ref is" in table
 
 
+@pytest.mark.slow
 def test_csv(twice):
     assert twice("CSV") == {}
     tables = sorted(Path("runs/tiny/lightning_logs").glob("version_*/metrics.csv"))

@@ -9,6 +9,7 @@ import yaml
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.parser import parameters
+from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
 from lightning_rlhf.modules.schedules import RunSchedule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
@@ -19,11 +20,14 @@ from tests.stand_ins import TinyModel, responses, rollout_of
 PAGE = (Path(__file__).resolve().parents[1] / "docs/hyperparameters.md").read_text()
 
 
-def test_its_schedule_can_be_made():
-    (snippet,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    given = yaml.safe_load(snippet)["actor_lr_scheduler"]
-    assert load_function(given["class_path"]) is RunSchedule
-    RunSchedule(optimizer(), **given["init_args"]).stretch(100)
+def test_its_schedule_and_its_optimizer_can_be_made():
+    snippets = [yaml.safe_load(own) for own in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+    assert [list(own) for own in snippets] == [["actor_lr_scheduler"], ["actor_optimizer"]]
+    schedule, adamw = (next(iter(own.values())) for own in snippets)
+    assert load_function(schedule["class_path"]) is RunSchedule
+    RunSchedule(optimizer(), **schedule["init_args"]).stretch(100)
+    assert load_function(adamw["class_path"]) is MatrixDecayAdamW
+    MatrixDecayAdamW(TinyModel().causal().parameters(), **adamw["init_args"])
 
 
 def test_its_numbers_are_arguments():

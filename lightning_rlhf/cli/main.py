@@ -164,7 +164,7 @@ class RLHFCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         trainer = config["trainer"]
         configured = trainer.get("logger")
-        if config.get("ckpt_path") is not None:
+        if self.subcommand == "fit" and config.get("ckpt_path") is not None:
             trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
         with constructor_errors(self.parser):
             check_classes(config)

@@ -37,6 +37,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.resampling import ScoreResampling
@@ -150,7 +151,9 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
     # With the usual eps of 1e-8, Adam divides the noise of gradients that are all but 0 by itself.
-    adamw = partial(torch.optim.AdamW, lr=options.pop("lr", 1e-3), weight_decay=0.01, eps=1e-5)
+    decay = options.pop("matrix_decay", None)
+    kind_of_adamw = torch.optim.AdamW if decay is None else MatrixDecayAdamW
+    adamw = partial(kind_of_adamw, lr=options.pop("lr", 1e-3), weight_decay=decay or 0.01, eps=1e-5)
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.8)
     given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     given |= {name: value for name, value in options.items() if name != "dtype"}

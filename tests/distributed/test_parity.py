@@ -76,6 +76,27 @@ def assert_equal_metrics(ours, theirs):
                 assert close or (math.isnan(a[name]) and math.isnan(value)), (name, a[name], value)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["rlhf_fsdp", "rlhf_deepspeed_stage_1", "rlhf_deepspeed_stage_3"])
+def test_decay_of_matrices_only(tmp_path, strategy):
+    for name, how, ranks, decay in (
+        ("one", "auto", 1, 0.5),
+        ("two", STRATEGIES[strategy], 2, 0.5),
+        ("all", "auto", 1, None),
+    ):
+        run = {
+            "kind": "sft",
+            "weights": f"{tmp_path}/{name}.safetensors",
+            "strategy": how,
+            "module": {"heads": 2, "lr": 0.05},
+        }
+        run["module"] |= {} if decay is None else {"matrix_decay": decay}
+        run_ranks("tests.distributed.tasks:train", ranks, [run])
+    one, two, everywhere = (f"{tmp_path}/{name}.safetensors" for name in ("one", "two", "all"))
+    assert max(largest_differences(one, two).values()) < WEIGHTS
+    assert max(largest_differences(one, everywhere).values()) > 0.01
+
+
 CASES = [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in STRATEGY_RUNS]
 
 

@@ -1,0 +1,28 @@
+"""AdamW with weight decay on matrices only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class MatrixDecayAdamW(torch.optim.AdamW):
+    """AdamW whose weight decay is on matrices only: weights of norms and biases do not decay.
+
+    Args:
+        params: parameters of a model, not groups.
+        weight_decay: decay of the matrices.
+        options: further arguments of ``torch.optim.AdamW``, such as ``lr``.
+    """
+
+    def __init__(self, params: Iterable[Tensor], weight_decay: float = 0.01, **options: Any) -> None:
+        own = list(params)
+        # ZeRO stage 3 replaces parameters by empty tensors, and keeps their shapes in ds_shape.
+        matrices = [parameter for parameter in own if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
+        known = {id(parameter) for parameter in matrices}
+        others = [parameter for parameter in own if id(parameter) not in known]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        super().__init__([group for group in groups if group["params"]], weight_decay=weight_decay, **options)

@@ -153,8 +153,9 @@ def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) 
 
 def _marked(row: dict[str, Any]) -> str:
     """Return the response of a row; of a conversation all its parts, those of the policy in marks."""
-    segments = row.get("segments") or [{"from": "environment", "text": row["response"]}]
-    return "".join(f"⟦{part['text']}⟧" if part["from"] == "policy" else part["text"] for part in segments)
+    if "segments" not in row:
+        return str(row["response"])
+    return "".join(f"⟦{part['text']}⟧" if part["from"] == "policy" else part["text"] for part in row["segments"])
 
 
 def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int) -> dict[str, list[Any]]:

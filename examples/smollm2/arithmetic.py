@@ -89,13 +89,18 @@ def rows(count, draw, drawn):
         yield {**prompts, "answer": str(tool(a, b))}
 
 
-def main(folder):
-    """Write the files."""
+def write(folder, counts, rows):
+    """Write a file of JSON lines for each name in ``counts``, with this number of rows."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     draw, drawn = random.Random(0), set()
-    for name, count in ROWS.items():
+    for name, count in counts.items():
         lines = [json.dumps(row) + "\n" for row in rows(count, draw, drawn)]
         Path(folder, f"{name}.jsonl").write_text("".join(lines))
+
+
+def main(folder):
+    """Write the files."""
+    write(folder, ROWS, rows)
 
 
 if __name__ == "__main__":

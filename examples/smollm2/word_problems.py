@@ -1,4 +1,4 @@
-"""Word problems with one sum or difference, and the reward for their answers.
+"""Word problems with one sum or difference; their reward is ``right`` of arithmetic.py.
 
     python examples/smollm2/word_problems.py data/word_problems
 
@@ -6,15 +6,16 @@ This writes train.jsonl and val.jsonl with the columns ``prompt`` (chat messages
 ``answer``. No problem of val.jsonl is in train.jsonl.
 """
 
-import json
-import random
-import re
 import sys
-from pathlib import Path
+
+from arithmetic import write
 
 ROWS = {"train": 2048, "val": 256}
 NUMBERS = range(2, 30)
-NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo"]
+NAMES = (
+    "Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Iris", "Jack", "Kate", "Leo", "Mia", "Noah",
+    "Olivia", "Paul",
+)  # fmt: skip
 THINGS = ["apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers"]
 # Text of a problem, and the sign of its second number.
 PROBLEMS = (
@@ -32,15 +33,6 @@ EXAMPLES = (
 )
 
 
-def right(completions, answer, finished):
-    """Return 1 if the last number of a finished response is the answer, else 0."""
-    rewards = []
-    for text, wanted, ended in zip(completions, answer, finished, strict=True):
-        numbers = re.findall(r"\d+", text.replace(",", ""))
-        rewards.append(float(ended and numbers[-1:] == [wanted]))
-    return rewards
-
-
 def rows(count, draw, drawn):
     """Yield the rows of a file; each combination of problem and numbers occurs once in all files."""
     first = len(drawn)
@@ -56,16 +48,7 @@ def rows(count, draw, drawn):
         yield {"prompt": [*EXAMPLES, {"role": "user", "content": question}], "answer": str(a + sign * b)}
 
 
-def main(folder):
-    """Write the files."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    draw, drawn = random.Random(0), set()
-    for name, count in ROWS.items():
-        lines = [json.dumps(row) + "\n" for row in rows(count, draw, drawn)]
-        Path(folder, f"{name}.jsonl").write_text("".join(lines))
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("Usage: python word_problems.py DIRECTORY")
-    main(sys.argv[1])
+    write(sys.argv[1], ROWS, rows)

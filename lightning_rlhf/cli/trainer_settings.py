@@ -49,7 +49,7 @@ def check_trainer(settings: Mapping[str, Any]) -> None:
             f"model.init_args.micro_batch_tokens tokens: lower that to save memory, and raise "
             f"data.init_args.batch_size for a larger batch"
         )
-    if settings.get("limit_train_batches") in (0, 0.0) and settings.get("limit_train_batches") is not False:
+    if settings.get("limit_train_batches") == 0:
         raise UsageError("trainer.limit_train_batches is 0, so nothing would be trained: remove it, or set at least 1")
     if settings.get("max_steps") == 0:
         raise UsageError("trainer.max_steps is 0, so nothing would be trained: set at least 1, or -1 for no limit")

@@ -255,16 +255,20 @@ class RowsDataModule(LightningDataModule):
         return chat_of(self.tokenizer, fields, self.chat_template_kwargs, self.tools)
 
     @property
-    def ignored_tools(self) -> list[str]:
-        """Names of ``tools`` that the chat template does not render."""
+    def ignored_tools(self) -> str:
+        """Warning about ``tools`` that the chat template does not render; empty if it renders them."""
         probe = [{"role": "user", "content": "question"}]
         plain, with_tools = (Chat(self.tokenizer, own, self.chat_template_kwargs) for own in (None, self.tools))
         try:
             if not self.tools or plain.render(probe, "prompt") != with_tools.render(probe, "prompt"):
-                return []
+                return ""
         except BadRow:  # no template, or one that rejects this message
-            return []
-        return [schema["function"]["name"] for schema in self.tools]
+            return ""
+        names = ", ".join(schema["function"]["name"] for schema in self.tools)
+        return (
+            f"the chat template does not render tools, so no prompt describes {names}: describe them in the prompts, "
+            f"or use a tokenizer whose template has tools"
+        )
 
     def split(self, text: str) -> tuple[str, str]:
         """Split a text into prompt and answer after the last ``split_after``.

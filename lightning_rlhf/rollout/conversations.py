@@ -151,12 +151,6 @@ def conversation_sampler(settings: EnvironmentSettings, data: PromptDataModule) 
             "The environment has tools, but the data module has none, so only prompts of rows with a column tools "
             "describe them to the policy: set tools of the data module to describe them in all prompts."
         )
-    if data.ignored_tools:
-        log.warning(
-            "The chat template does not render tools, so no prompt describes %s: describe them in the prompts, or use "
-            "a tokenizer whose template has tools.",
-            ", ".join(data.ignored_tools),
-        )
     return ConversationSampler(settings, bridge, data.tokenizer)
 
 

@@ -362,16 +362,16 @@ def test_a_chat_model_s_template_that_text_columns_do_not_use_is_a_warning(check
     assert "chat template, but" not in checked(rows=messages, tokenizer=str(tiny_export)).out
 
 
+ECHO = {"factory": "tests.environments.worlds:Echo", "bridge": "plain", "max_turns": 2, "timeout_s": None}
+
+
 def test_a_conversation_with_the_environment_is_shown_with_its_trained_parts(checked):
-    environment = {
-        "factory": "tests.environments.worlds:Echo", "bridge": "plain", "max_turns": 2, "timeout_s": None,
-    }  # fmt: skip
-    found = checked(loop={"environment": environment})
+    found = checked(loop={"environment": ECHO})
     assert found.code == 0
     assert "a conversation whose turns are '0'; it ended with max_turns:" in found.out
     assert "\u27e60</s>\u27e70\u27e60</s>\u27e7" in found.out
     assert "rewards of its turns: 0, 0" in found.out
-    failing = environment | {"factory": "tests.environments.worlds:Misbehaves"}
+    failing = ECHO | {"factory": "tests.environments.worlds:Misbehaves"}
     assert (
         "environment tests.environments.worlds:Misbehaves raised KeyError" in checked(loop={"environment": failing}).err
     )
@@ -423,6 +423,8 @@ def test_a_val_metric_that_is_not_a_reward_is_an_error(checked):
     found = checked(loop={"val_metric": "wrong"})
     assert found.code == 2
     assert "val_metric must be the name of a reward, one of ['" in found.err
+    alone = checked(rewards=[], loop={"val_metric": "wrong", "environment": ECHO})
+    assert "val_metric must be the name of a reward, one of ['environment'], got 'wrong'" in alone.err
 
 
 def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp_path):

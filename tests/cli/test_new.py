@@ -45,6 +45,7 @@ def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
     printed = project(kind)
     commands = [line.strip() for line in printed.splitlines() if line.startswith("  ")]
     assert commands == Path("README.md").read_text().partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert new.KINDS[kind][1:] in Path("README.md").read_text()
     if "python -m pytest" in commands:
         subprocess.run([sys.executable, "-m", "pytest", "-q"], check=True)
     assert ("python -m pytest" in commands) == (kind in ("grpo", "environment"))

@@ -110,7 +110,7 @@ def check(config: Namespace) -> dict[str, Any]:
         "data": {name: describe(data, name) for name in data.examples},
         "rewards": [],
         "conversation": None,
-        "warnings": [*unused_template(data), *unused_tools(data)],
+        "warnings": [*unused_template(data), *([data.ignored_tools] if data.ignored_tools else [])],
         "models": [],
         "errors": [report.error_message() for report in data.reports.values() if reports_bad_rows and report.bad],
     }
@@ -139,16 +139,6 @@ def unused_template(data: RowsDataModule) -> list[str]:
     ]
 
 
-def unused_tools(data: RowsDataModule) -> list[str]:
-    """Return a warning if the chat template leaves out the tools of the data module."""
-    if not isinstance(data, PromptDataModule) or not data.ignored_tools:
-        return []
-    return [
-        f"the chat template does not render tools, so no prompt describes {', '.join(data.ignored_tools)}: describe "
-        f"them in the prompts, or use a tokenizer whose template has tools"
-    ]
-
-
 def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
     """Describe one part of the data, such as ``train``."""
     report = data.reports[part]
@@ -174,15 +164,15 @@ def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, An
         ValueError: a reward cannot be created, no row has its columns, or ``val_metric`` is not one of them.
     """
     arguments = loop_arguments(config)
-    settings = arguments.get("rewards")
-    if not settings:
+    further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
+    settings = arguments.get("rewards") or []
+    if not settings and not further:
         return
     parser = LightningArgumentParser()
     parser.add_argument("--rewards", type=list[RewardFunction])
     with constructor_errors(parser):
         rewards = parser.instantiate_classes(Namespace(rewards=settings))["rewards"]
     first = [data.collate(examples[:1], [0], [0], 0) for examples in data.examples.values()]
-    further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
     labels = [reward.label for reward in rewards] + ([ENVIRONMENT] if further else [])
     check_val_metric(arguments.get("val_metric"), labels)
     check_rewards(rewards, sorted({name for batch in first for name in batch.columns}), further)

@@ -163,15 +163,15 @@ def _check_rewards(rewards: Sequence[RewardFunction], columns: Sequence[str], ro
     """Validate that the functions can score the rows, and that no source has the name of the total.
 
     Raises:
-        UsageError: a function needs a column that is missing, there is no reward, a function is called
-            ``environment``, or a source is called ``all``.
+        UsageError: a function needs a column that is missing, there is no reward, a function has the name
+            ``environment``, or a source the name ``all``.
     """
     of_conversations = _common_columns(rows)
     if not rewards and ENVIRONMENT_REWARDS not in of_conversations:
         raise UsageError(f"set --reward, because the file has no column {ENVIRONMENT_REWARDS!r}")
     if ENVIRONMENT_REWARDS in of_conversations and ENVIRONMENT in [reward.label for reward in rewards]:
         raise UsageError(
-            f"a reward function is called {ENVIRONMENT!r}, the name of the rewards in the column "
+            f"a reward function has the name {ENVIRONMENT!r}, which is that of the rewards in the column "
             f"{ENVIRONMENT_REWARDS!r}: rename the function"
         )
     sources = {row.source for row in rows}

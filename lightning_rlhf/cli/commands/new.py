@@ -92,7 +92,7 @@ def _readme(kind: str, directory: Path) -> str:
     scripts = sorted(path.name for path in directory.glob("*.py") if not path.name.startswith("test_"))
     return _README.format(
         title=directory.resolve().name,
-        description=KINDS[kind].capitalize(),
+        description=KINDS[kind][0].upper() + KINDS[kind][1:],
         directory=directory,
         commands="\n".join(_commands(directory)),
         further="".join(f" and `{name}`" for name in scripts),

@@ -1,10 +1,13 @@
 """Real vLLM engines for the whole session; each starts when a test first uses it, as a start takes half a minute."""
 
 from functools import cached_property
+from unittest.mock import patch
 
 import pytest
 
+from lightning_rlhf.rollout.vllm import engine as vllm_engine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from tests.rollout.engines import setup_of, source_of
 
 
@@ -14,11 +17,19 @@ class Engines:
     def __init__(self, make_directory, fault):
         self.make_directory = make_directory
         self.fault = fault
+        self.pause = make_directory("pause") / "pause"
         self.started = []
 
     @cached_property
     def tied(self):
-        return self.start(source_of())
+        """An engine that waits after finished responses while the file `pause` exists."""
+
+        def start_process(module, *arguments):
+            return EngineProcess("tests.rollout.pausing_worker", *arguments)
+
+        with pytest.MonkeyPatch.context() as environment, patch.object(vllm_engine, "EngineProcess", start_process):
+            environment.setenv("PAUSE", str(self.pause))
+            return self.start(source_of())
 
     @cached_property
     def fresh(self):

@@ -227,7 +227,8 @@ def test_concurrency_limits_simultaneous_programs(monkeypatch):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=str)
 def test_a_sandbox_dies_with_the_trainer(end):
     seconds = 12345.0 + os.getpid() + 0.5 * end  # stands on the sandbox's command line, as RLIMIT_CPU
-    code = (
+    code = (  # a shell that runs the tests in the background lets them ignore SIGINT
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from lightning_rlhf.rewards.sandbox.protocol import Limits\n"
         "import lightning_rlhf.rewards.sandbox.bubblewrap as b\n"
         f"b.BubblewrapSandbox().run('import time; time.sleep(99)', '', Limits(seconds={seconds}))"

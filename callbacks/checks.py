@@ -133,8 +133,8 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     if loop.environment is not None and ENVIRONMENT in [reward.label for reward in loop.rewards]:
         raise UsageError(f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name")
     check_val_metric(loop.val_metric, labels)
-    if data.ignored_tools:
-        log.warning(data.ignored_tools)
+    for warning in filter(None, (data.ignored_tools, data.end_token_warning(loop.stop_token_ids))):
+        log.warning(warning)
     if loop.dynamic_sampling is not None:
         loop.dynamic_sampling.check(data.batch_size, loop.group_size, reward_weights(loop), module)
     check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)

@@ -111,6 +111,23 @@ class Chat:
             raise BadRow(f"the {label} is not valid UTF-8 text")
         return text
 
+    def end_of_turn(self) -> int | None:
+        """Return the special token that the template renders after the text of an assistant's message.
+
+        Returns:
+            The token's id; None if the template renders none there, or rejects a question with an answer.
+        """
+        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+        ends = set()
+        try:
+            for messages in ([question, answer], [question, answer, question]):
+                behind = self.render(messages, "prompt").partition("answer")[2].lstrip()
+                ends.add(self._ids(behind)[0] if behind else None)
+        except BadRow:
+            return None
+        special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return next(iter(ends)) if len(ends) == 1 and ends <= special else None
+
     def tokenize_with_mask(
         self, messages: Sequence[Message], label: str, first: int = 0
     ) -> tuple[list[int], list[bool]]:

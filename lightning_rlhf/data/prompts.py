@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_rlhf.data.base import RowsDataModule
-from lightning_rlhf.data.chat import Message, common_prefix, holds_messages, messages_of
+from lightning_rlhf.data.chat import Chat, Message, common_prefix, holds_messages, messages_of
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Fields
 from lightning_rlhf.data.row import BadRow
 from lightning_rlhf.types import PromptBatch
@@ -71,6 +72,24 @@ class PromptDataModule(RowsDataModule):
     def column_names(self) -> list[str]:
         """Union of the columns of all rows, so that a reward function receives the same arguments in every batch."""
         return sorted({name for examples in self.examples.values() for example in examples for name in example.columns})
+
+    def end_token_warning(self, stop_token_ids: Sequence[int] = ()) -> str:
+        """Return a warning if the chat template ends messages with a token at which responses do not end.
+
+        Args:
+            stop_token_ids: tokens that end a response, in addition to the tokenizer's end token.
+        """
+        end = Chat(self.tokenizer, self.tools, self.chat_template_kwargs).end_of_turn()
+        ends = (self.tokenizer.eos_token_id, *stop_token_ids)
+        uses_template = any(examples[0].messages for examples in self.examples.values() if len(examples))
+        if end is None or end in ends or not uses_template:
+            return ""
+        token, own = (self.tokenizer.convert_ids_to_tokens(index) for index in (end, ends[0]))
+        return (
+            f"the chat template ends a message of the assistant with {token!r} (id {end}), but responses end with the "
+            f"tokenizer's end token {own!r} (id {ends[0]}): set stop_token_ids: [{end}] in RolloutLoop, or another "
+            f"eos_token in the tokenizer, so that responses do not continue after the answer"
+        )
 
     def tokens(self, example: Prompt) -> int:
         """Count the tokens of the prompt."""

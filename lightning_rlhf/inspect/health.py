@@ -134,10 +134,32 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
     return None
 
 
+def _lost_reward(history: RunHistory) -> _Failure | None:
+    means, deviations = history.last("reward/mean", 4), history.last("reward/std", 4)
+    earlier = _values([row for row in [*history.first, *history.recent] if "reward/mean" in row][:-4], "reward/mean")
+    if not means or not deviations or not earlier:
+        return None
+    best, last = max(earlier), means[-1]
+    constant = max(deviations) <= 1e-6 * abs(best) and max(means) - min(means) <= 1e-6 * abs(best)
+    if not constant or not last < best:
+        return None
+    return (
+        "reward/mean",
+        last,
+        best,
+        f"reward/mean fell from {best:.3g} to {last:.3g}, the same for all responses of 4 steps: an update has damaged "
+        "the policy",
+        "Read the responses. Start again from a checkpoint before the fall, or from the first model, with a learning "
+        "rate (model.init_args.actor_optimizer.init_args.lr) of a tenth",
+    )
+
+
 def _equal_groups(history: RunHistory) -> _Failure | None:
     share, reward = (history.mean(name, 5) for name in ("group/equal_reward_fraction", "reward/mean"))
     start, spread = (history.start(name) for name in ("reward/mean", "reward/std"))
     if not share > 0.9 or math.isnan(reward) or reward > start + spread / 2:  # all are right
+        return None
+    if _lost_reward(history):
         return None
     return (
         "group/equal_reward_fraction",
@@ -336,6 +358,7 @@ def _waiting(history: RunHistory) -> _Failure | None:
 
 CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
     "constant reward": _constant_reward,
+    "lost reward": _lost_reward,
     "equal groups": _equal_groups,
     "KL to the reference": _kl,
     "entropy collapse": _entropy,

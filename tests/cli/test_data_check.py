@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from lightning_rlhf import __main__
 from lightning_rlhf.cli.commands import data_check as command
@@ -433,3 +434,18 @@ def test_a_template_that_leaves_out_tools_is_a_warning(checked, tiny_export, tmp
     assert "warning: the chat template does not render tools, so no prompt describes count: describe" in found.out
     plain = checked(rows=rows, tokenizer=str(tiny_export), max_tokens=64)
     assert "does not render tools" not in plain.out
+
+
+def test_a_template_that_ends_turns_with_another_token_is_a_warning(checked, tiny_export, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_export)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '<end>' }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "other")
+    options = {"tokenizer": str(tmp_path / "other"), "max_tokens": 64}
+    rows = [{"prompt": [{"role": "user", "content": "who?"}]}]
+    found = checked(rows=rows, **options)
+    assert f"warning: the chat template ends a message of the assistant with '<end>' (id {end}), but" in found.out
+    assert f"set stop_token_ids: [{end}] in RolloutLoop" in found.out
+    assert "ends a message" not in checked(rows=rows, loop={"stop_token_ids": [end]}, **options).out
+    assert "ends a message" not in checked(rows=[{"prompt": "who?"}], **options).out  # no template is used

@@ -27,6 +27,7 @@ ENDLESS = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+TURNS = PLAIN.replace("'</s>'", "'<end>'")
 ALPHABET = LETTERS + "é✓/"
 
 
@@ -246,3 +247,22 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(ValueError, match="conversations need a fast tokenizer, or a chat template with"):
         Chat(tokenizer).tokenize_with_mask(said("who?", "me"), "conversation")
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (PLAIN, "</s>"),
+        (MARKED, "</s>"),
+        (TURNS, "<end>"),
+        (ENDLESS, None),
+        (None, None),
+        ("{{ raise_exception('no') }}", None),
+    ],
+    ids=["plain", "marked", "another token", "no token", "no template", "refused"],
+)
+def test_the_token_that_ends_a_turn_is_found(template, token):
+    tokenizer = characters(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    found = Chat(tokenizer).end_of_turn()
+    assert found == (None if token is None else tokenizer.convert_tokens_to_ids(token))

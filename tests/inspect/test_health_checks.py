@@ -39,6 +39,10 @@ CASES = {
     "constant reward": (
         steps(5, reward__a=0.1, reward__a_std=0.0), 3, 0.0, 0.0, steps(5, reward__a=0.1, reward__a_std=0.01),
     ),
+    "lost reward": (
+        steps(8, reward__mean=lambda i: 0.1 * (i < 2), reward__std=lambda i: 0.3 * (i < 2)), 6, 0.0, 0.1,
+        steps(8, reward__mean=lambda i: 0.1 + 0.9 * (i > 2), reward__std=lambda i: 0.3 * (i < 2)),
+    ),
     "equal groups": (
         steps(6, group__equal_reward_fraction=0.95, **FLAT), 5, 0.95, 0.9,
         steps(6, group__equal_reward_fraction=0.85, **FLAT),
@@ -116,6 +120,12 @@ def test_groups_that_are_equal_because_all_responses_are_right_are_no_fault():
         9, group__equal_reward_fraction=lambda i: 0.1 * i + 0.3, reward__std=0.4, reward__mean=lambda i: 0.1 * i
     )
     assert not findings(rows)
+
+
+def test_equal_groups_after_a_damaged_policy_are_not_blamed_on_the_prompts():
+    lost = {"reward__mean": lambda i: 0.1 * (i < 1), "reward__std": lambda i: 0.3 * (i < 1)}
+    rows = steps(9, group__equal_reward_fraction=lambda i: 0.75 + 0.25 * (i > 0), **lost)
+    assert [finding.check for finding in findings(rows)] == ["lost reward"]
 
 
 def test_a_policy_that_is_perfect_has_not_collapsed():

@@ -158,12 +158,14 @@ def describe(data: RowsDataModule, part: str) -> dict[str, Any]:
 
 
 def _check_rewards(config: Namespace, data: RowsDataModule, result: dict[str, Any]) -> None:
-    """Add to the result each reward that has its columns in every row, and a warning for each other reward.
+    """Add to the result each reward that has its columns in every row, and warnings about rewards and the end token.
 
     Raises:
         ValueError: a reward cannot be created, no row has its columns, or ``val_metric`` is not one of them.
     """
     arguments = loop_arguments(config)
+    if isinstance(data, PromptDataModule):
+        result["warnings"] += filter(None, [data.end_token_warning(arguments.get("stop_token_ids") or ())])
     further = [] if arguments.get("environment") is None else CONVERSATION_COLUMNS
     settings = arguments.get("rewards") or []
     if not settings and not further:

@@ -12,7 +12,7 @@ OMP_NUM_THREADS ?= 1
 PARALLEL ?= --numprocesses 2
 export PYTHON DEVICE OMP_NUM_THREADS
 
-.PHONY: help install quickstart test test-all test-gpu mutants benchmark lint lock clean
+.PHONY: help install quickstart test test-all test-gpu docs mutants benchmark lint lock clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 	$(BIN)/lightning-rlhf doctor --try
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
+docs: install  ## the documentation site, in site/; begin with site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
 	$(BIN)/python -m tests.mutants $(ARGS)
 
@@ -51,5 +54,5 @@ lock: install  ## make the version locks under constraints/ anew from setup.cfg
 	constraints/lock.sh
 
 clean:  ## remove .venv and what tools left behind; your runs/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find callbacks examples lightning_rlhf tests -name __pycache__ -type d -exec rm -rf {} +

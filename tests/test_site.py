@@ -1,0 +1,147 @@
+"""The documentation site is built without a warning, loads nothing from other machines, and names what exists."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+import lightning_rlhf
+from lightning_rlhf import callbacks
+from lightning_rlhf.cli.parser import parameters
+from lightning_rlhf.cli.run_config import ConfigCLI, parse_run_config
+from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
+
+ROOT = Path(__file__).resolve().parents[1]
+CHANGES_OF_PEERS = ("from_trl", "from_verl")
+LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src"}
+
+
+class Loaded(HTMLParser):
+    """Addresses that a browser loads by itself when it shows a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.addresses = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        own = dict(attributes)
+        if tag == "link" and own.get("rel") in ("stylesheet", "icon", "preload"):
+            self.addresses.append(own["href"])
+        elif own.get(LOADING.get(tag, "")):
+            self.addresses.append(own[LOADING[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    directory = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(directory)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout + done.stderr == ""
+    return directory
+
+
+def test_pages_load_nothing_from_other_machines(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 60
+    for page in pages:
+        addresses = Loaded(page.read_text(encoding="utf-8")).addresses
+        assert addresses
+        for address in addresses:
+            assert not re.match(r"(https?:)?//", address), f"{page.name} loads {address}"
+
+
+def test_links_to_files_outside_the_documents_lead_to_pages_with_their_text(site):
+    page = (site / "real_model.html").read_text(encoding="utf-8")
+    assert 'href="files/examples/smollm2/grpo.yaml.html"' in page
+    assert "keep_groups" in (site / "files/examples/smollm2/grpo.yaml.html").read_text(encoding="utf-8")
+    nested = (site / "files/configs/README.md".replace("README.md", "index.html")).read_text(encoding="utf-8")
+    assert 'href="quickstart/ppo.yaml.html"' in nested
+
+
+def test_the_reference_has_the_arguments_of_every_public_class(site):
+    text = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html"))
+    public = [f"lightning_rlhf.{name}" for name in lightning_rlhf.__all__ if not name.startswith("_")]
+    public += [f"lightning_rlhf.callbacks.{name}" for name in callbacks.__all__]
+    assert [name for name in public if f'id="{name}"' not in text] == []
+    assert "responses per prompt, at least 1" in text  # an argument line of RolloutLoop
+
+
+def test_images_are_small():
+    images = [path for path in (ROOT / "docs/images").iterdir() if path.suffix in (".png", ".svg")]
+    assert len(images) >= 5
+    assert max(path.stat().st_size for path in images) < 300_000
+
+
+@pytest.mark.parametrize("page", CHANGES_OF_PEERS)
+def test_the_scripts_of_the_pages_for_users_of_peers_are_configurations(page, tmp_path, monkeypatch):
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("grpo.yaml").write_text(block)
+    warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
+    assert parse_run_config(["--config", "grpo.yaml"], ConfigCLI)["trainer"]["default_root_dir"] == "runs/grpo"
+
+
+def arguments():
+    """Names of all arguments of the classes that a configuration names, and of their defaults."""
+    names = set()
+    for module in (path for folder in ("lightning_rlhf", "callbacks") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names.add(node.name)
+                for own in node.body:
+                    if isinstance(own, ast.FunctionDef) and own.name == "__init__":
+                        names |= {argument.arg for argument in (*own.args.args, *own.args.kwonlyargs)}
+                    elif isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
+                        names.add(own.target.id)
+    return names
+
+
+@pytest.mark.parametrize("page", CHANGES_OF_PEERS)
+def test_the_options_that_replace_those_of_a_peer_exist(page):
+    trainer = set(inspect.signature(Trainer).parameters)
+    known = arguments() | trainer | {*parameters(lightning_rlhf.PPOModule), *parameters(RLHFFSDPStrategy)}
+    known |= {
+        "rlhf_fsdp",
+        "rlhf_fsdp_offload",
+        "rlhf_deepspeed_stage_3",
+        "rlhf_deepspeed_stage_3_offload",
+        "bf16-mixed",
+    }
+    text = (ROOT / f"docs/{page}.md").read_text()
+    table = text.partition("ption by option")[2].partition("\n## ")[0]
+    cells = [row.split(" | ")[1] for row in re.findall(r"^\| `.*", table, re.MULTILINE)]
+    assert len(cells) > 30
+    named = {
+        name
+        for cell in cells
+        for code in re.findall(r"`([^`]+)`", cell)
+        for name in re.findall(r"[A-Za-z_][\w-]*", code)
+    }
+    named -= {"ckpt_path", "last", "path", "py", "name", "rollouts", "export", "sequence"}
+    assert {name for name in named if name not in known} == set()
+
+
+def test_yaml_of_the_pages_is_read_by_the_modules_it_names():
+    for page in ("preferences",):
+        for block in re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):
+            for section in yaml.safe_load(block).values():
+                owner = getattr(lightning_rlhf, section["class_path"].rpartition(".")[2])
+                assert set(section["init_args"]) <= set(parameters(owner))

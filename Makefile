@@ -35,7 +35,7 @@ test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 	$(BIN)/lightning-rlhf doctor --try
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-docs: install  ## the documentation site, in site/; begin with site/index.html
+docs: install  ## the documentation site in site/; its search needs a server: python -m http.server -b 127.0.0.1 -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth

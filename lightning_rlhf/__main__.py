@@ -28,6 +28,28 @@ COMMANDS = {
     "serve": (f"{_COMMANDS}.serve", "start vLLM's OpenAI server with an API key and limits"),
 }
 
+_RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
+
+{description}. Options replace values of the files; the first ones to know:
+
+  --config FILE                    configuration; values of a later file replace those of an earlier one
+  --ckpt_path last                 continue from the run's last checkpoint, or from the path of a checkpoint
+  --model.init_args.NAME VALUE     argument of the module, such as minibatch_size or actor_optimizer.init_args.lr
+  --data.init_args.NAME VALUE      argument of the data module, such as train or batch_size
+  --trainer.default_root_dir DIR   run directory
+  --trainer.max_steps N            number of steps, prompt batches
+  --trainer.devices N              number of GPUs, or of processes on a CPU
+  --trainer.strategy NAME          rlhf_fsdp, rlhf_ddp, rlhf_deepspeed_stage_3 and others
+  --trainer.precision NAME         bf16-mixed, or 32-true
+  --trainer.fast_dev_run true      one step, whose files are not kept
+  --seed_everything N              seed of the run
+  --print_config                   print the configuration with all defaults, and end
+
+  --model.help CLASS, --data.help CLASS, --trainer.callbacks.help CLASS
+                                   arguments of a class, such as lightning_rlhf.GRPOModule
+  --help-all                       all options
+"""
+
 
 def main() -> int:
     """Run a command; ``--version``, ``--help`` and unknown commands do not import libraries."""
@@ -42,8 +64,13 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
+    module, description = COMMANDS.get(name, (_LIGHTNING, ""))
+    if module == _LIGHTNING:
+        if name in COMMANDS and {"--help", "-h"} & set(arguments):
+            print(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()), end="")
+            return 0
+        sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     launch_environment.apply()  # before libraries are imported that read environment variables
-    module, _ = COMMANDS.get(name, (_LIGHTNING, ""))
     try:
         return int(import_module(module).run(None if module == _LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # during the import; commands handle it themselves

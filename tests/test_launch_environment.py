@@ -159,7 +159,7 @@ def seen(*arguments):
     print(sorted(heavy & sys.modules.keys()))
     sys.exit(7)
 launch_environment.apply = seen
-sys.argv = ["lightning-rlhf", "fit", "--help"]
+sys.argv = ["lightning-rlhf", "fit", "--help-all"]
 from lightning_rlhf.__main__ import main
 main()
 """

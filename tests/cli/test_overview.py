@@ -1,11 +1,15 @@
 """``lightning-rlhf`` says what there is to be asked, at once, and what was meant by a word that it does not know."""
 
+import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_rlhf import __main__
 
@@ -74,3 +78,26 @@ def test_every_command_explains_itself(name, capsys):
         code = end.code
     assert code == 0
     assert "usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(LIGHTNING))
+def test_the_help_of_a_run_fits_on_a_screen_and_names_arguments_of_the_trainer(call, name):
+    code, out, err = call(name, "--help")
+    assert (code, err) == (0, "")
+    assert call(name, "--config", "x.yaml", "-h") == (code, out, err)
+    assert out.startswith(f"usage: lightning-rlhf {name} --config FILE")
+    assert len(out.splitlines()) <= 24
+    assert max(len(line) for line in out.splitlines()) <= 120
+    trainer = re.findall(r"--trainer\.(\w+) ", out)
+    assert len(trainer) == 6
+    assert set(trainer) <= set(inspect.signature(Trainer).parameters)
+
+
+def test_all_options_of_a_run_are_described_too(call, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        __main__, "import_module", lambda name: SimpleNamespace(run=lambda _: shown.append(sys.argv[1:]) or 0)
+    )
+    assert call("fit", "--help-all")[0] == 0
+    assert call("generate", "--help-all")[0] == 0  # its own parser reads its arguments
+    assert shown == [["fit", "--help"], ["generate", "--help-all"]]

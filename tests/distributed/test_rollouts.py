@@ -15,7 +15,8 @@ from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.vllm.engine import vllm_installed
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
-from tests.rollout.engines import setup_of, source_of
+from tests.rollout.engines import pushed, setup_of, source_of
+from tests.rollout.test_vllm_conversations import converse, largest_gap_of_sampled, requests
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,6 +120,26 @@ def test_the_documented_server_serves_two_ranks(server, tmp_path):
     for key in ("ready", "unlike", "changed"):
         assert first[key] == second[key]
     assert first["ready"].startswith("vLLM ")
+
+
+def test_conversations_with_the_documented_server_are_right_in_any_order(server, tmp_path):
+    url, _ = server
+    engine = VLLMServerEngine(url, timeout=120)
+    engine.start(setup_of(source_of(), tmp_path / "actor"))
+    try:
+        engine.wait()
+        asked = requests(16)
+        for version in (5, 6):
+            actor = pushed(engine, source_of(seed=version), version)
+            expected = converse(engine, asked, version)
+            reverse = converse(engine, asked[::-1], version)[::-1]
+            for own, other in zip(reverse, expected, strict=True):
+                assert (own.token_ids, own.logprobs, own.sampled) == (other.token_ids, other.logprobs, other.sampled)
+            assert max(len(own.conversation.turn_ends) for own in expected) > 1
+            assert any(False in own.sampled for own in expected)
+            assert largest_gap_of_sampled(actor, asked, expected) < 1e-5
+    finally:
+        engine.close()
 
 
 def test_the_configurations_of_the_document_are_engines():

@@ -121,8 +121,8 @@ class Chat:
         ends = set()
         try:
             for messages in ([question, answer], [question, answer, question]):
-                behind = self.render(messages, "prompt").partition("answer")[2].lstrip()
-                ends.add(self._ids(behind)[0] if behind else None)
+                _, rendered, behind = self.render(messages, "prompt").rpartition("answer")
+                ends.add(next(iter(self._ids(behind.lstrip())), None) if rendered else None)
         except BadRow:
             return None
         special = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}

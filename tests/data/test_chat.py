@@ -28,6 +28,8 @@ ENDLESS = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 TURNS = PLAIN.replace("'</s>'", "'<end>'")
+OPENED = "{{ 'answer</s>' }}" + TURNS
+SILENT = "</s>{% for m in messages %}{% endfor %}"
 ALPHABET = LETTERS + "é✓/"
 
 
@@ -255,11 +257,13 @@ def test_a_tokenizer_that_cannot_say_where_its_tokens_stand_needs_marks(monkeypa
         (PLAIN, "</s>"),
         (MARKED, "</s>"),
         (TURNS, "<end>"),
+        (OPENED, "<end>"),
+        (SILENT, None),
         (ENDLESS, None),
         (None, None),
         ("{{ raise_exception('no') }}", None),
     ],
-    ids=["plain", "marked", "another token", "no token", "no template", "refused"],
+    ids=["plain", "marked", "another token", "words before", "no answer", "no token", "no template", "refused"],
 )
 def test_the_token_that_ends_a_turn_is_found(template, token):
     tokenizer = characters(template)

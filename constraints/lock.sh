@@ -10,7 +10,8 @@ trap 'rm -rf "$work"' EXIT
 # compile EXTRA [OPTION...]: one resolution for all of Python 3.10 to 3.13; the platform is set in pyproject.toml
 compile() {
     .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.10 --annotation-style line --no-header \
-        --extra "$1" --extra dev --extra math --extra peft --extra deepspeed --extra judge --extra serve --extra docs "${@:2}" setup.cfg
+        --extra "$1" --extra dev --extra math --extra peft --extra deepspeed --extra judge --extra serve --extra docs \
+        --extra completion "${@:2}" setup.cfg
 }
 
 # tidy NAME: a header, and the conditions that hold on every platform we lock for taken off each line

@@ -6,27 +6,7 @@ from importlib import import_module
 
 from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
-
-_COMMANDS = "lightning_rlhf.cli.commands"
-_LIGHTNING = "lightning_rlhf.cli.main"
-# Commands in the order of use: (module, description) by name. A module is imported when its command runs, and has a
-# function run(arguments) that returns the exit code. LightningCLI reads sys.argv itself, and warns of arguments.
-COMMANDS = {
-    "new": (f"{_COMMANDS}.new", "write a small project to begin with"),
-    "doctor": (f"{_COMMANDS}.doctor", "check this machine and its installation"),
-    "data": (f"{_COMMANDS}.data_check", "data check: check and describe the data of a run"),
-    "plan": (f"{_COMMANDS}.plan", "estimate the memory of a run on a number of GPUs, without a GPU"),
-    "fit": (_LIGHTNING, "train: lightning-rlhf fit --config configs/quickstart/ppo.yaml"),
-    "validate": (_LIGHTNING, "evaluate a checkpoint on the validation data"),
-    "test": (_LIGHTNING, "run a module's own test loop"),
-    "predict": (_LIGHTNING, "run a module's own predict loop"),
-    "export": (f"{_COMMANDS}.export", "write a checkpoint as a directory that transformers and vLLM load"),
-    "generate": (f"{_COMMANDS}.generate", "generate responses of a model or a server to a file of prompts"),
-    "evaluate": (f"{_COMMANDS}.evaluate", "score a file of responses, with confidence intervals"),
-    "inspect": (f"{_COMMANDS}.inspect", "serve a page about runs, with a viewer of their responses"),
-    "report": (f"{_COMMANDS}.report", "write a page with curves, health checks and responses of runs"),
-    "serve": (f"{_COMMANDS}.serve", "start vLLM's OpenAI server with an API key and limits"),
-}
+from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
 
 _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
 
@@ -46,7 +26,7 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
   --print_config                   print the configuration with all defaults, and end
 
   --model.help CLASS, --data.help CLASS, --trainer.callbacks.help CLASS
-                                   arguments of a class, such as lightning_rlhf.GRPOModule
+                                   arguments of a class, such as GRPOModule, PromptDataModule, RolloutLoop
   --help-all                       all options
 """
 
@@ -64,15 +44,15 @@ def main() -> int:
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
         return 2
-    module, description = COMMANDS.get(name, (_LIGHTNING, ""))
-    if module == _LIGHTNING:
+    module, description = COMMANDS.get(name, (LIGHTNING, ""))
+    if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             print(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()), end="")
             return 0
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     launch_environment.apply()  # before libraries are imported that read environment variables
     try:
-        return int(import_module(module).run(None if module == _LIGHTNING else arguments[1:]))
+        return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # during the import; commands handle it themselves
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130

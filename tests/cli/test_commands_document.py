@@ -13,7 +13,7 @@ import yaml
 
 from lightning_rlhf import __main__
 from lightning_rlhf.cli.commands import doctor, response_backends, serve
-from lightning_rlhf.cli.commands.generate import _parser
+from lightning_rlhf.cli.commands.generate import make_parser
 from lightning_rlhf.rollout.transformers import TransformersEngine
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
@@ -75,9 +75,9 @@ def test_the_commands_that_need_a_server_are_understood():
     served, asked = (
         line for block in blocks("bash") for line in block.splitlines() if {"serve", "--server"} & set(line.split())
     )
-    assert serve._parser().parse_args(shlex.split(served)[2:]).model == "models/x"
-    given = _parser().parse_args(shlex.split(asked)[2:])
-    port = serve._parser().parse_args(["--model", "x"]).port
+    assert serve.make_parser().parse_args(shlex.split(served)[2:]).model == "models/x"
+    given = make_parser().parse_args(shlex.split(asked)[2:])
+    port = serve.make_parser().parse_args(["--model", "x"]).port
     assert (given.server, given.api_key_env) == (f"http://127.0.0.1:{port}", "KEY")
 
 

@@ -80,6 +80,17 @@ def test_every_command_explains_itself(name, capsys):
     assert "usage: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", sorted(__main__.COMMANDS))
+def test_help_of_a_command_fits_on_a_screen(name, call, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        lines = call(name, "--help")[1].splitlines()
+    except SystemExit:
+        lines = capsys.readouterr().out.splitlines()
+    assert 5 < len(lines) <= 50
+    assert max(map(len, lines)) <= 120
+
+
 @pytest.mark.parametrize("name", sorted(LIGHTNING))
 def test_the_help_of_a_run_fits_on_a_screen_and_names_arguments_of_the_trainer(call, name):
     code, out, err = call(name, "--help")

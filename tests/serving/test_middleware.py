@@ -342,7 +342,7 @@ def test_what_costs_little_to_send_costs_little_to_refuse(guarded, stub):
 
 
 def test_every_limit_names_an_option_of_the_command():
-    options = {action.dest for action in serve._parser()._actions}
+    options = {action.dest for action in serve.make_parser()._actions}
     assert {limit.name for limit in fields(Limits)} <= options
     assert option_hint("max_prompt_tokens") == "; serve --max-prompt-tokens sets the limit"
 

@@ -196,10 +196,10 @@ def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
     monkeypatch.chdir(served_model)
     for given, name in ((".", served_model.name), (str(served_model), served_model.name), (".", "policy")):
         arguments = ["--model", given, *(["--name", name] if name == "policy" else [])]
-        assert command._served_model(command._parser().parse_args(arguments), 64, 8).name == name
+        assert command._served_model(command.make_parser().parse_args(arguments), 64, 8).name == name
     config = command.Pretrained(str(served_model)).hf_config()
     monkeypatch.setattr(command.Pretrained, "hf_config", lambda self: config)
-    options = command._parser().parse_args(["--model", "Qwen/Qwen3-0.6B"])
+    options = command.make_parser().parse_args(["--model", "Qwen/Qwen3-0.6B"])
     assert command._served_model(options, 64, 8).name == "Qwen3-0.6B"
 
 
@@ -235,7 +235,7 @@ def test_the_example_survives_a_shell_whatever_the_names_are(tmp_path):
 
 def test_a_key_is_taken_from_where_it_is_and_shown_only_if_it_was_made_up(tmp_path, monkeypatch):
     def key(*arguments):
-        given = command._parser().parse_args(["--model", "x", *arguments])
+        given = command.make_parser().parse_args(["--model", "x", *arguments])
         return load_key(given.api_key_env, given.api_key_file)
 
     monkeypatch.setenv("MINE", "0123456789abcdef")

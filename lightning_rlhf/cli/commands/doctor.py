@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import os
 import platform
@@ -85,18 +86,23 @@ class Report:
             self.add(section, name, finding, fault)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = command_parser("doctor", "Check this machine and its installation.")
+    parser.add_argument("--directory", type=Path, default=Path("runs"), metavar="DIR", help="directory of the runs")
+    parser.add_argument(
+        "--try", action="store_true", help="also run kernels, the rollout engine and PPO on a small random model"
+    )
+    return parser
+
+
 def run(arguments: list[str]) -> int:
     """Check the machine and print a table. Uses no network; loads a small random model only with ``--try``.
 
     Returns:
         Exit code: 0, or 1 if there is a fault.
     """
-    parser = command_parser("doctor", "Check this machine and its installation.")
-    parser.add_argument("--directory", type=Path, default=Path("runs"), help="directory of the runs")
-    parser.add_argument(
-        "--try", action="store_true", help="also run kernels, the rollout engine and PPO on a small random model"
-    )
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     report = Report()
     check_python(report)
     check_packages(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -66,13 +67,8 @@ class ResponseRow:
     of_conversations: dict[str, list[Any]]
 
 
-@one_line_errors
-def run(arguments: list[str]) -> int:
-    """Score responses and print a table.
-
-    Returns:
-        Exit code: 0; 2 for a mistake found before the responses were scored; 1 if a reward function failed.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_parser("evaluate", "Score a file of responses, for each source of data.", _EPILOG)
     parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
     parser.add_argument("--reward", action="append", default=[], metavar="FUNCTION", help="can be repeated")
@@ -81,7 +77,17 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Score responses and print a table.
+
+    Returns:
+        Exit code: 0; 2 for a mistake found before the responses were scored; 1 if a reward function failed.
+    """
+    options = make_parser().parse_args(arguments)
     configure_messages()
     add_import_folders()
     if math.isnan(options.correct_at):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from pathlib import Path
@@ -31,13 +32,8 @@ _EPILOG = """further options change the configuration, as for fit: --data.init_a
 """
 
 
-@one_line_errors
-def run(arguments: list[str]) -> int:
-    """Export one model of a checkpoint. Needs neither the GPUs nor the number of processes of the run.
-
-    Returns:
-        Exit code: 0, or 2 if nothing was exported.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_parser(
         "export", "Write the model in a checkpoint as a directory that transformers and vLLM load.", _EPILOG
     )
@@ -46,7 +42,17 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new or empty directory")
     parser.add_argument("--role", help="actor, critic or reward_model (default: that of the run's own export)")
     parser.add_argument("--adapter", action="store_true", help="LoRA adapters only, not merged into the weights")
-    options, further = parser.parse_known_args(arguments)
+    return parser
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Export one model of a checkpoint. Needs neither the GPUs nor the number of processes of the run.
+
+    Returns:
+        Exit code: 0, or 2 if nothing was exported.
+    """
+    options, further = make_parser().parse_known_args(arguments)
     config = parse_run_config(["--config", str(options.config), *further])
     to = Path(os.path.abspath(options.to))  # gives "." a name
     if to.exists() and (to.is_file() or any(to.iterdir()) or to == Path.cwd()):

@@ -53,8 +53,14 @@ continues; the seed of a response does not depend on the batch size.
 _DEFAULT_TOKENS = 512
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("generate", "Generate responses of a model, or of a server, to a file of prompts.", _EPILOG)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = command_parser(
+        "generate",
+        "Generate responses of a model, or of a server, to a file of prompts.",
+        _EPILOG,
+        "--prompts FILE --to FILE.jsonl (--model DIR | --server URL)",
+    )
     files = parser.add_argument_group("files")
     files.add_argument("--prompts", required=True, metavar="FILE", help="rows with a prompt: a file, a hub id, ...")
     files.add_argument("--to", type=Path, required=True, metavar="FILE.jsonl", help="file of JSON lines to write")
@@ -69,15 +75,25 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--environment", metavar="CONFIG.yaml", help="run whose environment replies to the model")
     model.add_argument("--server", metavar="URL", help="server with OpenAI's API, used instead of an engine")
     model.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    model.add_argument("--concurrency", type=int, default=50, help="requests to a server at a time (default: 50)")
+    model.add_argument(
+        "--concurrency", type=int, metavar="N", default=50, help="requests to a server at a time (default: 50)"
+    )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("-n", type=int, default=1, help="responses per prompt (default: 1)")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="probability of the likeliest tokens (default: 1)")
-    sampling.add_argument("--top-k", type=int, default=0, help="number of likeliest tokens, 0 is all (default: 0)")
-    sampling.add_argument("--max-tokens", type=int, help="length of a response (default: the run's, else 512)")
-    sampling.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    sampling.add_argument("--batch-size", type=int, default=128, help="prompts between two writes (default: 128)")
+    sampling.add_argument("--temperature", type=float, metavar="T", default=1.0, help="0 is greedy (default: 1)")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="P", default=1.0, help="probability of the likeliest tokens (default: 1)"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, metavar="N", default=0, help="number of likeliest tokens, 0 is all (default: 0)"
+    )
+    sampling.add_argument(
+        "--max-tokens", type=int, metavar="N", help="length of a response (default: the run's, else 512)"
+    )
+    sampling.add_argument("--seed", type=int, metavar="N", default=0, help="(default: 0)")
+    sampling.add_argument(
+        "--batch-size", type=int, metavar="N", default=128, help="prompts between two writes (default: 128)"
+    )
     return parser
 
 
@@ -88,7 +104,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0; 2 for a mistake found before anything was generated; 1 if it ended before the last prompt.
     """
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     if options.server is None and options.model is None:
         parser.error("set --model or --server")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from contextlib import suppress
 
 from lightning_rlhf.cli.commands.options import add_runs, command_parser
@@ -18,6 +19,14 @@ listens on 127.0.0.1 alone, needs the key in its address, and reads only the run
 """
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = command_parser("inspect", "Serve a page about one or more runs, also while they continue.", _EPILOG)
+    add_runs(parser)
+    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    return parser
+
+
 @one_line_errors
 def run(arguments: list[str]) -> int:
     """Serve the page until Ctrl-C.
@@ -25,10 +34,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 if a directory is not that of a run, or the port cannot be used.
     """
-    parser = command_parser("inspect", "Serve a page about one or more runs, also while they continue.", _EPILOG)
-    add_runs(parser)
-    parser.add_argument("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port must be between 0 and 65535, got {options.port}")
     with InspectServer([RunDirectory(directory) for directory in options.runs], options.port) as server:

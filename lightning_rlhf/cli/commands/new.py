@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from string import Template
 
@@ -38,13 +39,8 @@ Change the rows in `data/`{further}, then the configuration: `lightning-rlhf fit
 """
 
 
-@one_line_errors
-def run(arguments: list[str]) -> int:
-    """Write the project.
-
-    Returns:
-        Exit code: 0, or 2 if the directory is not empty or cannot be written.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     kinds = "\n".join(f"  {name:<12} {description}" for name, description in KINDS.items())
     parser = command_parser("new", "Write a small project to begin with.", _EPILOG.format(kinds=kinds))
     parser.add_argument("directory", type=Path, metavar="DIR", help="new directory")
@@ -54,7 +50,17 @@ def run(arguments: list[str]) -> int:
         default="Qwen/Qwen2.5-0.5B-Instruct",
         help="chat model: a directory, or a model of the hub (default: %(default)s)",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+@one_line_errors
+def run(arguments: list[str]) -> int:
+    """Write the project.
+
+    Returns:
+        Exit code: 0, or 2 if the directory is not empty or cannot be written.
+    """
+    options = make_parser().parse_args(arguments)
     directory = options.directory
     with write_errors(directory, "choose another directory"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 from lightning_rlhf.expected_errors import UsageError
 
+_HELP_COLUMN = 36  # options and their help in one line
 
-def command_parser(name: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser that rejects abbreviated options and keeps the line breaks of its epilog."""
+
+def command_parser(name: str, description: str, epilog: str = "", arguments: str = "") -> argparse.ArgumentParser:
+    """Return a parser that rejects abbreviated options and keeps the line breaks of its epilog.
+
+    Args:
+        name: name of the command.
+        description: sentence on what the command does.
+        epilog: text behind the options.
+        arguments: required arguments in the usage line of a command with many options; the others are ``[OPTION ...]``.
+    """
     return argparse.ArgumentParser(
         f"lightning-rlhf {name}",
+        usage=f"lightning-rlhf {name} {arguments} [OPTION ...]" if arguments else None,
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=_HELP_COLUMN),
         allow_abbrev=False,
     )
 

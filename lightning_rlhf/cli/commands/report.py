@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from lightning_rlhf.cli.commands.options import add_runs, command_parser
@@ -19,6 +20,14 @@ Several runs are drawn in the same charts, and their different settings come fir
 """
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = command_parser("report", "Write the report page of one or more runs.", _EPILOG)
+    add_runs(parser)
+    parser.add_argument("--to", type=Path, metavar="FILE.html", help="(default: report.html in the first directory)")
+    return parser
+
+
 @one_line_errors
 def run(arguments: list[str]) -> int:
     """Write the page.
@@ -26,10 +35,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0, or 2 if a directory is not that of a run, or the page cannot be written.
     """
-    parser = command_parser("report", "Write the report page of one or more runs.", _EPILOG)
-    add_runs(parser)
-    parser.add_argument("--to", type=Path, metavar="FILE.html", help="(default: report.html in the first directory)")
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     path = options.to or options.runs[0] / "report.html"
     if path.suffix != ".html":
         raise UsageError(f"--to must end with .html, got {str(path)!r}")

@@ -42,8 +42,9 @@ is set, one is generated for this run and printed.
 """
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("serve", "vLLM's OpenAI server with an API key and limits.", _EPILOG)
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = command_parser("serve", "vLLM's OpenAI server with an API key and limits.", _EPILOG, "--model DIR")
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
     model.add_argument("--name", help="name of the model in requests (default: the directory's name)")
@@ -56,19 +57,27 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--log", type=Path, default=Path("serve.log"), help="vLLM's output (default: serve.log)")
     access = parser.add_argument_group("access")
     access.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1 needs a key (default: 127.0.0.1)")
-    access.add_argument("--port", type=int, default=8000, help="0 selects a free port (default: 8000)")
+    access.add_argument("--port", type=int, metavar="N", default=8000, help="0 selects a free port (default: 8000)")
     key = access.add_mutually_exclusive_group()
     key.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key")
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key")
     limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-body-bytes", type=int, default=1 << 20, help="size of a request (default: 1 MiB)")
-    limits.add_argument("--max-prompt-tokens", type=int, help="length of a prompt (default: the model's)")
-    limits.add_argument("--max-tokens", type=int, default=2048, help="length of a response (default: 2048)")
-    limits.add_argument("--max-responses", type=int, default=16, help="prompts x n of a request (default: 16)")
-    limits.add_argument("--concurrency", type=int, default=64, help="requests at the same time (default: 64)")
-    limits.add_argument("--seconds", type=float, default=600.0, help="time for a request (default: 600)")
     limits.add_argument(
-        "--read-seconds", type=float, default=10.0, help="time to receive headers or body (default: 10)"
+        "--max-body-bytes", type=int, metavar="N", default=1 << 20, help="size of a request (default: 1 MiB)"
+    )
+    limits.add_argument("--max-prompt-tokens", type=int, metavar="N", help="length of a prompt (default: the model's)")
+    limits.add_argument(
+        "--max-tokens", type=int, metavar="N", default=2048, help="length of a response (default: 2048)"
+    )
+    limits.add_argument(
+        "--max-responses", type=int, metavar="N", default=16, help="prompts x n of a request (default: 16)"
+    )
+    limits.add_argument(
+        "--concurrency", type=int, metavar="N", default=64, help="requests at the same time (default: 64)"
+    )
+    limits.add_argument("--seconds", type=float, metavar="N", default=600.0, help="time for a request (default: 600)")
+    limits.add_argument(
+        "--read-seconds", type=float, metavar="N", default=10.0, help="time to receive headers or body (default: 10)"
     )
     return parser
 
@@ -80,7 +89,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         Exit code: 0 after SIGTERM or SIGINT; 2 for an error found before the model loads; 1 if vLLM ends.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     configure_messages()
     if not vllm_installed():
         raise MissingPackageError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")

@@ -16,7 +16,7 @@ def command_parser(name: str, description: str, epilog: str = "", arguments: str
 
     Args:
         name: name of the command.
-        description: sentence on what the command does.
+        description: sentence that describes the command.
         epilog: text behind the options.
         arguments: required arguments in the usage line of a command with many options; the others are ``[OPTION ...]``.
     """

@@ -1,4 +1,4 @@
-"""RolloutLog: writes prompts, responses and rewards to files, and prints some of them."""
+"""RolloutLog: writes prompts, responses and rewards to files, prints some of them, and logs them as tables."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
 from .checks import check_at_least, check_module
+from .rollout_loop import RolloutLoop
 
 
 class RolloutLog(Callback):
     """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and some as a table to console and loggers.
+
+    Loggers also get a table of the first 64 prompts of each validation with their greedy responses and rewards.
 
     Args:
         max_rows: number of responses to write per step and rank, at least 1.
@@ -63,6 +66,21 @@ class RolloutLog(Callback):
         path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Log the greedy responses of a validation as a table, where a logger has tables."""
+        samples = [
+            sample
+            for callback in trainer.callbacks
+            if isinstance(callback, RolloutLoop)
+            for sample in callback.validation_samples
+        ]
+        if trainer.sanity_checking or not trainer.is_global_zero or not samples:
+            return
+        columns = list(dict.fromkeys(["prompt", "response", *samples[0]]))
+        rows = [[sample.get(name, "") for name in columns] for sample in samples]
+        for logger in trainer.loggers:
+            log_table(logger, "validation", columns, rows, trainer.global_step)
 
     def rows(self, trainer: Trainer, module: RLHFModule, answers: list[Any]) -> list[dict[str, Any]]:
         """Return the first responses of the step as plain values.

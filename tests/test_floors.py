@@ -25,6 +25,7 @@ FLOORS = (
         "types",
     },
     {"functional"},
+    {"metrics"},
     {"objectives"},
     {"batching"},  # pads and sorts rows for all above
     {"data", "models", "rewards"},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rlhf.functional.diagnostics import calibration_bins, calibration_error, wilson_interval
+from lightning_rlhf.metrics import PairAccuracy, PairCalibrationError, over
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.modules.role_module import RoleModule
 from lightning_rlhf.types import PreferenceBatch
@@ -52,30 +52,31 @@ class PairModule(RoleModule):
         return self.losses(rows, self.row_scores(rows), means, "train").sum()
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the counts."""
-        self._held_out, self._pairs = MeanAccumulator(), 0
-        self._calibration = torch.zeros(3, 10, dtype=torch.float64, device=self.device)
+        """Begin the metrics of all held-out pairs."""
+        ranks = over(self.data_ranks)
+        # In a tuple: as submodules, strategies would shard them.
+        self._held_out_pairs = (
+            PairAccuracy(**ranks).to(self.device),
+            PairCalibrationError(**ranks).to(self.device),
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log loss and accuracy of held-out pairs, the mean over pairs."""
         means, scores = MeanAccumulator(), self.map_micro_batches(self.row_scores, batch)
         self.losses(batch, scores, means, "val")
         self.log_validation(means, torch.tensor(len(batch), device=self.device), bar="val/pair_accuracy")
-        self._held_out.merge(means)
-        self._pairs += len(batch)
-        self._calibration += calibration_bins(self.differences(scores))
+        for metric in self._held_out_pairs:
+            metric.update(self.differences(scores))
 
     def on_validation_epoch_end(self) -> None:
         """Log the number of held-out pairs, the 95 % interval of their accuracy, and the calibration error."""
-        accuracy = self._held_out.means(self.data_ranks)["val/pair_accuracy"]
-        pairs = float(self.data_ranks.sum(torch.tensor(float(self._pairs), device=self.device)))
-        low, high = wilson_interval(round(accuracy * pairs), pairs)
-        error = calibration_error(self.data_ranks.sum(self._calibration))
+        accuracy, calibration = self._held_out_pairs
+        counted = accuracy.compute()
         metrics = {
-            "pairs": pairs,
-            "pair_accuracy_low": low,
-            "pair_accuracy_high": high,
-            "pair_calibration_error": error,
+            "pairs": counted["pairs"],
+            "pair_accuracy_low": counted["low"],
+            "pair_accuracy_high": counted["high"],
+            "pair_calibration_error": calibration.compute(),
         }
         for name, value in metrics.items():
             self.log(f"val/{name}", value, batch_size=1)

@@ -1,5 +1,6 @@
 """The loggers of docs/loggers.md with their libraries: metrics, configuration, tables, one run after a resume."""
 
+import csv
 import json
 import sqlite3
 import sys
@@ -20,6 +21,7 @@ CALLBACKS = [
     {"class_path": "lightning_rlhf.callbacks.RolloutLog", "init_args": {"table_every_n_steps": 1}},
     "tests.cli.test_loggers.FarFromReference",
 ]
+HELD_OUT = ["1+2=", "3+4=", "4+5="]
 HOSTILE = "<script>alert(1)</script>|`*a*`\n# x"
 
 
@@ -43,6 +45,10 @@ def twice(fit, config, monkeypatch):
     def twice(name, between=lambda: None):
         config["trainer"]["logger"] = json.loads(json.dumps(documented(name)).replace("runs/x", "runs/tiny"))
         config["trainer"]["callbacks"] += CALLBACKS
+        config["trainer"]["val_check_interval"] = 1
+        rows = [{"prompt": prompt, "ground_truth": "1"} for prompt in HELD_OUT]
+        Path("held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        config["data"]["init_args"]["val"] = "held_out.jsonl"
         first = fit(config)
         assert first.code == 0, first.err
         path = Path("runs/tiny", RUN_IDS)
@@ -67,7 +73,12 @@ def test_tensorboard(twice):
     events = EventAccumulator("runs/tiny/tensorboard")
     events.Reload()
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
-    assert {"rollouts/text_summary", "health/text_summary"} <= set(events.Tags()["tensors"])
+    assert {"rollouts/text_summary", "health/text_summary", "validation/text_summary"} <= set(events.Tags()["tensors"])
+    validations = events.Tensors("validation/text_summary")
+    assert [event.step for event in validations] == [0, 1, 2, 2, 3]  # before the first step, and of the resumed run
+    heading, _, *samples = validations[-1].tensor_proto.string_val[0].decode().splitlines()
+    assert heading.startswith("| prompt | response | ")
+    assert len(samples) == len(HELD_OUT)
     (table,) = events.Tensors("health/text_summary")[0].tensor_proto.string_val
     assert b"| 1 | KL to the reference | kl/ref is" in table
 
@@ -76,7 +87,9 @@ def test_tensorboard(twice):
 def test_csv(twice):
     assert twice("CSV") == {}
     tables = sorted(Path("runs/tiny/lightning_logs").glob("version_*/metrics.csv"))
-    assert [len(path.read_text().splitlines()) - 1 for path in tables] == [2, 1]
+    rows = [list(csv.DictReader(path.read_text().splitlines())) for path in tables]
+    steps = [[row["step"] for row in own if row["reward/mean"]] for own in rows]
+    assert steps == [["1", "2"], ["3"]]
 
 
 @needs("wandb")
@@ -89,7 +102,7 @@ def test_wandb(twice, monkeypatch):
     runs = sorted(Path("runs/tiny/wandb").glob("offline-run-*"))
     assert [path.name.rpartition("-")[2] for path in runs] == [ids["WandbLogger"]] * 2
     tables = {path.name.split("_")[0] for run in runs for path in run.glob("files/media/table/**/*.json")}
-    assert {"rollouts", "health"} <= tables
+    assert {"rollouts", "health", "validation"} <= tables
 
 
 @needs("mlflow")
@@ -111,6 +124,10 @@ def test_mlflow(twice):
         f"rollouts/step-{step:06d}.json" for step in (1, 2, 3)
     ]
     assert client.list_artifacts(run.info.run_id, "health")
+    with open(client.download_artifacts(run.info.run_id, "validation/step-000003.json")) as file:
+        table = json.load(file)
+    prompt = table["columns"].index("prompt")
+    assert [row[prompt] for row in table["data"]] == HELD_OUT
 
 
 @needs("trackio")
@@ -124,6 +141,8 @@ def test_trackio(twice, monkeypatch, tmp_path):
         (configuration,) = database.execute("select config from configs where run_name = ?", [ids["TrackioLogger"]])
     assert [step for step, own in rows if "reward/mean" in own] == [1, 2, 3]
     assert [step for step, own in rows if "rollouts" in own] == [1, 2, 3]
+    (last,) = [own["validation"]["_value"] for step, own in rows if step == 3 and "validation" in own]
+    assert [sample["prompt"] for sample in last] == HELD_OUT
     checks = {step: [check["check"] for check in own["health"]["_value"]] for step, own in rows if "health" in own}
     assert checks[1] == ["KL to the reference"]
     assert all(own.count("KL to the reference") == 1 for own in checks.values())  # not repeated after the resume

@@ -81,6 +81,9 @@ def test_source_distribution_holds_the_tree(dist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {path.relative_to(ROOT).as_posix() for path in SOURCES} <= names
     assert {"LICENSE", "Makefile", "constraints/cpu.lock", "constraints/install.sh", "tests/test_packaging.py"} <= names
+    if (ROOT / ".git").exists():
+        tracked = {name for name in run("git", "ls-files", cwd=ROOT).splitlines() if not name.startswith(".")}
+        assert {name for name in tracked if (ROOT / name).exists()} <= names
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -58,15 +56,3 @@ def test_one_step_is_read_in_few_files():
     files = re.findall(r"^\d+\. \[`([^`]+)`\]", section, re.MULTILINE)
     assert 5 < len(files) <= 12
     assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 2500
-
-
-def test_yaml_in_the_documentation_is_a_mapping_or_a_list():
-    documents = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/*.md")]
-    blocks = [
-        (document.name, block)
-        for document in documents
-        for block in re.findall(r"^```yaml\n(.*?)^```", document.read_text(), re.MULTILINE | re.DOTALL)
-    ]
-    assert len(blocks) > 20
-    for name, block in blocks:
-        assert isinstance(yaml.safe_load(block), dict | list), name

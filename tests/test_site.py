@@ -6,18 +6,15 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import yaml
 from lightning.pytorch import Trainer
 
 import lightning_rlhf
-from lightning_rlhf import __main__, callbacks
+from lightning_rlhf import callbacks
 from lightning_rlhf.cli.parser import parameters
-from lightning_rlhf.cli.run_config import ConfigCLI, parse_run_config
 from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,15 +87,6 @@ def test_images_are_small():
     assert max(path.stat().st_size for path in images) < 300_000
 
 
-@pytest.mark.parametrize("page", CHANGES_OF_PEERS)
-def test_the_scripts_of_the_pages_for_users_of_peers_are_configurations(page, tmp_path, monkeypatch):
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    Path("grpo.yaml").write_text(block)
-    warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
-    assert parse_run_config(["--config", "grpo.yaml"], ConfigCLI)["trainer"]["default_root_dir"] == "runs/grpo"
-
-
 def arguments():
     """Names of all arguments of the classes that a configuration names, and of their defaults."""
     names = set()
@@ -137,33 +125,3 @@ def test_the_options_that_replace_those_of_a_peer_exist(page):
     }
     named -= {"ckpt_path", "last", "path", "py", "name", "rollouts", "export", "sequence"}
     assert {name for name in named if name not in known} == set()
-
-
-def test_the_commands_of_the_guides_exist():
-    """Each is run by a test of its command; here its name, its target and the files of the repository are compared."""
-    pages = ("index", "quickstart", "ideas", "preferences", "debugging", *CHANGES_OF_PEERS)
-    blocks = [
-        block
-        for page in pages
-        for block in re.findall(r"```bash\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
-    ]
-    lines = [line.split() for block in blocks for line in block.splitlines()]
-    assert len(lines) > 12
-    for program, *given in lines:
-        if program == "make":
-            assert re.search(rf"^{given[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        elif program.endswith("lightning-rlhf"):
-            assert given[0] in __main__.COMMANDS
-        else:
-            assert program in ("source", "cd", ".venv/bin/python")
-        for path in given:
-            if path.startswith(("examples/", "configs/")):
-                assert (ROOT / path).exists()
-
-
-def test_yaml_of_the_pages_is_read_by_the_modules_it_names():
-    for page in ("preferences",):
-        for block in re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL):
-            for section in yaml.safe_load(block).values():
-                owner = getattr(lightning_rlhf, section["class_path"].rpartition(".")[2])
-                assert set(section["init_args"]) <= set(parameters(owner))

@@ -1,0 +1,58 @@
+"""docs/environments.md: each environment of the page is trained with, as its YAML configures it."""
+
+import csv
+import json
+import re
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/environments.md").read_text()
+FILES = {block.split()[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+GUESS, TOOLS, AGENT = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a)} for a in range(1, 9)]
+
+
+@pytest.fixture
+def metrics(fit, config):
+    """Trains two steps with the arguments of a RolloutLoop, and returns the metrics of the last."""
+
+    def metrics(arguments):
+        for name, block in FILES.items():
+            Path(name).write_text(block)
+        Path("train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+        config["data"]["init_args"] |= {"train": "train.jsonl", "max_tokens": 64}
+        tokenizer = config["data"]["init_args"]["tokenizer"]["init_args"]
+        tokenizer |= {"characters": string.printable, "chat": True}
+        architecture = config["model"]["init_args"]["actor"]["init_args"]["architecture"]
+        architecture |= {"vocab_size": len(string.printable) + 4, "max_position_embeddings": 128}
+        loop = config["trainer"]["callbacks"][0]["init_args"]
+        loop |= {"group_size": 1, "max_response_tokens": 48, **arguments}
+        result = fit(config)
+        assert result.code == 0, result.err
+        return list(csv.DictReader(Path("runs/tiny/metrics.csv").read_text().splitlines()))[-1]
+
+    return metrics
+
+
+def test_the_environment_of_the_page(metrics):
+    (loop,) = GUESS["trainer"]["callbacks"]
+    arguments = loop["init_args"]
+    assert arguments.pop("group_size") == 8
+    assert arguments.pop("max_response_tokens") == 256
+    assert 1 <= float(metrics({"rewards": [], **arguments})["env/turns"]) <= 5
+
+
+def test_the_tool_of_the_page(metrics):
+    last = metrics(TOOLS)
+    assert 1 <= float(last["env/turns"]) <= 4
+    assert "env/tool_calls" in last
+
+
+def test_the_agent_of_the_page(metrics):
+    pytest.importorskip("openai")
+    last = metrics({"rewards": [], **AGENT})
+    assert float(last["env/turns"]) == 1
+    assert float(last["env/stop_fault"]) == 0

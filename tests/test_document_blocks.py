@@ -1,0 +1,177 @@
+"""Code of the documents: YAML is that of a run, commands and their options exist, Python and JSON are well-formed."""
+
+import ast
+import copy
+import json
+import re
+import shlex
+import warnings
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
+from lightning_rlhf.cli.commands.data_check import DataCheckCLI
+from lightning_rlhf.cli.commands.plan import PlanCLI
+from lightning_rlhf.cli.run_config import ConfigCLI, parse_run_config
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("configs/*.md"),
+    *ROOT.glob("examples/*/*.md"),
+]
+BLOCKS = [
+    pytest.param(language, block, id=f"{path.relative_to(ROOT)}-{number}")
+    for path in DOCUMENTS
+    for number, (language, block) in enumerate(
+        re.findall(r"^```(\w+)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    )
+]
+LOOP = "lightning_rlhf.callbacks.RolloutLoop"
+BASE = {
+    "model": {"class_path": "lightning_rlhf.GRPOModule", "init_args": {"actor": "models/x"}},
+    "data": {
+        "class_path": "lightning_rlhf.PromptDataModule",
+        "init_args": {"tokenizer": "models/x", "train": "train.jsonl"},
+    },
+    "trainer": {"max_steps": 1},
+}
+PROGRAMS = {"cd", "mlflow", "source", "tensorboard"}  # of others
+
+
+def blocks(*languages, but=None):
+    return [own for own in BLOCKS if own.values[0] in languages and not (but and own.id.startswith(but))]
+
+
+def run_of(part):
+    """A whole configuration around the part of one that a document shows."""
+    if isinstance(part, list):
+        is_callback = "callbacks" in part[0].get("class_path", "")
+        return run_of({"trainer": {"callbacks": part}} if is_callback else {"rewards": part})
+    config = copy.deepcopy(BASE)
+    for name, value in part.items():
+        if name in ("model", "data"):
+            config[name] = value
+        elif name == "trainer":
+            config[name] |= value
+        elif name in ("engine", "environment", "rewards"):
+            config["trainer"]["callbacks"] = [{"class_path": LOOP, "init_args": {name: value}}]
+        elif name == "sandbox":
+            code = {"class_path": "lightning_rlhf.rewards.code.CodeExecution", "init_args": {name: value}}
+            config["trainer"]["callbacks"] = [{"class_path": LOOP, "init_args": {"rewards": [{"function": code}]}}]
+        elif name == "val":
+            config["data"]["init_args"][name] = value
+        elif name == "seed_everything":
+            config[name] = value
+        else:
+            config["model"]["init_args"][name] = value
+    return config
+
+
+@cache
+def functions():
+    """Files with the functions and classes that configurations of documents name, by name."""
+    named = re.findall(r"\b(\w+\.py):(\w+)", "".join(path.read_text() for path in DOCUMENTS))
+    files = dict.fromkeys(name for name, _ in named)
+    return {file: "".join(f"def {own}():\n    ...\n" for name, own in set(named) if name == file) for file in files}
+
+
+# docs/algorithms/ shows parts of configs/algorithms/: tests/cli/test_algorithm_configs.py compares them.
+@pytest.mark.parametrize(("language", "block"), blocks("yaml", but="docs/algorithms/"))
+def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in functions().items():
+        Path(name).write_text(text)
+    Path("x.yaml").write_text(yaml.safe_dump(run_of(yaml.safe_load(block.replace(", ...}", "}")))))
+    warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
+    try:
+        parse_run_config(["--config", "x.yaml"], ConfigCLI)
+    except SystemExit:
+        pytest.fail(capsys.readouterr().err)
+
+
+def commands():
+    """Every command of the documents as a list of words, without the environment variables before it."""
+    found = {}
+    for own in blocks("bash"):
+        for line in own.values[1].replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.match(r"\w+=", words[0]):
+                words = words[1:]
+            if words:
+                found[tuple(words)] = own.id
+    return [pytest.param(words, id=f"{document}: {' '.join(words)[:60]}") for words, document in found.items()]
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
+    program, *arguments = words
+    program = Path(program).name
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "python":
+        assert_module_or_file_exists(arguments)
+    elif program == "lightning-rlhf":
+        monkeypatch.chdir(tmp_path)
+        for name in ("configs", "examples"):
+            Path(name).symlink_to(ROOT / name)
+        for name in ("x.yaml", "run.yaml", "grpo.yaml", "reward.yaml", "sft.yaml"):
+            Path(name).write_text(yaml.safe_dump(BASE))
+        try:
+            parse(*arguments)
+        except SystemExit:
+            pytest.fail(capsys.readouterr().err)
+    else:
+        assert program in PROGRAMS
+
+
+def assert_module_or_file_exists(arguments):
+    if arguments[0] == "-m":
+        assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or arguments[1] in ("pytest", VLLM)
+    else:
+        assert (ROOT / arguments[0]).is_file()
+    assert all((ROOT / own).exists() for own in arguments if own.startswith(("tests/", "benchmarks/")))
+
+
+VLLM = "vllm.entrypoints.openai.api_server"
+
+
+def parse(command, *arguments):
+    """Parse the arguments of a command of ours as it does; exits where it would."""
+    module = COMMANDS[command][0]
+    warnings.simplefilter("ignore")  # of jsonargparse; pytest restores the filters
+    if module == LIGHTNING:
+        parse_run_config(list(arguments), ConfigCLI)
+    elif command == "plan":
+        parse_run_config(list(arguments), PlanCLI)
+    elif command == "data":
+        assert arguments[0] == "check"
+        parse_run_config(list(arguments[1:]), DataCheckCLI)
+    else:
+        import_module(module).make_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(("language", "block"), blocks("python"))
+def test_python_is_well_formed_and_imports_what_exists(language, block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_rlhf"):
+            assert all(hasattr(import_module(node.module), name.name) for name in node.names)
+
+
+@pytest.mark.parametrize(("language", "block"), blocks("json", "jsonl"))
+def test_json_is_one_value_per_line(language, block):
+    assert all(isinstance(json.loads(line), dict) for line in block.splitlines())
+
+
+def test_blocks_of_every_kind_were_found():
+    assert len(blocks("yaml", but="docs/algorithms/")) > 40
+    assert len(commands()) > 40
+    assert len(blocks("python")) > 7
+    kinds = {own.values[0] for own in BLOCKS}
+    assert kinds == {"bash", "json", "jsonl", "math", "python", "text", "yaml"}, "a kind that no test reads"

@@ -33,7 +33,7 @@ class RolloutLog(Callback):
         table_every_n_steps: steps between tables; 0 prints none.
         table_rows: number of responses in a table, equally spaced from the best to the worst, at least 1.
         max_token_values: number of tokens per step and rank whose texts, log-probabilities and advantages are written,
-            about 80 bytes each; responses behind this limit are written without them.
+            about 90 bytes each; responses behind this limit are written without them.
     """
 
     def __init__(
@@ -186,8 +186,9 @@ def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row
 
     Returns:
         ``ids``, ``texts``, log-probabilities in nats of the actor before the update (``logprob``), of the engine
-        (``rollout_logprob``) and of the reference (``ref_logprob``), ``advantage``, importance ``weight`` in the loss,
-        policy ``version``, and whether a token is ``sampled`` and ``in_loss``.
+        (``rollout_logprob``) and of the reference (``ref_logprob``), ``entropy`` of the actor's distribution in nats if
+        it was evaluated, ``advantage``, importance ``weight`` in the loss, policy ``version``, and whether a token is
+        ``sampled`` and ``in_loss``.
     """
     rollout = experience.rollout
     length = int(rollout.response_lengths[row])
@@ -196,6 +197,7 @@ def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row
         "logprob": experience.old_logprobs,
         "rollout_logprob": rollout.rollout_logprobs,
         "ref_logprob": experience.ref_logprobs,
+        **({} if experience.entropies is None else {"entropy": experience.entropies}),
         "advantage": experience.advantages,
         "weight": experience.weights,
     }

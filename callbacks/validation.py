@@ -16,7 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import RunError
-from lightning_rlhf.functional.diagnostics import best_at_k, majority_at_k, ordered_share, pass_at_k, worst_at_k
+from lightning_rlhf.functional.diagnostics import (
+    best_at_k,
+    majority_at_k,
+    mean_interval,
+    ordered_share,
+    pass_at_k,
+    worst_at_k,
+)
 from lightning_rlhf.modules.metrics import MeanAccumulator
 from lightning_rlhf.rewards.executor import MetricSums
 from lightning_rlhf.rollout.collect import conversation_metrics
@@ -194,6 +201,8 @@ class Validation:
         metrics = means.means(ranks)
         of_conversations = means_over_ranks(self._conversations)
         metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
+        if self._correctness is not None:
+            metrics |= self._intervals(self._correctness.table, sources, ranks)
         if self._correctness is not None and self._score is not None:
             metrics |= self._score_order(self._score.table[:, 1:], self._correctness.table[:, 1:], sources, ranks)
         return metrics
@@ -202,6 +211,17 @@ class Validation:
         """Return the rows whose mean is logged under each prefix: all, and those of each source."""
         groups = {"val/": torch.ones_like(sources, dtype=torch.bool)}
         return groups | {f"val/{name}/": sources == number for number, name in enumerate(self._sources)}
+
+    def _intervals(self, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
+        """Return the bounds of the 95 % intervals of the shares of correct responses; none without a response."""
+        table = ranks.gather(torch.cat([sources.unsqueeze(1).double(), correct], dim=1))
+        metrics = dict[str, float]()
+        for prefix, rows in self._groups(table[:, 0]).items():
+            for name, values in (("greedy", table[rows, 1:2]), ("sampled", table[rows, 2:])):
+                known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
+                interval = mean_interval([row for row in known if row]) if any(known) else {}
+                metrics |= {f"{prefix}{name}_{bound}": interval.get(bound, math.nan) for bound in ("low", "high")}
+        return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
         """Return the fraction of (correct, incorrect) pairs of samples that the reward model's score orders correctly.

@@ -244,6 +244,8 @@ class Experience(TensorBatch):
             without tokens that a rollout correction rejected.
         weights: (B, T) importance weights that multiply the policy loss; 1 without a correction.
         selected_tokens: (B, T) bool, tokens that the policy loss selected in a mini-batch; False without selection.
+        entropies: (B, T) entropy of the actor's distribution of each token before the first update, nats; None where
+            the actor did not evaluate the responses.
     """
 
     rollout: Rollout
@@ -257,11 +259,13 @@ class Experience(TensorBatch):
     mask: Tensor
     weights: Tensor
     selected_tokens: Tensor
+    entropies: Tensor | None = None
 
     def __post_init__(self) -> None:
         expect_shape("Experience.reward", self.reward, self.rollout.reward.shape)
         for field in dataclasses.fields(self)[2:]:
-            expect_shape(f"Experience.{field.name}", getattr(self, field.name), self.rollout.response_mask.shape)
+            if (value := getattr(self, field.name)) is not None:
+                expect_shape(f"Experience.{field.name}", value, self.rollout.response_mask.shape)
 
     @property
     def total_lengths(self) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from lightning_rlhf.data_ranks import ONE_RANK, DataRanks
 from lightning_rlhf.functional.masked import masked_centered, masked_mean
 from lightning_rlhf.functional.mismatch import means_over_ranks, response_mean
+
+_Z = 1.959964  # quantile of the normal distribution for intervals of 95 %
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, ranks: DataRanks = ONE_RANK) -> Tensor:
@@ -155,7 +158,7 @@ def gradient_power(
     return {f"variance/{name}": value for name, value in means.items()}
 
 
-def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, z: float = _Z) -> tuple[float, float]:
     """95 % interval for a probability after ``successes`` of ``trials``; it contains their share.
 
     The bounds stay in [0, 1]:
@@ -181,6 +184,44 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     reach = z * math.sqrt(share * (1 - share) / trials + z**2 / (4 * trials**2))
     scale = 1 + z**2 / trials
     return min(share, max(0.0, (center - reach) / scale)), max(share, min(1.0, (center + reach) / scale))
+
+
+def mean_interval(samples: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Estimate the mean over prompts of the mean over a prompt's samples, with a 95 % interval.
+
+    Prompts are independent draws, the samples of one prompt are not: more samples of few prompts do not make the
+    interval narrower than the variance between prompts allows. For values in [0, 1] the interval is Wilson's, with the
+    number of trials that would have the observed variance between prompts,
+
+    n = p (1 - p) / (s^2 / m), at least the number m of prompts and at most that of samples,
+
+    where s^2 is the mean squared distance of the prompts' means from p; for one 0 or 1 per prompt that is Wilson's
+    interval of m trials. For other values it is the normal interval, mean -+ 1.96 s / sqrt(m), with s^2 divided by
+    m - 1. See "Comparative Study of Confidence Intervals for Proportions in Complex Sample Surveys", Franco et al.
+    2019, on effective sample sizes, and "Adding Error Bars to Evals", Miller 2024, on prompts as clusters.
+
+    Args:
+        samples: values of each prompt, at least one.
+
+    Returns:
+        ``mean``, ``low``, ``high`` and the name of the ``interval``; ``low`` and ``high`` may be None.
+    """
+    means = [math.fsum(values) / len(values) for values in samples]
+    prompts = len(samples)
+    mean = math.fsum(means) / prompts
+    squares = math.fsum((value - mean) ** 2 for value in means)
+    if all(0 <= value <= 1 for values in samples for value in values):
+        variance = squares / prompts**2
+        most = sum(len(values) for values in samples)
+        trials: float = prompts if mean in (0, 1) else most
+        if variance > 0:
+            trials = max(prompts, min(mean * (1 - mean) / variance, most))
+        low, high = wilson_interval(mean * trials, trials)
+        return {"mean": mean, "low": low, "high": high, "interval": "wilson"}
+    if prompts < 2:
+        return {"mean": mean, "low": None, "high": None, "interval": "none"}
+    reach = _Z * math.sqrt(squares / (prompts - 1) / prompts)
+    return {"mean": mean, "low": mean - reach, "high": mean + reach, "interval": "normal"}
 
 
 def ordered_share(better: Tensor, worse: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Log-probs before the first update, from the forward pass of that update."""
+"""Log-probs and entropies before the first update, from the forward pass of that update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_rlhf.types import Experience, Rollout
 
 @dataclass
 class FirstForward:
-    """Log-probs that the first update of a step computes, which are those before the update.
+    """Log-probs and entropies that the first update of a step computes, which are those before the update.
 
     The first mini-batch needs no separate pass for them: its ratio of new to old log-probs is exactly 1.
 
@@ -22,11 +22,13 @@ class FirstForward:
         first: positions of the rows of the first mini-batch among the responses of all ranks.
         positions: positions of the rows of each micro-batch of the updates.
         logprobs: (rows, T) old log-probs of each of these micro-batches.
+        entropies: (rows, T) old entropies of each of them.
     """
 
     first: Tensor
     positions: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
 
     @staticmethod
     def suits(module: Any) -> bool:
@@ -75,40 +77,46 @@ class FirstForward:
             others[0] = True
         return others.nonzero().squeeze(1)
 
-    def record(self, rows: Experience, logprobs: Tensor) -> Experience:
-        """Store the old log-probs of a micro-batch, and return its rows with them.
+    def record(self, rows: Experience, logprobs: Tensor, entropies: Tensor) -> Experience:
+        """Store the old log-probs and entropies of a micro-batch, and return its rows with these log-probs.
 
         They are the given ones for rows of the first mini-batch, and those of the separate pass for others.
 
         Args:
             rows: micro-batch.
             logprobs: (rows, T) log-probs of the actor now.
+            entropies: (rows, T) its entropies now.
         """
         position = rows.rollout.position
         is_first = torch.isin(position, self.first).unsqueeze(1)
         self.positions.append(position)
         self.logprobs.append(torch.where(is_first, logprobs.detach(), rows.old_logprobs))
+        assert rows.entropies is not None  # suits() excludes a bypass
+        self.entropies.append(torch.where(is_first, entropies.detach(), rows.entropies))
         return replace(rows, old_logprobs=self.logprobs[-1])
 
     def fill(self, experience: Experience, module: Any) -> Experience:
-        """Return an experience with the recorded log-probs; set the metrics of their gap to the engine's. All ranks.
+        """Return an experience with the recorded values; set the metrics of the gap to the engine. All ranks.
 
         Args:
             experience: rows of this rank, whose log-probs other ranks may have computed.
             module: RLHFModule that computed them.
         """
-        if not self.logprobs:  # no mini-batch had a token to learn from
+        if not self.logprobs or experience.entropies is None:  # no mini-batch had a token to learn from
             return experience
         ranks, rollout = module.data_ranks, experience.rollout
-        positions, logprobs = torch.cat(self.positions), torch.cat(self.logprobs)
+        positions, recorded = torch.cat(self.positions), [torch.cat(self.logprobs), torch.cat(self.entropies)]
         if ranks.size > 1:
-            positions, logprobs = ranks.gather(positions), ranks.gather(logprobs)
+            positions, recorded = ranks.gather(positions), [ranks.gather(values) for values in recorded]
         ordered, order = positions.sort()
         index = torch.searchsorted(ordered, rollout.position).clamp(max=len(ordered) - 1)
         is_recorded = (ordered[index] == rollout.position).unsqueeze(1)
-        recorded = logprobs[order[index], : rollout.response_ids.shape[1]]
-        old = torch.where(is_recorded, recorded, experience.old_logprobs)
+        width = rollout.response_ids.shape[1]
+        old, entropies = (
+            torch.where(is_recorded, values[order[index], :width], before)
+            for values, before in zip(recorded, (experience.old_logprobs, experience.entropies), strict=True)
+        )
         mask = rollout.response_mask & rollout.included.unsqueeze(1)
         _, _, module.evaluation_metrics = module.correction(old, rollout.rollout_logprobs, mask, ranks)
         ref = experience.ref_logprobs if module.has_ref else old
-        return replace(experience, old_logprobs=old, ref_logprobs=ref)
+        return replace(experience, old_logprobs=old, ref_logprobs=ref, entropies=entropies)

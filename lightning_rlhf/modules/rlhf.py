@@ -234,7 +234,7 @@ class RLHFModule(RoleModule):
         """Compute policy loss, entropy bonus and KL loss, summed over the tokens of some rows."""
         logprobs, entropy, _ = self.actor_scores("actor", rows.rollout)
         if self.first_forward is not None:
-            rows = self.first_forward.record(rows, logprobs)
+            rows = self.first_forward.record(rows, logprobs, entropy)
         mask = rows.mask
         policy, diagnostics = self.policy_loss(logprobs, rows.old_logprobs, rows.advantages, mask, rows.selected_tokens)
         loss = policy = policy * self.importance_weights(logprobs, rows, means)
@@ -358,6 +358,7 @@ class RLHFModule(RoleModule):
             mask=mask,
             weights=weights,
             selected_tokens=torch.zeros_like(mask),
+            entropies=None if self.correction.bypass else old.entropy,
         )
 
     def old_scores(self, rollout: Rollout) -> TokenScores:
@@ -366,11 +367,12 @@ class RLHFModule(RoleModule):
         score = partial(self.map_micro_batches, partial(self.actor_scores, "actor", squares=squares))
         if self.first_forward is None and not self.correction.bypass:
             return TokenScores(*score(rollout))
-        logprobs = rollout.rollout_logprobs
+        placeholders = rollout.rollout_logprobs, torch.zeros_like(rollout.rollout_logprobs)
         rows = None if self.first_forward is None else self.first_forward.other_rows(self, rollout)
-        if rows is not None:
-            logprobs = logprobs.index_copy(0, rows, score(rollout[rows])[0])
-        return TokenScores(logprobs, torch.zeros_like(logprobs))
+        if rows is None:
+            return TokenScores(*placeholders)
+        scores = zip(placeholders, score(rollout[rows]), strict=False)
+        return TokenScores(*(values.index_copy(0, rows, own) for values, own in scores))
 
     def token_rewards(self, rollout: Rollout, reward: Tensor, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Return (B, T) the reward at the last token of the response, or of its turn, minus each token's KL penalty."""

@@ -109,10 +109,12 @@ def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
         ("logprob", experience.old_logprobs),
         ("rollout_logprob", experience.rollout.rollout_logprobs),
         ("ref_logprob", experience.ref_logprobs),
+        ("entropy", experience.entropies),
         ("advantage", experience.advantages),
         ("weight", experience.weights),
     ):
         assert values[name] == pytest.approx(expected[1, :3].tolist(), abs=1e-4)
     assert values["ids"] == experience.rollout.response_ids[1, :3].tolist()
+    assert min(values["entropy"]) > 0
     assert values["version"] == [1, 1, 1]
     assert values["sampled"] == values["in_loss"] == [True, True, True]

@@ -4,6 +4,7 @@ import logging
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.validation import Validation, draws, sources_in
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data_ranks import ONE_RANK
+from lightning_rlhf.functional.diagnostics import wilson_interval
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS, exact
@@ -61,6 +63,31 @@ def test_means_of_greedy_and_sampled_responses(measured):
     assert found["val/sampled"] == found["val/given_sampled"] == 0.5
     assert found["val/response_tokens_mean"] == 2.0  # of the sampled ones
     assert found["val/truncated_fraction"] == 1 / 8
+
+
+def test_intervals_of_the_shares_of_correct_responses(measured):
+    found = measured.metrics(ONE_RANK)
+    # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
+    for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
+        assert (found[f"val/{name}_low"], found[f"val/{name}_high"]) == pytest.approx(interval)
+
+
+def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
+    batch, rollout = judged(REWARDS)
+
+    def rank(number, ranks):
+        validation = Validation(4, ["given"], "given")
+        validation.add(batch[number : number + 1], rollout[list(range(5 * number, 5 * number + 5))], tokenizer)
+        return validation.metrics(ranks)
+
+    for found in over_ranks(*(partial(rank, number) for number in (0, 1))):
+        assert (found["val/sampled_low"], found["val/sampled_high"]) == pytest.approx(wilson_interval(4, 8))
+
+
+def test_without_a_correctness_of_any_response_there_is_no_interval(tokenizer):
+    validation = Validation(4, ["given"], "given")
+    validation.add(*judged([math.nan] * 10), tokenizer)
+    assert math.isnan(validation.metrics(ONE_RANK)["val/greedy_low"])
 
 
 def test_pass_at_k_is_unbiased(measured):

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import random
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_rlhf.cli.commands import evaluate as command
-from lightning_rlhf.cli.commands.scores import ScoredResponses, draw_sizes, estimate, statistics
+from lightning_rlhf.cli.commands.scores import ScoredResponses, draw_sizes, statistics
 from tests.helpers import assert_close
 
 REWARDS = '''
@@ -102,38 +101,6 @@ def test_every_figure_is_the_one_worked_by_hand(evaluate):
     assert [line.split("│")[1].strip() for line in shown.splitlines() if "│ right" in line] == ["a", "b", "all"]
 
 
-def test_one_response_each_gives_wilsons_interval_of_the_prompts():
-    found = estimate([[1.0]] * 7 + [[0.0]] * 3)
-    assert found["interval"] == "wilson"
-    assert_close([found["low"], found["high"]], [0.39677, 0.89221], rtol=1e-4)
-    assert_close(estimate([[1.0]] * 5)["low"], 5 / (5 + 1.959964**2))
-
-
-def test_samples_of_one_prompt_are_no_further_trials():
-    alike = estimate([[1.0] * 50] * 5 + [[0.0] * 50] * 5)
-    single = estimate([[1.0]] * 5 + [[0.0]] * 5)
-    assert_close([alike["low"], alike["high"]], [single["low"], single["high"]])
-    spread = estimate([[1.0] * 25 + [0.0] * 25] * 10)  # all prompts alike: every sample tells something
-    assert spread["high"] - spread["low"] < (single["high"] - single["low"]) / 5
-
-
-def test_other_numbers_get_the_normal_interval():
-    found = estimate([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
-    assert found["interval"] == "normal"
-    assert_close([found["low"], found["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
-    assert estimate([[5.0]]) == {"mean": 5.0, "low": None, "high": None, "interval": "none"}
-
-
-@pytest.mark.parametrize("kinds", [(0.5, 0.5), (0.1, 0.9), (0.0, 1.0), (0.02, 0.3)])
-def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
-    draw, held, tries = random.Random(0), 0, 600
-    for _ in range(tries):
-        prompts = [draw.choice(kinds) for _ in range(40)]
-        found = estimate([[float(draw.random() < p) for _ in range(8)] for p in prompts])
-        held += found["low"] <= sum(kinds) / 2 <= found["high"]
-    assert 0.92 <= held / tries <= 0.985
-
-
 def test_what_does_not_apply_is_left_out(evaluate):
     _, report, _ = evaluate("--reward", "rewards.py:some", "--reward", "rewards.py:length")
     found = report["sources"]["a"]["rewards"]
@@ -219,15 +186,6 @@ def test_the_report_may_go_into_a_new_folder(evaluate):
     arguments = ["responses.jsonl", "--reward", "rewards.py:length", "--json", "new/folder/report.json"]
     assert command.run(arguments) == 0
     assert json.loads(Path("new/folder/report.json").read_text()) == report
-
-
-def test_intervals_at_none_and_all_hold_them(evaluate):
-    for value in (0.0, 1.0):
-        found = estimate([[value] * 3] * 4)
-        assert found["low"] <= value <= found["high"]
-        assert found["high"] - found["low"] > 0.3
-    assert estimate([[0.0]])["low"] == 0.0
-    assert estimate([[1.0]])["high"] == 1.0
 
 
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_response():

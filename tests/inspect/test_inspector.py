@@ -45,7 +45,15 @@ def response(prompt, texts, reward, group, **changes):
 
 
 RESPONSES = [
-    response("one", ["a", "b", "c"], 2.0, 0, advantage=[0.5, -1.0, 2.0], in_loss=[True, False, True]),
+    response(
+        "one",
+        ["a", "b", "c"],
+        2.0,
+        0,
+        advantage=[0.5, -1.0, 2.0],
+        entropy=[0.25, 0.5, 1.0],
+        in_loss=[True, False, True],
+    ),
     response("one", ["a", "x", "c", "d"], 0.0, 0, sampled=[True, True, False, True]),
     response("two", ["e"], 1.0, 1),
     {"prompt": "two", "response": "without values", "reward": 1.0, "rewards": {}, "group": 1, "truncated": False},
@@ -119,6 +127,28 @@ def test_responses_are_sorted_and_filtered(page, run_directory):
     assert not browser.problems
 
 
+def test_the_scale_is_that_of_both_selected_responses(page, run_directory):
+    browser = page(run_directory("a", ROWS, {1: RESPONSES}))
+    legend = "document.getElementById('legend').innerText"
+    assert browser.evaluate(legend) == ""
+    browser.evaluate(click(0))  # advantages of 0.5, -1 and 2
+    assert browser.evaluate(legend).split() == ["-2", "2"]
+    browser.evaluate(click(2))  # advantages of 0
+    colours = browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")
+    assert colours[0][2] == "rgba(31, 120, 209, 0.75)"
+    assert colours[1] == ["rgba(31, 120, 209, 0)"]
+    browser.evaluate(choose("colour", "logprob"))
+    assert browser.evaluate(legend).split("\n") == ["-5 nats", "0 nats"]
+    browser.evaluate(choose("colour", "entropy"))
+    assert browser.evaluate(legend).split("\n") == ["0 nats", "1 nats"]
+    browser.evaluate(click(2) + ";" + click(0))
+    browser.evaluate(click(2))  # its file has no entropies
+    assert browser.evaluate(legend) == "The files of this run have no entropies."
+    browser.evaluate(choose("colour", "version"))
+    assert browser.evaluate(legend).split("\n") == ["version 3", "version 4"]
+    assert not browser.problems
+
+
 def test_colours_follow_the_values(page, run_directory):
     browser = page(run_directory("a", ROWS, {1: RESPONSES}))
     browser.evaluate(click(0))
@@ -134,6 +164,10 @@ def test_colours_follow_the_values(page, run_directory):
     assert "KL 0.5" in titles[1]
     assert "version 3" in titles[1]
     assert titles[1].endswith("not in the loss")
+    browser.evaluate(choose("colour", "entropy"))  # 0.25, 0.5 and 1 nats
+    colours = browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")[0]
+    strengths = [float(re.findall(r"[\d.]+", colour)[3]) for colour in colours]
+    assert strengths == pytest.approx([0.75 / 4, 0.75 / 2, 0.75], abs=0.01)
     browser.evaluate(choose("colour", "none"))
     assert set(browser.evaluate(f"{SPANS} (span) => span.style.backgroundColor))")[0]) == {""}
     assert not browser.problems

@@ -69,6 +69,19 @@ def test_charts_have_the_numbers_of_the_run(page, run_directory):
     assert not browser.problems
 
 
+def test_intervals_are_bands_of_their_metric(page, run_directory):
+    bounds = {"val/greedy_low": 0.2, "val/greedy_high": 0.4}
+    rows = [{**row, **bounds} if "val/greedy" in row else row for row in ROWS]
+    browser = page(run_directory("a", rows), run_directory("b", ROWS))
+    assert browser.evaluate(chart("val/greedy")) == [
+        [0, 10], [0.25, 0.75], [0.2, 0.2], [0.4, 0.4], [0.25, 0.75], [None, None], [None, None]
+    ]  # fmt: skip
+    assert browser.evaluate("document.querySelector('[data-metric=\"val/greedy\"]').plot.bands")[0]["series"] == [3, 2]
+    assert browser.evaluate("document.querySelectorAll('[data-metric$=_low]').length") == 0
+    assert browser.evaluate("!document.body.innerText.includes('val (2)')")
+    assert not browser.problems
+
+
 def test_the_controls(page, run_directory):
     browser = page(run_directory("a", ROWS))
     assert browser.evaluate("document.querySelector('[data-metric=\"loss/policy\"]')") is None  # in a closed group

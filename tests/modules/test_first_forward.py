@@ -69,6 +69,7 @@ def test_the_log_probs_before_the_update_are_those_of_its_own_forward_pass():
     assert module.passes == 2  # one for each of two steps
     separate, expected = trained(Separate)
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
     varying = ("time/", "perf/")
@@ -88,6 +89,7 @@ def test_several_micro_batches_and_a_reference(kl_loss, made):
     separate, expected = trained(Separate, **options)
     assert made[-1] is None
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
     torch.testing.assert_close(module.experience.ref_logprobs, separate.experience.ref_logprobs, rtol=0, atol=1e-5)
     for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "loss/policy", "grad_norm/actor"):
         assert metrics[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-4), name
@@ -103,6 +105,7 @@ def test_the_rows_of_later_mini_batches_have_a_separate_pass(size, keep_groups, 
     assert len(made[-1].first) == size
     separate, expected = trained(Separate, **options)
     torch.testing.assert_close(module.experience.old_logprobs, separate.experience.old_logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(module.experience.entropies, separate.experience.entropies, rtol=0, atol=1e-5)
     for name, value in separate.actor.state_dict().items():
         torch.testing.assert_close(module.actor.state_dict()[name], value, rtol=0, atol=1e-6)
     for name in ("rollout_corr/kl_k1", "rollout/logprob_diff_max", "kl/approx", "policy/clip_fraction"):

@@ -146,6 +146,7 @@
   }
 
   const drawn = [];
+  let intervals = new Set();  // metrics whose bounds have the same name with _low and _high
   function draw(box, data, series, more = {}) {
     const width = Math.max(240, box.clientWidth - 16);
     const plot = new uPlot({ width, height: 190, scales: { x: { time: false } }, axes: axes(), cursor: { sync: { key: "page" } }, series, ...more }, data, box);
@@ -156,20 +157,27 @@
   function chart(metric, parent) {
     const table = metric.startsWith("val/") ? "validation" : "training";
     const present = runs.map((run, i) => [run, i]).filter(([run]) => run[table][metric]);
-    const tables = present.map(([run]) => [positions(run, table), smooth(run[table][metric], Number(smoothing.value))]);
+    const names = intervals.has(metric) ? [metric, `${metric}_low`, `${metric}_high`] : [metric];
+    const tables = present.map(([run]) => [positions(run, table), ...names.map((name) => smooth(run[table][name] ?? run[table][metric].map(() => null), Number(smoothing.value)))]);
     const data = tables.length === 1 ? tables[0] : uPlot.join(tables);
     const title = axis.options[axis.selectedIndex].text;
     const box = element("div", { class: "chart", "data-metric": metric }, element("h3", { text: metric }));
     parent.append(box);
     const points = { show: data[0].length < 40, size: 5 };
-    draw(box, data, [{ label: title }, ...present.map(([run, i]) => ({
-      label: labelled ? run.name : metric.split("/").at(-1), stroke: colours[i % colours.length], width: 1.5, spanGaps: true, points,
-      value: (_, value) => short(value),
-    }))]);
+    const value = (_, number) => short(number);
+    const series = present.flatMap(([run, i]) => {
+      const label = labelled ? run.name : metric.split("/").at(-1), stroke = colours[i % colours.length];
+      const bound = (name) => ({ label: `${label} ${name}`, stroke: "transparent", spanGaps: true, points: { show: false }, value });
+      return [{ label, stroke, width: 1.5, spanGaps: true, points, value }, ...(names.length > 1 ? [bound("low"), bound("high")] : [])];
+    });
+    const bands = names.length > 1 ? present.map(([, i], n) => ({ series: [3 * n + 3, 3 * n + 2], fill: `${colours[i % colours.length]}33` })) : [];
+    draw(box, data, [{ label: title }, ...series], { bands });
   }
 
   function redraw() {
-    const all = [...new Set(runs.flatMap((run) => [...Object.keys(run.validation), ...Object.keys(run.training)]))].filter((name) => name !== "step");
+    const names = new Set(runs.flatMap((run) => [...Object.keys(run.validation), ...Object.keys(run.training)]));
+    intervals = new Set([...names].filter((name) => names.has(`${name}_low`) && names.has(`${name}_high`)));
+    const all = [...names].filter((name) => name !== "step" && !(/_(low|high)$/.test(name) && intervals.has(name.replace(/_(low|high)$/, ""))));
     const validations = all.filter((name) => name.startsWith("val/"));
     const featured = [...validations.filter((name) => /val\/(greedy|sampled|loss|pair_accuracy)$/.test(name)), ...main.filter((name) => all.includes(name))];
     const rest = all.filter((name) => !featured.includes(name)).sort();

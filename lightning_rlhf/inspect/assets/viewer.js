@@ -6,7 +6,8 @@
   const controls = element("div", { class: "controls" });
   const list = element("div", { class: "list", id: "list" });
   const detail = element("div", { class: "samples", id: "detail" });
-  viewer.append(controls, list, detail);
+  const legend = element("div", { class: "legend muted", id: "legend" });
+  viewer.append(controls, list, legend, detail);
   const control = (text, input) => { controls.append(element("label", {}, text, input)); return input; };
   const choices = (id, values) => { const made = element("select", { id }); for (const [value, text] of values) made.append(element("option", { value, text })); return made; };
   const run = control("run", choices("run", runs.map((own, i) => [i, own.name])));
@@ -15,7 +16,7 @@
   const order = control("sort", choices("order", [["group", "by prompt"], ["-reward", "best first"], ["reward", "worst first"], ["-length", "longest first"], ["length", "shortest first"]]));
   const only = control("show", choices("only", [["all", "all"], ["truncated", "cut at the limit"], ["differing", "prompts with different rewards"]]));
   const text = control("text", element("input", { type: "search", id: "text" }));
-  const colour = control("colour", choices("colour", [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"], ["none", "none"]]));
+  const colour = control("colour", choices("colour", [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["entropy", "entropy"], ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"], ["none", "none"]]));
   let rows = [], chosen = [];
 
   const length = (row) => row.tokens ? row.tokens.ids.length : (row.response || "").length;
@@ -50,9 +51,41 @@
   // -- tokens ---------------------------------------------------------------------------------------------------------
   const values = {
     advantage: (tokens, i) => tokens.advantage[i], logprob: (tokens, i) => tokens.logprob[i],
-    kl: (tokens, i) => tokens.logprob[i] - tokens.ref_logprob[i], ratio: (tokens, i) => tokens.logprob[i] - tokens.rollout_logprob[i],
+    kl: (tokens, i) => tokens.logprob[i] - tokens.ref_logprob[i], entropy: (tokens, i) => tokens.entropy ? tokens.entropy[i] : null, ratio: (tokens, i) => tokens.logprob[i] - tokens.rollout_logprob[i],
     weight: (tokens, i) => Math.log(Math.max(tokens.weight[i], 1e-6)), in_loss: (tokens, i) => tokens.in_loss[i] ? 1 : 0, version: (tokens, i) => tokens.version[i],
   };
+
+  /** The numbers of the sampled tokens of a response by the chosen value, null for others. */
+  function numbersOf(row) {
+    const value = values[colour.value];
+    return row.tokens.ids.map((_, i) => value && row.tokens.sampled[i] ? value(row.tokens, i) : null);
+  }
+
+  /** The origin of the colours, their least and largest number, and the one of the strongest colour, for all selected responses. */
+  function scaleOf() {
+    const numbers = chosen.filter((row) => row.tokens).flatMap(numbersOf).filter((number) => number !== null);
+    if (!numbers.length) return null;
+    const origin = colour.value === "version" ? numbers.reduce((a, b) => Math.min(a, b)) : 0;
+    const least = numbers.reduce((a, b) => Math.min(a, b), origin) - origin, largest = numbers.reduce((a, b) => Math.max(a, b), origin) - origin;
+    const strongest = colour.value === "logprob" ? 5 : colour.value === "version" ? Math.max(1, largest) : Math.max(1e-9, -least, largest);
+    return { origin, least, largest, strongest };
+  }
+
+  const marks = { weight: (number) => short(Math.exp(number)), version: (number) => `version ${number}`, in_loss: (number) => number ? "in the loss" : "not in the loss", advantage: short };
+  const nats = (number) => `${short(number)} nats`;
+
+  function drawLegend(scale) {
+    legend.replaceChildren();
+    if (!scale) {
+      if (colour.value === "entropy" && chosen.some((row) => row.tokens)) legend.append("The files of this run have no entropies.");
+      return;
+    }
+    const ends = [scale.least < 0 ? -scale.strongest : 0, scale.largest > 0 || scale.least === 0 ? scale.strongest : 0];
+    const bar = element("span", { class: "scale" });
+    bar.style.background = `linear-gradient(to right, ${[ends[0], 0, ends[1]].filter((end, i) => i !== 1 || ends[0] < 0 && ends[1] > 0).map((end) => paint(end, scale.strongest)).join(", ")})`;
+    const [left, right] = ends.map((end) => (marks[colour.value] || nats)(end + scale.origin));
+    legend.append(element("span", { text: left }), bar, element("span", { text: right }));
+  }
 
   /** Blue for values above 0, orange below; log-probabilities are orange, the darker the less likely. */
   function paint(value, largest) {
@@ -60,20 +93,15 @@
     return `rgba(${value >= 0 ? "31, 120, 209" : "224, 123, 0"}, ${(0.75 * strength).toFixed(3)})`;
   }
 
-  function tokensOf(row, other) {
-    const tokens = row.tokens, parts = [];
-    const value = values[colour.value];
-    const numbers = value ? tokens.ids.map((_, i) => tokens.sampled[i] ? value(tokens, i) : 0) : [];
-    let largest = Math.max(1e-9, ...numbers.map(Math.abs));
-    if (colour.value === "logprob") largest = 5;
-    const low = Math.min(...numbers);
+  function tokensOf(row, other, scale) {
+    const tokens = row.tokens, parts = [], numbers = numbersOf(row);
     const common = other && other.tokens ? matches(tokens.texts, other.tokens.texts) : null;
     tokens.texts.forEach((own, i) => {
       if (i === 0 || tokens.sampled[i] !== tokens.sampled[i - 1]) parts.push(element("pre", { class: `tokens ${tokens.sampled[i] ? "policy" : "environment"}` }));
       const kinds = `${tokens.sampled[i] ? "" : "written "}${common && !common[i] ? "differs" : ""}`;
       const span = element("span", { text: own, class: kinds });
-      if (value && tokens.sampled[i]) span.style.backgroundColor = paint(colour.value === "version" ? numbers[i] - low : numbers[i], colour.value === "version" ? Math.max(1, largest - low) : largest);
-      span.title = [`token ${tokens.ids[i]}`, ...["logprob", "rollout_logprob", "ref_logprob", "advantage", "weight"].map((name) => `${name} ${short(tokens[name][i])}`),
+      if (scale && numbers[i] !== null) span.style.backgroundColor = paint(numbers[i] - scale.origin, scale.strongest);
+      span.title = [`token ${tokens.ids[i]}`, ...["logprob", "rollout_logprob", "ref_logprob", "entropy", "advantage", "weight"].filter((name) => tokens[name]).map((name) => `${name} ${short(tokens[name][i])}`),
         `KL ${short(values.kl(tokens, i))}`, `version ${tokens.version[i]}`, tokens.sampled[i] ? (tokens.in_loss[i] ? "in the loss" : "not in the loss") : "written by the environment"].join("\n");
       parts.at(-1).append(span);
     });
@@ -93,11 +121,13 @@
 
   function drawDetail() {
     detail.replaceChildren();
+    const scale = scaleOf();
+    drawLegend(scale);
     chosen.forEach((row, i) => {
       const parts = Object.entries(row.rewards || {}).map(([name, value]) => `${name} ${short(value)}`).join(", ");
       const card = element("div", { class: "sample" }, element("b", { text: `reward ${short(reward(row))}` }), ` ${parts}${row.truncated ? " (cut at the limit)" : ""}, KL ${short(row.kl)}`,
         element("pre", { class: "environment", text: row.prompt ?? "" }));
-      if (row.tokens) card.append(...tokensOf(row, chosen.length === 2 ? chosen[1 - i] : null));
+      if (row.tokens) card.append(...tokensOf(row, chosen.length === 2 ? chosen[1 - i] : null, scale));
       else if (row.segments) card.append(...segmentsOf(row.segments));
       else card.append(element("pre", { class: "policy", text: row.response ?? "" }));
       if (row.ground_truth !== undefined) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: String(row.ground_truth) }));

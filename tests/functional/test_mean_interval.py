@@ -1,0 +1,49 @@
+"""The interval of a mean over prompts."""
+
+import random
+
+import pytest
+
+from lightning_rlhf.functional.diagnostics import mean_interval
+from tests.helpers import assert_close
+
+
+def test_one_response_each_gives_wilsons_interval_of_the_prompts():
+    found = mean_interval([[1.0]] * 7 + [[0.0]] * 3)
+    assert found["interval"] == "wilson"
+    assert_close([found["low"], found["high"]], [0.39677, 0.89221], rtol=1e-4)
+    assert_close(mean_interval([[1.0]] * 5)["low"], 5 / (5 + 1.959964**2))
+
+
+def test_samples_of_one_prompt_are_no_further_trials():
+    alike = mean_interval([[1.0] * 50] * 5 + [[0.0] * 50] * 5)
+    single = mean_interval([[1.0]] * 5 + [[0.0]] * 5)
+    assert_close([alike["low"], alike["high"]], [single["low"], single["high"]])
+    spread = mean_interval([[1.0] * 25 + [0.0] * 25] * 10)  # all prompts alike: every sample adds information
+    assert spread["high"] - spread["low"] < (single["high"] - single["low"]) / 5
+
+
+def test_other_numbers_get_the_normal_interval():
+    found = mean_interval([[1.0], [2.0], [4.0]])  # s^2 = 7/3, standard error sqrt(7/9)
+    assert found["interval"] == "normal"
+    assert_close([found["low"], found["high"]], [7 / 3 - 1.959964 * 7**0.5 / 3, 7 / 3 + 1.959964 * 7**0.5 / 3])
+    assert mean_interval([[5.0]]) == {"mean": 5.0, "low": None, "high": None, "interval": "none"}
+
+
+@pytest.mark.parametrize("kinds", [(0.5, 0.5), (0.1, 0.9), (0.0, 1.0), (0.02, 0.3)])
+def test_intervals_hold_the_truth_as_often_as_they_say(kinds):
+    draw, held, tries = random.Random(0), 0, 600
+    for _ in range(tries):
+        prompts = [draw.choice(kinds) for _ in range(40)]
+        found = mean_interval([[float(draw.random() < p) for _ in range(8)] for p in prompts])
+        held += found["low"] <= sum(kinds) / 2 <= found["high"]
+    assert 0.92 <= held / tries <= 0.985
+
+
+def test_intervals_at_none_and_all_hold_them():
+    for value in (0.0, 1.0):
+        found = mean_interval([[value] * 3] * 4)
+        assert found["low"] <= value <= found["high"]
+        assert found["high"] - found["low"] > 0.3
+    assert mean_interval([[0.0]])["low"] == 0.0
+    assert mean_interval([[1.0]])["high"] == 1.0

@@ -8,7 +8,7 @@
   const labelled = runs.length > 1;
   const live = document.body.dataset.live === "yes";  // a page of the inspector, which has a viewer of responses
   const main = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
-    "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
+    "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
 
   /** Creates an element; text is never parsed as HTML. */
   function element(tag, options = {}, ...children) {

@@ -15,6 +15,7 @@ from .hf_export import HFExport
 from .metrics_csv import MetricsCSV
 from .report import Report
 from .report_page import ReportPage
+from .rollout_log import RolloutLog
 from .rollout_loop import RolloutLoop
 from .run_state import RunState
 from .throughput import Throughput
@@ -25,7 +26,8 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
 
     Signals are handled first, the clock starts before the rollout, callbacks that measure precede those that write, and
     a checkpoint is saved after all other files of its step. Without a configured checkpoint, Lightning adds one that
-    saves at the end of each epoch; RunCheckpoint, which saves every hundred steps and at the end, replaces it.
+    saves at the end of each epoch; RunCheckpoint, which saves every hundred steps and at the end, replaces it. With
+    RolloutLoop, RolloutLog is a default too.
 
     Args:
         callbacks: callbacks of the Trainer.
@@ -34,7 +36,9 @@ def complete(callbacks: Sequence[Callback]) -> list[Callback]:
     if len(checkpoints) == 1 and _is_lightning_default(checkpoints[0]):
         rest = [callback for callback in callbacks if callback is not checkpoints[0]]
         callbacks = [*rest, RunCheckpoint(every_n_steps=100)]
-    defaults = (GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage)
+    defaults = [GracefulShutdown, Throughput, Console, MetricsCSV, HealthChecks, RunState, HFExport, ReportPage]
+    if any(isinstance(callback, RolloutLoop) for callback in callbacks):
+        defaults.append(RolloutLog)
     missing = [default() for default in defaults if not any(isinstance(callback, default) for callback in callbacks)]
     first = (GracefulShutdown, Throughput, Console, RolloutLoop)
     order = (*first, Callback, MetricsCSV, HealthChecks, RunState, HFExport, Report, ReportPage, Checkpoint)

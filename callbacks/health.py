@@ -17,6 +17,7 @@ from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.objectives.sequence_policy_losses import GMPOLoss, GSPOLoss, VESPOLoss
 
+from .policy_check import PolicyCheck
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class HealthChecks(Callback):
 
     The checks are in :mod:`lightning_rlhf.inspect.health`. A resumed run reads ``metrics.csv``, if there is one, and
     does not repeat its warnings. The file ``health.json`` has the names of the checked rewards and of the checks that
-    do not apply, for the report.
+    do not apply, and the bounds of PolicyCheck, for the report.
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,14 @@ class HealthChecks(Callback):
         loops = [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
         rewards = [reward.label for loop in loops for reward in loop.rewards if reward.weight]
         skipped = skipped_checks(pl_module, loops)
-        self.monitor = HealthMonitor(rewards, skipped)
+        checks = [callback for callback in trainer.callbacks if isinstance(callback, PolicyCheck)]
+        bounds = {name: bound for check in checks for name, bound in check.bounds.items()}
+        self.monitor = HealthMonitor(rewards, skipped, bounds)
         directory = Path(trainer.default_root_dir)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / HEALTH_SETTINGS).write_text(
-                json.dumps({"rewards": rewards, "skipped": skipped}, indent=2) + "\n", encoding="utf-8"
-            )
+            settings = {"rewards": rewards, "skipped": skipped, "bounds": bounds}
+            (directory / HEALTH_SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         if trainer.is_global_zero and trainer.ckpt_path is not None:
             rows = read_metrics(directory / "metrics.csv")
             for row in [row for row in rows if precedes(row, trainer.global_step)]:

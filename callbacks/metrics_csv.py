@@ -53,6 +53,24 @@ class MetricsCSV(Callback):
         if not trainer.sanity_checking and trainer.state.fn == TrainerFn.FITTING:
             self._write(trainer, validation=True)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Add to the row of the last validation what callbacks such as PolicyCheck measured after it."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        path = self._table(trainer)
+        rows = read_metrics(path)
+        metrics = {name: repr(float(value)) for name, value in trainer.callback_metrics.items() if is_validation(name)}
+        new = sorted(name for name in metrics if name not in self._columns)
+        if not new:
+            return
+        last = rows[-1] if rows else {}
+        if last.get("step") != str(trainer.global_step) or not any(last.get(name) for name in metrics):
+            last = {"step": str(trainer.global_step)}
+            rows.append(last)
+        last.update({name: metrics[name] for name in new})
+        self._columns += new
+        self._rewrite(path, rows)
+
     def _write(self, trainer: Trainer, validation: bool) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return

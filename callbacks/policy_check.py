@@ -128,16 +128,20 @@ class PolicyCheck(Callback):
             scores[rows.to(scores.device)] = outputs.squeeze(1)
         return scores
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Lowest accuracies without a warning, by metric."""
+        return {"val/pair_accuracy": self.min_pair_accuracy, "val/policy_order": self.min_policy_order}
+
     def _report(self, metrics: dict[str, Tensor]) -> None:
-        bounds = {"val/pair_accuracy": self.min_pair_accuracy, "val/policy_order": self.min_policy_order}
-        for name, bound in bounds.items():
+        for name, bound in self.bounds.items():
             if name not in metrics:
                 continue
             value = float(metrics[name])
             log.info("%s = %.3f (recommended: at least %.2f)", name, value, bound)
             if not value >= bound:
                 log.warning(
-                    "%s is %.3f, below %.2f: PPO would learn to exploit this reward model instead of the task. "
+                    "%s is %.3f, below %.2f: PPO may learn to exploit this reward model instead of the task. "
                     "Train it longer, or on pairs that are closer to the policy's responses.",
                     *(name, value, bound),
                 )

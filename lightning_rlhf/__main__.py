@@ -1,6 +1,7 @@
 """Entry point of ``lightning-rlhf`` and ``python -m lightning_rlhf``."""
 
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -17,7 +18,7 @@ _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...]
   --model.init_args.NAME VALUE     argument of the module, such as minibatch_size or actor_optimizer.init_args.lr
   --data.init_args.NAME VALUE      argument of the data module, such as train or batch_size
   --trainer.default_root_dir DIR   run directory
-  --trainer.max_steps N            number of steps, prompt batches
+  --trainer.max_steps N            number of steps, each with one batch of the data
   --trainer.devices N              number of GPUs, or of processes on a CPU
   --trainer.strategy NAME          rlhf_fsdp, rlhf_ddp, rlhf_deepspeed_stage_3 and others
   --trainer.precision NAME         bf16-mixed, or 32-true
@@ -35,11 +36,9 @@ def main() -> int:
     """Run a command; ``--version``, ``--help`` and unknown commands do not import libraries."""
     arguments = sys.argv[1:]
     if arguments == ["--version"]:
-        print(f"lightning-rlhf {__version__}")
-        return 0
+        return _show(f"lightning-rlhf {__version__}\n")
     if not arguments or arguments[0] in ("--help", "-h", "help"):
-        print(overview())
-        return 0
+        return _show(f"{overview()}\n")
     name = arguments[0]
     if name not in COMMANDS and not name.startswith("-"):
         print(f"lightning-rlhf: unknown command {name!r}; {_suggestion(name)}", file=sys.stderr)
@@ -47,8 +46,7 @@ def main() -> int:
     module, description = COMMANDS.get(name, (LIGHTNING, ""))
     if module == LIGHTNING:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
-            print(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()), end="")
-            return 0
+            return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
     launch_environment.apply()  # before libraries are imported that read environment variables
     try:
@@ -56,6 +54,15 @@ def main() -> int:
     except KeyboardInterrupt:  # during the import; commands handle it themselves
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _show(text: str) -> int:
+    """Print a text, whose reader may end before its last line, such as ``head``."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python raises again at its end
+    return 0
 
 
 def overview() -> str:

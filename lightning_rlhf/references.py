@@ -20,7 +20,8 @@ def load_function(reference: str) -> Callable[..., Any]:
     """Import a function.
 
     Args:
-        reference: ``module:name``, ``module.name`` or ``file.py:name``; relative paths start at the working directory.
+        reference: ``module:name``, ``module.name`` or ``file.py:name``; relative paths start at the working directory,
+            or at a folder of ``sys.path``, which contains those of the configurations.
 
     Raises:
         ValueError: the function was not found or is not callable; the message suggests similar names.
@@ -62,6 +63,8 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
+    if not path.is_file() and not path.is_absolute():
+        path = next((own for folder in sys.path if (own := Path(folder, path)).is_file()), path)
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.py")]
         suggestion = _suggestion(path.name, files) if path.parent.is_dir() else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,17 +52,19 @@ class Fields:
         names: column of each field.
         transform: function of field and value that returns the value to use, such as messages made from text; None
             uses the row's value.
+        mapping: configured column of each field, for messages.
     """
 
     row: Row
     names: Mapping[str, str]
     transform: Callable[[str, Any], Any] | None = None
+    mapping: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __contains__(self, field: str) -> bool:
         return field in self.names
 
     def __getitem__(self, field: str) -> Any:
-        value = lookup(self.row, self.names.get(field, field))
+        value = lookup(self.row, self.names.get(field, field), self.mapping)
         return value if self.transform is None else self.transform(field, value)
 
     def get(self, field: str) -> Any:
@@ -73,7 +77,7 @@ class Fields:
         Raises:
             BadRow: the value is missing, empty, or not text.
         """
-        return text_of(self.row, self.names.get(field, field))
+        return text_of(self.row, self.names.get(field, field), self.mapping)
 
     def number(self, field: str) -> float:
         """Return the finite number of a field.
@@ -166,7 +170,7 @@ class Columns:
             if len(filled) > 1:
                 raise AmbiguousColumns(_ambiguity_message(candidates, filled))
             names.update((filled or empty)[:1])
-        return Fields(row, names)
+        return Fields(row, names, mapping=self.mapping)
 
     def other_columns(self, fields: Fields, exclude: Sequence[str]) -> dict[str, Any]:
         """Return all columns that reward functions can receive.
@@ -193,32 +197,47 @@ class Columns:
         return row | {field: fields[field] for field in reward_fields if field in fields}
 
 
-def lookup(row: Row, column: str) -> Any:
+def lookup(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> Any:
     """Return the value of a column; dots separate the keys of nested values, unless a column has exactly this name.
+
+    Args:
+        row: row of the data.
+        column: name of the column.
+        mapping: configured column of each field, which a message repeats.
 
     Raises:
         BadRow: the row does not have the column.
     """
     value = _find_value(row, column)
     if value is _MISSING:
-        raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}{_hint(column, row)}", f"no column {column!r}")
+        hint = _hint(column, row, mapping or {})
+        raise BadRow(f"no column {column!r}, only {sorted(map(str, row))}{hint}", f"no column {column!r}")
     return value
 
 
-def _hint(column: str, row: Row) -> str:
-    """Return a suggestion for the column mapping; empty if the row has no likely column."""
+def _hint(column: str, row: Row, mapping: Mapping[str, str]) -> str:
+    """Return a suggestion for the column mapping, with its other entries; empty if the row has no likely column."""
     known = {name.lower(): name for name in row if isinstance(name, str)}
     likely = next((known[name] for name in (column, *_COMMON_NAMES.get(column, ())) if name in known), None)
-    return f"; to use {likely!r}, set data.init_args.columns: {{{column}: {likely}}}" if likely else ""
+    if likely is None:
+        near = difflib.get_close_matches(column, map(str, row), n=1)
+        return f"; did you mean {near[0]!r}?" if near else ""
+    entries = ", ".join(f"{field}: {own}" for field, own in {**mapping, column: likely}.items())
+    return f"; to use {likely!r}, set data.init_args.columns: {{{entries}}}"
 
 
-def text_of(row: Row, column: str) -> str:
+def text_of(row: Row, column: str, mapping: Mapping[str, str] | None = None) -> str:
     """Return the text of a column.
+
+    Args:
+        row: row of the data.
+        column: name of the column.
+        mapping: configured column of each field, which a message repeats.
 
     Raises:
         BadRow: the column is missing, empty, or not text.
     """
-    value = lookup(row, column)
+    value = lookup(row, column, mapping)
     if not isinstance(value, str):
         raise BadRow(f"column {column!r} holds {_type_name(value)}, expected text")
     if not value.strip():

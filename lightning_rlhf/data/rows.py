@@ -82,8 +82,10 @@ class RowReport:
     def error_message(self) -> str:
         """Return the message of the error that bad rows raise."""
         more = [f"... and {self.bad - len(self.first_bad)} more"] if self.bad > len(self.first_bad) else []
-        heading = f"{self.name}: {self.bad} of {self.used + self.dropped.total()} rows cannot be used"
-        return "\n  ".join([f"{heading} (set on_bad_row: skip to skip them):", *self.first_bad, *more, *self.advice])
+        rows = self.used + self.dropped.total()
+        heading = f"{self.name}: {self.bad} of {rows} rows cannot be used"
+        remedy = " (set on_bad_row: skip to skip them)" if self.bad < rows else ""
+        return "\n  ".join([f"{heading}{remedy}:", *self.first_bad, *more, *self.advice])
 
     def __str__(self) -> str:
         read = self.used + sum(self.dropped.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 FIRST_STEPS = 3
@@ -43,12 +43,14 @@ class RunHistory:
 
     Args:
         rewards: names of the reward functions whose weight is not 0.
+        bounds: lowest accuracies of a reward model before PPO uses it, by metric.
         first: metrics of the first steps.
         recent: metrics of the last steps.
         validations: metrics of all validations.
     """
 
     rewards: Sequence[str] = ()
+    bounds: Mapping[str, float] = field(default_factory=dict)
     first: list[Row] = field(default_factory=list)
     recent: deque[Row] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
     validations: list[Row] = field(default_factory=list)
@@ -76,15 +78,17 @@ class HealthMonitor:
     Args:
         rewards: names of the reward functions whose weight is not 0.
         skipped: names of checks that do not apply to the run.
+        bounds: lowest accuracies of a reward model before PPO uses it, by metric.
         findings: failed checks so far.
     """
 
     rewards: Sequence[str] = ()
     skipped: Collection[str] = ()
+    bounds: Mapping[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._history = RunHistory(self.rewards)
+        self._history = RunHistory(self.rewards, self.bounds)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the checks that fail for the first time.
@@ -101,12 +105,18 @@ class HealthMonitor:
             history.recent.append(row)
             if len(history.first) < FIRST_STEPS:
                 history.first.append(row)
-        reported = {*self.skipped, *(finding.check for finding in self.findings)}
-        new = [
-            Finding(name, step, *failure)
-            for name, check in CHECKS.items()
-            if name not in reported and (failure := check(history)) is not None
-        ]
+        new: list[Finding] = []
+        for name, check in CHECKS.items():
+            failed = {finding.check: finding.step for finding in [*self.findings, *new]}
+            if name in failed or name in self.skipped:
+                continue
+            if (failure := check(history)) is not None:
+                finding = Finding(name, step, *failure)
+                cause = next((own for own in _CAUSES.get(name, ()) if own in failed), None)
+                if cause is not None:
+                    remedy = f'This is probably a consequence of "{cause}" (step {failed[cause]}): mend that first'
+                    finding = replace(finding, remedy=remedy)
+                new.append(finding)
         self.findings += new
         return new
 
@@ -302,6 +312,22 @@ def _over_optimisation(history: RunHistory) -> _Failure | None:
     )
 
 
+def _reward_model(history: RunHistory) -> _Failure | None:
+    last = history.validations[-1] if history.validations else {}
+    low = [name for name, bound in history.bounds.items() if last.get(name, bound) < bound]
+    if math.isnan(last.get("val/policy_score_mean", math.nan)) or not low:  # a validation before the end of training
+        return None
+    name, bound = low[-1], history.bounds[low[-1]]
+    return (
+        name,
+        last[name],
+        bound,
+        f"{name} is {last[name]:.3g} at the end (below {bound:g}): PPO may learn to exploit this reward model instead "
+        "of the task",
+        "Train it longer, or on pairs that are closer to the policy's responses",
+    )
+
+
 def _loss(history: RunHistory) -> _Failure | None:
     start, loss = history.start("train/loss"), history.mean("train/loss", 10)
     if not start > 0 or not loss > 1.5 * start:
@@ -368,9 +394,18 @@ CHECKS: dict[str, Callable[[RunHistory], _Failure | None]] = {
     "engine and actor": _engine,
     "critic": _critic,
     "over-optimisation": _over_optimisation,
+    "reward model": _reward_model,
     "rising loss": _loss,
     "gradient spike": _gradient,
     "waiting": _waiting,
+}
+
+# Checks that often fail as a consequence of others.
+_CAUSES = {
+    "equal groups": ("constant reward", "lost reward", "KL to the reference"),
+    "entropy collapse": ("lost reward", "KL to the reference"),
+    "length drift": ("lost reward", "KL to the reference"),
+    "truncation": ("lost reward", "KL to the reference"),
 }
 
 

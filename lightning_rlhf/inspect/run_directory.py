@@ -56,10 +56,14 @@ class RunDirectory:
     path: Path
 
     def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise UsageError(f"{self.path} does not exist: expected the directory of a run, its default_root_dir")
         if not (self.path / "metrics.csv").is_file():
+            below = sorted(str(path.parent) for path in self.path.glob("*/metrics.csv"))
+            runs = f"; runs below it: {', '.join(below[:8])}" if below else ""
             raise UsageError(
                 f"{self.path} has no metrics.csv, which a run writes when training begins: expected the "
-                "default_root_dir of a run"
+                f"default_root_dir of a run{runs}"
             )
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
@@ -95,6 +99,7 @@ class RunDirectory:
             monitor = HealthMonitor(
                 rewards=[str(name) for name in settings.get("rewards", [])],
                 skipped={str(name) for name in settings.get("skipped", [])},
+                bounds={str(name): float(bound) for name, bound in settings.get("bounds", {}).items()},
             )
         for step, row in rows:
             monitor.add(step, row)

@@ -91,7 +91,9 @@ class RewardOutput:
             returned = _to_plain(returned["rewards"])
         if not isinstance(returned, list | tuple) or len(returned) != len(indices):
             received = f"{len(returned)} values" if isinstance(returned, list | tuple) else type(returned).__name__
-            raise InvalidRewardError(f"returned {received}, expected {len(indices)}: one per completion")
+            raise InvalidRewardError(
+                f"returned {received}, expected a list of {len(indices)} numbers: one per completion"
+            )
         self.values = [self._read_one(value, index) for value, index in zip(returned, indices, strict=True)]
         return self
 

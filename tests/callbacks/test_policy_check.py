@@ -8,10 +8,11 @@ import torch
 
 from lightning_rlhf import PreferenceDataModule, RewardModule
 from lightning_rlhf.batching.sequences import join
-from lightning_rlhf.callbacks import PolicyCheck
+from lightning_rlhf.callbacks import HealthChecks, MetricsCSV, PolicyCheck
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.functional.diagnostics import ordered_share
+from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.helpers import assert_close
 from tests.stand_ins import TINY_LLAMA, TinyModel, quiet_trainer
@@ -54,6 +55,24 @@ def test_the_share_of_rightly_ordered_samples_is_the_one_of_all_pairs(checked):
     assert 0 < right.sum() < len(right) == 16
     assert metrics["val/policy_accuracy"] == pytest.approx(right.float().mean().item())
     assert metrics["val/policy_order"] == pytest.approx(ordered_share(check.raw[right], check.raw[~right]))
+
+
+def test_the_report_has_the_metrics_and_the_bounds_of_the_check(tmp_path, monkeypatch):
+    bounds = {"min_policy_order": 1.01, "min_pair_accuracy": 0.0}
+    check = PolicyCheck(TinyModel(seed=1), PROMPTS, RewardFunction(begins_late), max_response_tokens=6, **bounds)
+    data = PreferenceDataModule(PAIRS, CharacterTokenizer("abcdefg"), val=PAIRS, batch_size=2)
+    module = RewardModule(TinyModel(), optimizer=partial(torch.optim.SGD, lr=0.1))
+    callbacks = [check, MetricsCSV(), HealthChecks()]
+    trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path)
+    trainer.fit(module, datamodule=data)
+    run = RunDirectory(tmp_path)
+    step, last = run.rows()[-1]
+    assert step == trainer.global_step
+    names = {"val/policy_accuracy", "val/policy_order", "val/policy_score_mean", "val/policy_score_std"}
+    assert {name: last[name] for name in names} == {name: float(trainer.callback_metrics[name]) for name in names}
+    assert "val/loss" in last  # the row of the last validation
+    (finding,) = run.findings()
+    assert (finding.check, finding.metric, finding.bound) == ("reward model", "val/policy_order", 1.01)
 
 
 def texts_of(rollout):
@@ -106,7 +125,7 @@ def test_a_reward_model_below_the_bounds_is_warned_of(checked, caplog):
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 1
     assert said[0].startswith("val/policy_order is ")
-    assert "below 1.01: PPO would learn to exploit this reward model" in said[0]
+    assert "below 1.01: PPO may learn to exploit this reward model" in said[0]
     caplog.clear()
     checked(min_policy_order=0.0, min_pair_accuracy=0.0)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

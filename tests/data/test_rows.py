@@ -43,7 +43,7 @@ def test_every_kind_of_bad_row_is_named_with_file_line_and_reason(bad_file):
     heading, *lines = str(caught.value).split("\n")
     assert heading.endswith("(set on_bad_row: skip to skip them):")
     assert lines == [
-        f"  {bad_file}:2: no column 'text', only ['id', 'txt']",
+        f"  {bad_file}:2: no column 'text', only ['id', 'txt']; did you mean 'txt'?",
         f"  {bad_file}:3: column 'text' holds null, expected text",
         f"  {bad_file}:5: column 'text' holds list, expected text",
         f"  {bad_file}:6: column 'text' is empty",

@@ -14,13 +14,14 @@ def steps(count, **metrics):
 
 
 def findings(rows, rewards=()):
-    monitor = HealthMonitor(rewards)
+    monitor = HealthMonitor(rewards, bounds={"val/pair_accuracy": 0.95, "val/policy_order": 0.98})
     for i, row in enumerate(rows):
         monitor.add(int(row.get("step", i + 1)), {k: v for k, v in row.items() if k != "step"})
     return monitor.findings
 
 
 LEARNING = {"reward__mean": lambda i: 0.1 + 0.05 * i, "reward__std": 0.4}
+POLICY_CHECK = {"val/policy_score_mean": 0.0}  # at the end of training
 FLAT = {"reward__mean": 0.3, "reward__std": 0.4}
 
 
@@ -74,6 +75,11 @@ CASES = {
         validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.01 * i), 25, 0.5, 0.57,
         validations([0.2, 0.5, 0.6, 0.55, 0.5, 0.5], lambda i: 0.5 - 0.01 * i),
     ),
+    "reward model": (
+        [{"val/pair_accuracy": 0.9}, {"val/pair_accuracy": 0.96, "val/policy_order": 0.97, **POLICY_CHECK}],
+        2, 0.97, 0.98,
+        [{"val/pair_accuracy": 0.9}, {"val/pair_accuracy": 0.96, "val/policy_order": 0.99, **POLICY_CHECK}],
+    ),
     "rising loss": (
         steps(12, train__loss=lambda i: 1.0 if i < 3 else 2.0), 10, 1.7, 1.5,
         steps(12, train__loss=lambda i: 1.0 if i < 3 else 1.4),
@@ -89,7 +95,34 @@ CASES = {
 }  # fmt: skip
 
 
-OPTIONAL = {"reward/std", "time/sync_s", "time/check_s"}  # a run without these parts is checked by the others
+def test_a_failure_that_another_one_explains_is_marked_as_its_consequence():
+    rows = steps(
+        9,
+        kl__ref=lambda i: 9.0 * i,
+        rollout__response_tokens_mean=30.0,
+        rollout__truncated_fraction=lambda i: float(i > 2),
+        reward__mean=lambda i: 0.3 * (i < 2),
+        reward__std=lambda i: 0.3 * (i < 2),
+        group__equal_reward_fraction=1.0,
+    )
+    found = {finding.check: finding for finding in findings(rows)}
+    assert list(found) == ["KL to the reference", "truncation", "equal groups", "lost reward"]
+    for name in ("truncation", "equal groups"):
+        expected = 'This is probably a consequence of "KL to the reference" (step 2): mend that first'
+        assert found[name].remedy == expected
+    alone = findings(steps(9, rollout__truncated_fraction=1.0))
+    assert alone[0].remedy.startswith("Raise max_response_tokens")
+
+
+def test_equal_groups_under_a_constant_reward_are_its_consequence():
+    rows = steps(6, reward__a=0.1, reward__a_std=0.0, group__equal_reward_fraction=1.0, **FLAT)
+    constant, equal = findings(rows, ["a"])
+    assert (constant.check, equal.check) == ("constant reward", "equal groups")
+    assert equal.remedy == 'This is probably a consequence of "constant reward" (step 3): mend that first'
+
+
+# A run without these parts is checked by the others.
+OPTIONAL = {"reward/std", "val/pair_accuracy", "time/sync_s", "time/check_s"}
 
 
 def test_every_check_has_a_case():

@@ -98,11 +98,11 @@ def test_none_becomes_nan():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1.0], "returned 1 values, expected 2: one per completion"),
-        ([1.0] * 3, "returned 3 values, expected 2: one per completion"),
-        (1.0, "returned float, expected 2: one per completion"),
-        (None, "returned NoneType, expected 2: one per completion"),
-        (torch.tensor(1.0), "returned float, expected 2: one per completion"),
+        ([1.0], "returned 1 values, expected a list of 2 numbers: one per completion"),
+        ([1.0] * 3, "returned 3 values, expected a list of 2 numbers: one per completion"),
+        (1.0, "returned float, expected a list of 2 numbers: one per completion"),
+        (None, "returned NoneType, expected a list of 2 numbers: one per completion"),
+        (torch.tensor(1.0), "returned float, expected a list of 2 numbers: one per completion"),
         ([0.0, math.nan], "returned nan for completion 1, expected a finite number, or None where it does not apply"),
         ([-math.inf, 0.0], "returned -inf for completion 0, expected a finite number"),
         (["1", 0.0], "returned '1' for completion 0, expected a finite number"),

@@ -121,6 +121,8 @@ def read_rows(path: str, columns: dict[str, str], on_bad_row: OnBadRow) -> list[
 
     def convert(row: Row) -> ResponseRow:
         fields = finder.find(row)
+        if "responses" not in fields:
+            raise BadRow(f"no column {RESPONSES!r}, which lightning-rlhf generate writes", "no responses")
         responses = fields["responses"]
         responses = [responses] if isinstance(responses, str) else responses
         if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):

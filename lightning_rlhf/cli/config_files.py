@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 import pkgutil
@@ -33,6 +34,20 @@ def config_files(arguments: Sequence[str]) -> list[Path]:
     files = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
     files += [file for option, file in itertools.pairwise(arguments) if option == "--config"]
     return [Path(file).expanduser() for file in files]
+
+
+def check_config_files(arguments: Sequence[str]) -> None:
+    """Validate that the configuration files of a command line exist and are YAML.
+
+    Raises:
+        UsageError: a file does not exist, or is not a YAML mapping.
+    """
+    for file in config_files(arguments):
+        if not file.is_file():
+            near = difflib.get_close_matches(file.name, [own.name for own in file.parent.glob("*.y*ml")], n=1)
+            hint = f"; did you mean {str(file.with_name(near[0]))!r}?" if near else ""
+            raise UsageError(f"configuration file not found: {file}{hint} (working directory: {Path.cwd()})")
+        read_yaml(file)
 
 
 def read_yaml(file: Path) -> Any:

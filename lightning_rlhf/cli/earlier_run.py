@@ -18,22 +18,24 @@ log = logging.getLogger("lightning_rlhf")
 
 
 def rename_earlier_run(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run to the next free name with a number, and log it."""
+    """Rename the directory of an earlier run to the next free name with a number; None if there is no run in it."""
     if not (directory / "config.yaml").is_file():
         return None
     number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
-    earlier = directory.rename(directory.with_name(f"{directory.name}-{number}"))
+    return directory.rename(directory.with_name(f"{directory.name}-{number}"))
+
+
+def log_renamed_run(earlier: Path, directory: Path) -> None:
+    """Log the new name of an earlier run, once the new run has started."""
     log.info("An earlier run of %s is now %s.", directory, earlier)
     if (earlier / "export").is_dir():
         log.info("Until this run has ended, the earlier export is in %s.", earlier)
-    return earlier
 
 
 def restore_earlier_run(earlier: Path, directory: Path) -> None:
     """Rename an earlier run back after a new run that did not start."""
     shutil.rmtree(directory, ignore_errors=True)
     earlier.rename(directory)
-    log.info("This run did not start: the earlier run was renamed back to %s.", directory)
 
 
 def check_writable(directory: Path, renames: bool) -> None:

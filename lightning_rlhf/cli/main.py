@@ -18,10 +18,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
-from lightning_rlhf.cli.config_files import add_import_folders, check_classes, config_files, read_yaml
+from lightning_rlhf.cli.config_files import add_import_folders, check_classes, check_config_files
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
     check_writable,
+    log_renamed_run,
     rename_earlier_run,
     restore_earlier_run,
 )
@@ -46,6 +47,8 @@ from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 log = logging.getLogger("lightning_rlhf")
 _DIRECTORY = "runs/default"
+# Options with which a command has values or needs none.
+_SOURCES_OF_VALUES = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
@@ -65,6 +68,7 @@ class SaveRunConfig(SaveConfigCallback):
     """
 
     _earlier: str | None = None
+    renamed_run: Path | None = None  # directory of an earlier run, which has this name now
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Write the parsed configuration atomically."""
@@ -84,7 +88,9 @@ class SaveRunConfig(SaveConfigCallback):
         save_run_ids(trainer.loggers, path.parent)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Save the earlier configuration under its last step, which is known now."""
+        """Log the name of an earlier run; save the earlier configuration under its last step, which is known now."""
+        if self.renamed_run is not None:
+            log_renamed_run(self.renamed_run, Path(trainer.default_root_dir))
         if self._earlier is not None and trainer.global_step > 0:
             path = Path(trainer.default_root_dir) / f"config-{trainer.global_step}.yaml"
             path.write_text(self._earlier)
@@ -106,9 +112,10 @@ class RLHFCLI(LightningCLI):
             public = import_module("lightning_rlhf")
             for name in public.__all__:  # jsonargparse finds a class by its plain name once it is imported
                 getattr(public, name)
-        for file in config_files(command_line):
-            if file.is_file():
-                read_yaml(file)
+        check_config_files(command_line)
+        options = {argument.partition("=")[0].partition(".")[0] for argument in command_line}
+        if self._command in LightningCLI.subcommands() and not options & _SOURCES_OF_VALUES:
+            raise UsageError(f"{self._command} needs a configuration: add --config FILE")
         super().__init__(
             RoleModule,
             LightningDataModule,
@@ -191,6 +198,9 @@ class RLHFCLI(LightningCLI):
             if renames:
                 check_reads_elsewhere(self.config[subcommand], directory)
                 earlier = rename_earlier_run(directory)
+                for callback in trainer.callbacks:
+                    if isinstance(callback, SaveRunConfig):
+                        callback.renamed_run = earlier
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt, too, restores the earlier run
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0

@@ -247,7 +247,8 @@ def _expect_model_directory(path: str) -> None:
         raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         names = sorted(entry.name for entry in Path(path).iterdir())[:5]
-        raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}")
+        hint = f"; did you mean {str(Path(path, 'export'))!r}?" if Path(path, "export", "config.json").is_file() else ""
+        raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}{hint}")
 
 
 def _check_spelling(values: dict[str, Any], model_type: str) -> None:

@@ -42,6 +42,10 @@ def test_the_defaults_come_in_order():
     ]
 
 
+def test_rollouts_are_logged_by_default():
+    assert RolloutLog in kinds(complete([RolloutLoop([])]))
+
+
 def test_given_ones_take_their_turn_and_replace_a_default():
     console = Console(every_n_steps=7)
     given = [RunCheckpoint(every_n_steps=1), Report(), ModelCheckpoint(), RolloutLog(), RolloutLoop([]), KLControl(1.0)]

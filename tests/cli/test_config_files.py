@@ -26,6 +26,10 @@ class Greeting(Callback):
 
 class OwnModule(PPOModule):
     pass
+
+
+def nothing(completions):
+    return [0.0 for _ in completions]
 """
 
 
@@ -43,12 +47,18 @@ def test_a_class_in_a_file_here_or_beside_the_configuration_is_found(cli, config
     (folder / f"{name}.py").write_text(OWN)
     config["model"]["class_path"] = f"{name}.OwnModule"
     config["trainer"]["callbacks"].append({"class_path": f"{name}.Greeting"})
+    rewards = config["trainer"]["callbacks"][0]["init_args"]["rewards"]
+    rewards.append({"function": f"{name}.py:nothing"})
+    rewards.append({"function": f"{name}.py:nothing", "name": "in_a_process", "timeout_s": 30.0, "on_error": "skip"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(elsewhere)
     result = cli("fit", "--config", "../run.yaml")
     assert result.code == 0, result.err
     assert "a callback of a file beside the configuration" in result.out
     assert "OwnModule: actor" in result.out
+    metrics = Path("runs/tiny/metrics.csv").read_text()
+    assert "reward/nothing" in metrics
+    assert "reward/in_a_process" in metrics
 
 
 def test_a_file_here_replaces_no_installed_package(fit, config, tmp_path):

@@ -1,5 +1,6 @@
 """``lightning-rlhf new``: each project passes its own test and data check, and trains."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ def small(path):
         if isinstance(callback, dict) and callback["class_path"].endswith("RolloutLoop"):
             callback["init_args"] |= {"max_response_tokens": 8, "engine": ENGINE}
     return config
+
+
+def test_the_page_for_beginners_names_the_files_of_the_project(project):
+    project("grpo")
+    page = (Path(__file__).resolve().parents[2] / "docs/index.md").read_text()
+    section = page.partition("\n## Your project")[2].partition("\n## ")[0]
+    named = re.findall(r"[\w/]+\.(?:yaml|py)", section)
+    assert {"run.yaml", "reward.py"} <= set(named)
+    assert all(Path(name).is_file() for name in named)
 
 
 @pytest.mark.parametrize("kind", new.KINDS)

@@ -1,6 +1,7 @@
 """``lightning-rlhf`` says what there is to be asked, at once, and what was meant by a word that it does not know."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -43,6 +44,20 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(call, monkeypatch):
 
     monkeypatch.setattr(__main__, "import_module", interrupted)
     assert call("doctor") == (130, "", "lightning-rlhf: ended by Ctrl-C\n")
+
+
+def test_a_reader_that_ends_early_is_no_error():
+    command = f"{sys.executable} -m lightning_rlhf --help | head -1"
+    for _ in range(3):
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("usage: lightning-rlhf COMMAND ...\n", "")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_rlhf", "--help"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_it_takes_none_of_the_heavy_libraries():

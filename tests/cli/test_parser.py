@@ -1,6 +1,8 @@
 # ruff: noqa: E501  (the sentences are to be read whole)
 """Whatever is wrong with a configuration is one sentence on stderr and exit code 2."""
 
+from pathlib import Path
+
 import pytest
 
 import lightning_rlhf
@@ -221,7 +223,13 @@ def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, dat
 
 
 def test_a_file_that_is_not_there(cli):
-    assert "File does not exist" in refused(cli("fit", "--config", "none.yaml"))
+    Path("runs.yaml").touch()
+    told = refused(cli("fit", "--config", "run.yaml"))
+    assert told.startswith(
+        "lightning-rlhf: configuration file not found: run.yaml; did you mean 'runs.yaml'? (working "
+    )
+    told = refused(cli("fit", "--trainer.max_steps", "3"))
+    assert told == "fit needs a configuration: add --config FILE"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fti"], ["fit"], ["fit", "--config"], ["fit", "--trainer.max_step", "3"]])

@@ -309,6 +309,8 @@ def render(result: dict[str, Any]) -> str:
         lines += ["", *(f"warning: {warning}" for warning in result["warnings"])]
     if result["models"]:
         lines += ["", *result["models"]]
+    if not result["errors"]:
+        lines += ["", "the data can be used"]
     return "\n".join(lines)
 
 

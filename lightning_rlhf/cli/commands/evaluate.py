@@ -70,10 +70,14 @@ class ResponseRow:
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = command_parser("evaluate", "Score a file of responses, for each source of data.", _EPILOG)
-    parser.add_argument("file", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
-    parser.add_argument("--reward", action="append", default=[], metavar="FUNCTION", help="can be repeated")
+    parser.add_argument("file", metavar="FILE", help="rows with responses: .jsonl, .json, .csv, .parquet, ...")
+    parser.add_argument(
+        "--reward", action="append", default=[], metavar="FUNCTION", help="file.py:name or module:name; can be repeated"
+    )
     parser.add_argument("--answer", metavar="FUNCTION", help="extracts answers from responses, for maj@k")
-    parser.add_argument("--correct-at", type=float, default=1.0, help="reward of a correct response (default: 1)")
+    parser.add_argument(
+        "--correct-at", type=float, metavar="REWARD", default=1.0, help="reward of a correct response (default: 1)"
+    )
     parser.add_argument("--columns", nargs="+", default=[], metavar="FIELD=COLUMN", help="such as ground_truth=target")
     parser.add_argument("--on-bad-row", choices=("error", "skip"), default="error", help="(default: error)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the whole report")

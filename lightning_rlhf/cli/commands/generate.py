@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--top-k", type=int, metavar="N", default=0, help="number of likeliest tokens, 0 is all (default: 0)"
     )
     sampling.add_argument(
-        "--max-tokens", type=int, metavar="N", help="length of a response (default: the run's, else 512)"
+        "--max-tokens", type=int, metavar="N", help="length of a response (default: that of --environment, else 512)"
     )
     sampling.add_argument("--seed", type=int, metavar="N", default=0, help="(default: 0)")
     sampling.add_argument(

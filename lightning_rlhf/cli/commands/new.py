@@ -71,7 +71,7 @@ def run(arguments: list[str]) -> int:
                 _write(path, directory, options.model)
         (directory / "README.md").write_text(_readme(options.kind, directory), encoding="utf-8")
     print(
-        f"{directory}: {KINDS[options.kind]}\n\n  cd {directory}\n"
+        f"wrote {directory}: {KINDS[options.kind]}\n\n  cd {directory}\n"
         + "\n".join(f"  {own}" for own in _commands(directory))
     )
     return 0
@@ -81,7 +81,7 @@ def _write(path: Path, directory: Path, model: str) -> None:
     """Write a file of a template; the path of a model becomes absolute, because the run starts in the project."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
-        text = Template(text).substitute(model=Path(model).absolute() if Path(model).is_dir() else model)
+        text = Template(text).substitute(model=Path(model).resolve() if Path(model).is_dir() else model)
     folder = directory / "data" if path.suffix == ".jsonl" else directory
     (folder / path.name).write_text(text, encoding="utf-8")
 

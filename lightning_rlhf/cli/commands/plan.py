@@ -289,10 +289,14 @@ def table(plan: Plan) -> Table:
     return result
 
 
+def _size(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e8 else f"{parameters / 1e6:.2f}M"
+
+
 def notes(plan: Plan) -> list[str]:
-    """Return lines on model sizes, the work of a rank, and the engine's cache."""
+    """Return lines on model sizes, the work of a rank, the engine's cache, and whether the plan fits."""
     run, work = plan.run, plan.run.work
-    sizes = ", ".join(f"{role.name} {role.model.elements / 1e9:.2f}B" for role in run.roles)
+    sizes = ", ".join(f"{role.name} {_size(role.model.elements)}" for role in run.roles)
     texts = "pairs of texts" if work.pairs else "texts"
     texts = f"conversations of up to {work.turns} turns," if work.turns else texts
     ranks = run.ranks(plan.gpus)
@@ -308,6 +312,8 @@ def notes(plan: Plan) -> list[str]:
             f"each engine has up to {work.environment_processes} environment processes, whose host memory is "
             "not planned"
         )
+    if plan.fits:
+        lines.append(f"it fits: each GPU of {run.capacity / GIB:g} GiB needs {plan.total / GIB:.2f} GiB")
     return lines
 
 

@@ -225,11 +225,8 @@ def test_data_of_another_kind_than_the_module_learns_from_is_refused(module, dat
 def test_a_file_that_is_not_there(cli):
     Path("runs.yaml").touch()
     told = refused(cli("fit", "--config", "run.yaml"))
-    assert told.startswith(
-        "lightning-rlhf: configuration file not found: run.yaml; did you mean 'runs.yaml'? (working "
-    )
-    told = refused(cli("fit", "--trainer.max_steps", "3"))
-    assert told == "fit needs a configuration: add --config FILE"
+    assert told.startswith("configuration file not found: run.yaml; did you mean 'runs.yaml'? (working directory: ")
+    assert refused(cli("fit", "--trainer.max_steps", "3")) == "fit needs a configuration: add --config FILE"
 
 
 @pytest.mark.parametrize("arguments", [[], ["fti"], ["fit"], ["fit", "--config"], ["fit", "--trainer.max_step", "3"]])

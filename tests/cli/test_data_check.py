@@ -92,6 +92,8 @@ def test_prompts_with_what_was_understood_and_the_first_of_them(checked):
         "",
         "actor: 36 tokens, 64 positions",
         "critic: 36 tokens, 64 positions",
+        "",
+        "the data can be used",
     ]
 
 
@@ -157,7 +159,7 @@ def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skip
     assert "train data: 4 of 6 rows cannot be used" in found.err
     assert "x.jsonl:2: column 'prompt' holds null, expected text" in found.err
     skipped = checked(rows=rows, rewards=[], on_bad_row="skip")
-    assert (skipped.code, skipped.err, skipped.out) == (0, "", found.out)
+    assert (skipped.code, skipped.err, skipped.out) == (0, "", f"{found.out}\nthe data can be used\n")
 
 
 def test_a_data_module_of_another_kind_is_named_in_place_of_its_columns(checked):

@@ -190,7 +190,8 @@ def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by,
     config["trainer"]["callbacks"][0]["init_args"]["rewards"][0]["dry_call"] = dry_call
     result = fit(config)
     assert result.code == code
-    told = f"lightning-rlhf: reward function 'short' returned 1 values, expected a list of {count} numbers: one per completion"
+    expected = f"a list of {count} numbers: one per completion"
+    told = f"lightning-rlhf: reward function 'short' returned 1 values, expected {expected}"
     assert result.err.startswith(told)
 
 

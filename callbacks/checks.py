@@ -24,8 +24,8 @@ from lightning_rlhf.types import Rollout
 
 log = logging.getLogger(__name__)
 # Largest difference of log-probs for 99 of 100 tokens, nats. The bound of float32 on a GPU was not measured.
-# SmolLM2-135M in bf16-mixed on a CPU differs from the engine's bfloat16 by 0.037 to 0.057 on average, and by 0.23 or more
-# if one of the matrices of its layers is lost.
+# SmolLM2-135M in bf16-mixed on a CPU differs from the engine's bfloat16 by 0.037 to 0.057 on average, and by 0.23 or
+# more if one of the matrices of its layers is lost.
 _BOUNDS = {("float32", "cpu"): 1e-3, ("bfloat16", "cpu"): 2.0, ("float32", "cuda"): 1e-2}
 _BFLOAT16_BOUND = 1.0
 _MEAN_SHARE = 1 / 20  # bound of the mean difference, as a fraction of that bound

@@ -125,7 +125,8 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
-            self._line(trainer, tuple(name for name in trainer.callback_metrics if name.startswith("val/")))
+            names = [name for name in trainer.callback_metrics if name.startswith("val/")]
+            self._line(trainer, tuple(name for name in names if not name.endswith(("_low", "_high"))))
 
     def _line(self, trainer: Trainer, names: tuple[str, ...]) -> None:
         if not trainer.is_global_zero or _draws_a_bar(trainer):

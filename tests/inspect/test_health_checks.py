@@ -95,6 +95,13 @@ CASES = {
 }  # fmt: skip
 
 
+def test_a_critic_of_returns_that_barely_vary_is_not_blamed():
+    rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
+    assert not findings(rows)
+    rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.6)
+    assert [finding.check for finding in findings(rows)] == ["critic"]
+
+
 def test_a_failure_that_another_one_explains_is_marked_as_its_consequence():
     rows = steps(
         9,

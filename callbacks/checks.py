@@ -249,12 +249,14 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
     if name:
         cause = f"the first parameter that differs is {name}"
     else:
-        cause = "all weights were transferred correctly, so the engine damaged them or computes differently"
+        cause = (
+            "all weights were transferred correctly, so the engine damaged them or computes differently: set precision "
+            "to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is allowed a twentieth of it)"
+        )
     raise RunError(
         f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "
         f"nats on average (allowed: {bound * _MEAN_SHARE:g}) and {percentile:.3g} at the 99th percentile (allowed: "
-        f"{bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}. If the weights are equal, set precision to "
-        f"32-true to compare, or raise max_logprob_diff of RolloutLoop: the mean is allowed a twentieth of it"
+        f"{bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_rlhf.data_ranks import DataRanks
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.diagnostics import (
     best_at_k,
     calibration_bins,
@@ -45,7 +46,7 @@ class _PromptMean(Metric):
     def __init__(self, k: int, **options: Any) -> None:
         super().__init__(**options)
         if k < 1:
-            raise ValueError(f"{type(self).__name__} needs k >= 1, got k={k}")
+            raise UsageError(f"{type(self).__name__} needs k >= 1, got k={k}")
         self.k = k
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), dist_reduce_fx="sum")  # total, prompts
 
@@ -148,7 +149,7 @@ class MajorityAtK(_PromptMean):
             ValueError: numbers of answers and rewards differ, or there are fewer than k samples.
         """
         if len(answers) != len(rewards):
-            raise ValueError(
+            raise UsageError(
                 f"MajorityAtK needs answers and rewards of the same prompts, got {len(answers)} and {len(rewards)}"
             )
         rows = rewards.double()
@@ -209,7 +210,7 @@ class PairCalibrationError(Metric):
     def __init__(self, bins: int = 10, **options: Any) -> None:
         super().__init__(**options)
         if bins < 1:
-            raise ValueError(f"PairCalibrationError needs bins >= 1, got bins={bins}")
+            raise UsageError(f"PairCalibrationError needs bins >= 1, got bins={bins}")
         self.bins = bins
         self.add_state("sums", torch.zeros(3, bins, dtype=torch.float64), dist_reduce_fx="sum")
 

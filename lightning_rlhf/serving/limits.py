@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lightning_rlhf.expected_errors import UsageError
 
 HEADER_BYTES = 16384  # maximum size of a request's headers and URL together
+HEADERS_TOO_LONG = f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes"
 _INTEGER_LIMIT = 1 << 63  # the server reads numbers into 64 bits
 _Number = Annotated[int | float, Field(gt=-_INTEGER_LIMIT, lt=_INTEGER_LIMIT)]
 _Count = Annotated[int, Field(ge=1)]

@@ -13,7 +13,16 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightning_rlhf.serving.limits import BODIES, HEADER_BYTES, Limits, Rejected, check, option_hint, parse
+from lightning_rlhf.serving.limits import (
+    BODIES,
+    HEADER_BYTES,
+    HEADERS_TOO_LONG,
+    Limits,
+    Rejected,
+    check,
+    option_hint,
+    parse,
+)
 
 HEALTH = "/health"
 ROUTES = {HEALTH: "GET", "/metrics": "GET", "/v1/models": "GET", **dict.fromkeys(BODIES, "POST")}
@@ -85,10 +94,10 @@ class RequestGuard:
 
     def _checked_path(self, scope: Scope, headers: Headers) -> str:
         path: str = scope["path"]
-        # uvicorn limits only headers that arrive in several pieces.
+        # The protocol limits only headers that arrive in several pieces.
         size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope.get("query_string", b""))
         if size + len(path) > HEADER_BYTES:
-            raise Rejected(431, f"the headers and the URL of a request may have at most {HEADER_BYTES} bytes")
+            raise Rejected(431, HEADERS_TOO_LONG)
         if scope.get("raw_path", b"").split(b"?")[0] != path.encode():
             path = ""  # reject percent-encoded paths as unknown routes
         if path != HEALTH and not self._has_key(headers):
@@ -183,7 +192,7 @@ async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> N
 
 async def _end_stream(send: Send, rejected: Rejected) -> None:
     """Send an error as the last event of a stream, with a time limit for clients that do not read."""
-    event = f"data: {json.dumps(_error_body(rejected))}\n\n".encode()
+    event = f"data: {json.dumps(error_body(rejected))}\n\n".encode()
     with anyio.move_on_after(_END_SECONDS):
         await send({"type": "http.response.body", "body": event, "more_body": False})
 
@@ -196,10 +205,11 @@ def _error_response(rejected: Rejected, path: str) -> Response:
         headers["www-authenticate"] = "Bearer"
     if rejected.status in (429, 503):
         headers["retry-after"] = "1"
-    return JSONResponse(_error_body(rejected), rejected.status, headers)
+    return JSONResponse(error_body(rejected), rejected.status, headers)
 
 
-def _error_body(rejected: Rejected) -> dict[str, Any]:
+def error_body(rejected: Rejected) -> dict[str, Any]:
+    """Return the JSON of a response that rejects a request."""
     return {"error": {"message": str(rejected), "type": "rejected", "code": rejected.status}}
 
 

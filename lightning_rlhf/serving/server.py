@@ -17,11 +17,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lightning_rlhf.serving.limits import HEADER_BYTES, Limits
+from lightning_rlhf.serving.limits import HEADER_BYTES, HEADERS_TOO_LONG, Limits, Rejected
+from lightning_rlhf.serving.middleware import error_body
 
 _GRACE_SECONDS = 10.0
 _CONNECTIONS = 1024
@@ -30,11 +33,14 @@ _CONNECTIONS = 1024
 class TimeLimitedProtocol(H11Protocol):
     """HTTP protocol that closes a connection if the headers of a request are not received in time.
 
-    uvicorn has no time limit for the first request of a connection and for incomplete headers.
+    uvicorn has no time limit for the first request of a connection and for incomplete headers. The rest of a request
+    that is rejected before its end is discarded in the same time: a connection that is closed with unread data is
+    reset, and the client may lose the response.
     """
 
     read_seconds = 10.0
     _deadline: asyncio.TimerHandle | None = None
+    _discards = False
 
     def connection_made(self, transport: Any) -> None:
         """Start the time limit of the first request."""
@@ -43,12 +49,39 @@ class TimeLimitedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Process data and stop the time limit when the headers are complete."""
+        if self._discards:
+            return
         super().data_received(data)
         if self._idle:
             self._start_deadline()
         elif self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Reject a request that is malformed or has too long headers."""
+        received, _ = self.conn.trailing_data
+        rejected = Rejected(431, HEADERS_TOO_LONG) if len(received) > HEADER_BYTES else Rejected(400, msg)
+        body = json.dumps(error_body(rejected)).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "cache-control": "no-store",
+            "connection": "close",
+        }
+        reason = HTTPStatus(rejected.status).phrase
+        for event in (
+            h11.Response(status_code=rejected.status, headers=list(headers.items()), reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        if not self._idle:  # the body is malformed: closing the connection cancels the request
+            self.transport.close()
+            return
+        self._discards = True
+        self.transport.write_eof()
+        self._start_deadline()
 
     @property
     def _idle(self) -> bool:

@@ -132,6 +132,92 @@ def test_headers_over_the_limit_are_refused_in_one_piece_too(guarded, path, head
     assert "may have at most 16384 bytes" in answer.text
 
 
+def conversation(url, *pieces, pause=0.0):
+    """Send bytes in pieces without reading; return the status and the error of the response."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(pause)
+        head, _, body = everything_from(connection).partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), json.loads(body)["error"]
+
+
+def send_for(connection, seconds):
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
+        connection.sendall(b"a" * 1000)
+        time.sleep(0.02)
+
+
+def everything_from(connection):
+    response = b""
+    while data := connection.recv(65536):
+        response += data
+    return response
+
+
+LONG = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [LONG[:20_000], LONG[20_000:]],
+        [LONG[:9000], LONG[9000:33_000], LONG[33_000:]],
+        [LONG[:40_000], b"a" * (1 << 20)],
+    ],
+    ids=["two", "three", "a megabyte"],
+)
+def test_headers_over_the_limit_are_rejected_with_431_in_several_pieces(guarded, pieces):
+    status, error = conversation(guarded(), *pieces, pause=0.05)
+    assert status == error["code"] == 431
+    assert "headers" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"NOT HTTP\r\n\r\n", b"GET /health HTTP/1.1\r\nbad header\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n"],
+    ids=["request line", "header line", "no host"],
+)
+def test_a_malformed_request_is_rejected_with_400(guarded, request_):
+    status, error = conversation(guarded(), request_)
+    assert status == error["code"] == 400
+    assert "nvalid" in error["message"]
+
+
+def test_a_malformed_request_behind_a_good_one_is_rejected_with_400(guarded):
+    url = guarded()
+    host, port = url.removeprefix("http://").split(":")
+    good = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(good + b"NOT HTTP\r\n\r\n")
+        response = everything_from(connection)
+    assert response.count(b"HTTP/1.1 ") == 2
+    assert b"HTTP/1.1 400 Bad Request" in response
+
+
+def test_a_malformed_body_is_rejected_with_400_and_does_not_reach_the_model(guarded, stub):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode()
+    chunked = head + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    url = guarded()
+    status, _ = conversation(url, chunked, b"not a chunk size\r\n", pause=0.05)
+    assert status == 400
+    assert not stub.requests
+    assert post(url).status_code == 200
+
+
+def test_a_client_that_does_not_stop_sending_after_its_rejection_is_closed(guarded):
+    url = guarded()
+    host, port = url.removeprefix("http://").split(":")
+    began = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"NOT HTTP\r\n\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_for(connection, 5)
+    assert time.monotonic() - began >= LIMITS.read_seconds
+
+
 def test_without_the_right_key_every_route_but_health_is_401(guarded, stub):
     url = guarded()
     wrong = [

@@ -44,10 +44,12 @@ class Noisy(TransformersEngine):
         return completions
 
 
-def fit(tmp_path, nats, every, bound):
+def fit(tmp_path, nats, every, bound, precision="32-true"):
     loop = {"engine": Noisy(nats, every), "check_rows": 64, "group_size": 64, "max_logprob_diff": bound}
     loop |= {"validate_at_ends": False, "max_response_tokens": 8}
-    return Run(tmp_path, loop=loop, model={"minibatch_size": 128}, trainer={"max_steps": 1}).fit()
+    return Run(
+        tmp_path, loop=loop, model={"minibatch_size": 128}, trainer={"max_steps": 1, "precision": precision}
+    ).fit()
 
 
 def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
@@ -67,6 +69,14 @@ def test_one_token_of_many_may_differ_by_any_amount(tmp_path):
 def test_many_tokens_that_differ_are_an_error(tmp_path, nats, every, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
         fit(tmp_path, nats, every, 1.0)
+
+
+def test_in_bfloat16_on_a_cpu_the_mean_may_differ_by_a_tenth_of_the_percentile(tmp_path):
+    assert fit(tmp_path, 0.07, 1, None, "bf16-mixed").metrics["rollout/logprob_diff_mean"] > 0.05
+    with pytest.raises(RuntimeError, match=re.escape("nats on average (allowed: 0.1) and 0.1")):
+        fit(tmp_path, 0.15, 1, None, "bf16-mixed")
+    with pytest.raises(RuntimeError, match=re.escape("at the 99th percentile (allowed: 1, max_logprob_diff)")):
+        fit(tmp_path, 1.2, 30, None, "bf16-mixed")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,11 @@ log = logging.getLogger("lightning_rlhf")
 
 
 def rename_earlier_run(directory: Path) -> Path | None:
-    """Rename the directory of an earlier run to the next free name with a number; None if there is no run in it."""
+    """Rename the directory of an earlier run to the next free name with a number, and return its new path.
+
+    Returns:
+        None if the directory has no run.
+    """
     if not (directory / "config.yaml").is_file():
         return None
     number = next(n for n in itertools.count(1) if not directory.with_name(f"{directory.name}-{n}").exists())
@@ -26,7 +30,7 @@ def rename_earlier_run(directory: Path) -> Path | None:
 
 
 def log_renamed_run(earlier: Path, directory: Path) -> None:
-    """Log the new name of an earlier run, once the new run has started."""
+    """Log the new name of an earlier run."""
     log.info("An earlier run of %s is now %s.", directory, earlier)
     if (earlier / "export").is_dir():
         log.info("Until this run has ended, the earlier export is in %s.", earlier)

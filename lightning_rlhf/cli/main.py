@@ -47,8 +47,8 @@ from lightning_rlhf.strategies.checkpoints.io import AtomicCheckpointIO
 
 log = logging.getLogger("lightning_rlhf")
 _DIRECTORY = "runs/default"
-# Options with which a command has values or needs none.
-_SOURCES_OF_VALUES = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
+# A command without any of these options has no module: they set one, or end the command before it is needed.
+_ENOUGH_FOR_A_COMMAND = {"--config", "--model", "--data", "--print_config", "--help", "-h"}
 _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
@@ -88,13 +88,17 @@ class SaveRunConfig(SaveConfigCallback):
         save_run_ids(trainer.loggers, path.parent)
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Log the name of an earlier run; save the earlier configuration under its last step, which is known now."""
-        if self.renamed_run is not None:
-            log_renamed_run(self.renamed_run, Path(trainer.default_root_dir))
+        """Save the earlier configuration under its last step, which is known now."""
         if self._earlier is not None and trainer.global_step > 0:
             path = Path(trainer.default_root_dir) / f"config-{trainer.global_step}.yaml"
             path.write_text(self._earlier)
             log.info("The configuration has changed; the previous one is in %s.", path)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Log the name of an earlier run in the first step: before it, a failure restores that run."""
+        if self.renamed_run is not None:
+            log_renamed_run(self.renamed_run, Path(trainer.default_root_dir))
+            self.renamed_run = None
 
 
 class RLHFCLI(LightningCLI):
@@ -108,13 +112,15 @@ class RLHFCLI(LightningCLI):
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
         add_import_folders(command_line)
-        if any(argument.partition("=")[0].endswith(".help") for argument in command_line):
+        help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
+        if help_wanted:
             public = import_module("lightning_rlhf")
             for name in public.__all__:  # jsonargparse finds a class by its plain name once it is imported
                 getattr(public, name)
         check_config_files(command_line)
         options = {argument.partition("=")[0].partition(".")[0] for argument in command_line}
-        if self._command in LightningCLI.subcommands() and not options & _SOURCES_OF_VALUES:
+        is_complete = help_wanted or bool(options & _ENOUGH_FOR_A_COMMAND)
+        if self._command in LightningCLI.subcommands() and not is_complete:
             raise UsageError(f"{self._command} needs a configuration: add --config FILE")
         super().__init__(
             RoleModule,
@@ -204,8 +210,11 @@ class RLHFCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except BaseException as error:  # an interrupt, too, restores the earlier run
             started = trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
-            if earlier is not None and not started and not isinstance(error, EngineDied):  # keep its log
-                restore_earlier_run(earlier, directory)
+            if earlier is not None and not started:
+                if isinstance(error, EngineDied):  # its message names its log, which is in the directory
+                    log_renamed_run(earlier, directory)
+                else:
+                    restore_earlier_run(earlier, directory)
             if (cli_error := _cli_error(error, trainer, started)) is None:
                 raise
             raise cli_error from error

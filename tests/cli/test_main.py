@@ -313,6 +313,41 @@ def test_an_earlier_run_is_put_back_when_the_new_one_never_began(fit, config, mo
     assert not Path("runs/tiny-1").exists()
 
 
+def test_an_earlier_run_is_not_put_back_when_the_log_of_an_engine_is_in_the_directory(fit, config, monkeypatch):
+    from lightning_rlhf.rollout.engine import EngineDied
+    from lightning_rlhf.rollout.transformers import TransformersEngine
+
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/config.yaml").write_text("earlier: true")
+
+    def die(*given):
+        raise EngineDied("the engine process 7 died; its log is x")
+
+    monkeypatch.setattr(TransformersEngine, "start", die)
+    result = fit(config)
+    assert (result.code, result.err) == (2, "lightning-rlhf: the engine process 7 died; its log is x\n")
+    assert "An earlier run of runs/tiny is now runs/tiny-1." in result.out
+    assert Path("runs/tiny-1/config.yaml").read_text() == "earlier: true"
+
+
+def test_an_earlier_run_is_put_back_when_the_first_validation_fails(fit, config, monkeypatch):
+    from lightning_rlhf.rollout.transformers import TransformersEngine
+
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/config.yaml").write_text("earlier: true")
+
+    def fail(*given):
+        raise ZeroDivisionError("in the first validation")
+
+    data = config["data"]["init_args"]
+    data["val"] = {"class_path": "lightning_rlhf.data.addition.Problems", "init_args": {"num_rows": 4, "seed": 1}}
+    monkeypatch.setattr(TransformersEngine, "generate", fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(config)
+    assert Path("runs/tiny/config.yaml").read_text() == "earlier: true"
+    assert not Path("runs/tiny-1").exists()
+
+
 @pytest.mark.slow
 def test_a_run_that_reads_what_it_would_set_aside_is_refused_and_nothing_moves(fit, config):
     assert fit(config).code == 0

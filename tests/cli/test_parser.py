@@ -229,6 +229,12 @@ def test_a_file_that_is_not_there(cli):
     assert refused(cli("fit", "--trainer.max_steps", "3")) == "fit needs a configuration: add --config FILE"
 
 
+def test_the_help_of_a_class_needs_no_configuration(cli):
+    result = cli("fit", "--trainer.callbacks.help", "RolloutLoop")
+    assert (result.code, result.err) == (0, "")
+    assert "--trainer.callbacks.group_size" in result.out
+
+
 @pytest.mark.parametrize("arguments", [[], ["fti"], ["fit"], ["fit", "--config"], ["fit", "--trainer.max_step", "3"]])
 def test_a_command_that_is_none(cli, arguments):
     assert refused(cli(*arguments))

@@ -50,14 +50,15 @@ class RunDirectory:
         path: directory with ``metrics.csv``.
 
     Raises:
-        UsageError: there is no ``metrics.csv``.
+        UsageError: the path is not a directory with ``metrics.csv``.
     """
 
     path: Path
 
     def __post_init__(self) -> None:
         if not self.path.is_dir():
-            raise UsageError(f"{self.path} does not exist: expected the directory of a run, its default_root_dir")
+            fault = "is not a directory" if self.path.exists() else "does not exist"
+            raise UsageError(f"{self.path} {fault}: expected the directory of a run, its default_root_dir")
         if not (self.path / "metrics.csv").is_file():
             below = sorted(str(path.parent) for path in self.path.glob("*/metrics.csv"))
             runs = f"; runs below it: {', '.join(below[:8])}" if below else ""

@@ -215,7 +215,13 @@ def test_pass_at_k_goes_as_far_as_every_prompt_has_responses():
         (["--reward", "rewards.py:rihgt"], ROWS, 2, "reward function 'rewards.py:rihgt': 'rihgt' was not found in"),
         (["--reward", "rewards.py:ids"], ROWS, 2, "reward function 'ids' needs 'completion_ids', which the file"),
         (["--reward", "rewards.py:right"], [{"prompt": "", "responses": ["1"]}], 2, "reward function 'right' needs 'a"),
-        (["--reward", "rewards.py:right"], [{"prompt": "", "answer": "1"}], 2, "responses.jsonl: 1 of 1 rows cannot"),
+        (
+            ["--reward", "rewards.py:right"],
+            [{"prompt": "", "answer": "1"}],
+            2,
+            "responses.jsonl: 1 of 1 rows cannot be used:\n  responses.jsonl:1: no column 'responses', which "
+            "lightning-rlhf generate writes",
+        ),
         (["--reward", "rewards.py:right"], [{**ROWS[0], "responses": [3]}], 2, "responses.jsonl: 1 of 1 rows cannot"),
         (["--reward", "rewards.py:broken"], ROWS, 1, "reward function 'broken' raised KeyError: 'mine'"),
         (

@@ -237,5 +237,7 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert told.endswith(f"; runs below it: {folder}\n")
     assert report.run([str(tmp_path / "none")]) == 2
     assert "none does not exist: expected the directory of a run, its default_root_dir" in capsys.readouterr().err
+    assert report.run([str(folder / "metrics.csv")]) == 2
+    assert "metrics.csv is not a directory: expected the directory of a run" in capsys.readouterr().err
     assert report.run([str(folder), "--to", "x.txt"]) == 2
     assert "--to must end with .html" in capsys.readouterr().err

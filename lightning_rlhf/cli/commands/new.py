@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from string import Template
 
@@ -81,7 +82,7 @@ def _write(path: Path, directory: Path, model: str) -> None:
     """Write a file of a template; the path of a model becomes absolute, because the run starts in the project."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
-        text = Template(text).substitute(model=Path(model).resolve() if Path(model).is_dir() else model)
+        text = Template(text).substitute(model=os.path.abspath(model) if Path(model).is_dir() else model)
     folder = directory / "data" if path.suffix == ".jsonl" else directory
     (folder / path.name).write_text(text, encoding="utf-8")
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from lightning_rlhf.strategies.extension_builds import build_folders, is_open
 from tests.distributed.launch import ROOT, run_ranks
 
 _FUNCTION = "tests.distributed.tasks:start_deepspeed"
@@ -18,14 +19,24 @@ def pytest_collection_finish(session):
     first_worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0"
     needed = any(item.nodeid.startswith("tests/distributed/") for item in session.items)
     if first_worker and needed and find_spec("deepspeed") and not session.config.option.collectonly:
+        _remove_stale_locks()
         command = f"from tests.distributed.launch import run_ranks; run_ranks({_FUNCTION!r}, 1)"
         session.config.stash[_BUILD] = subprocess.Popen(
             [sys.executable, "-c", command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
 
 
+def _remove_stale_locks():
+    """Remove locks of builds that were killed: torch waits for their removal without a timeout."""
+    for name in ("deepspeed_shm_comm", "cpu_adam"):
+        for folder in build_folders(name):
+            lock = folder / "lock"
+            if lock.exists() and not is_open(lock):
+                lock.unlink(missing_ok=True)
+
+
 def pytest_unconfigure(config):
-    """Wait for the build: one that is killed leaves a lock behind that would block the next."""
+    """Wait for the build; if it were killed, it would leave its lock behind."""
     if build := config.stash.get(_BUILD, None):
         build.wait()
 

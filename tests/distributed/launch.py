@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
 import json
@@ -66,11 +67,12 @@ def run_ranks(
         processes = []
         for rank in range(ranks):
             variables = {**os.environ, **rank_environment(rank, ranks, port), **(environment or {})}
-            process = fork.Process(target=_rank, args=(folder, function, json.dumps(arguments), variables))
+            process = fork.Process(target=_rank, args=(folder, function, json.dumps(arguments), variables, seconds))
             process.start()
             processes.append(process)
         try:
             failed = _first_failure(processes, time.monotonic() + seconds)
+            late = failed is not None and processes[failed].exitcode is None
         finally:
             for process in processes:
                 if process.exitcode is None:
@@ -78,8 +80,8 @@ def run_ranks(
                 process.join()
         if failed is not None:
             log = Path(folder, f"{failed}.log").read_text(errors="replace")
-            code = processes[failed].exitcode
-            raise RuntimeError(f"rank {failed} of {ranks} ended with {code} in {function}:\n{log[-6000:]}")
+            end = f"was killed after {seconds:.0f} s" if late else f"ended with {processes[failed].exitcode}"
+            raise RuntimeError(f"rank {failed} of {ranks} {end} in {function}:\n{log[-6000:]}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -94,8 +96,11 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _rank(folder: str, function: str, arguments: str, variables: dict[str, str]) -> None:
-    """Be one rank: its own session, output and environment; the result becomes a file."""
+def _rank(folder: str, function: str, arguments: str, variables: dict[str, str], seconds: float) -> None:
+    """Be one rank: its own session, output and environment; the result becomes a file.
+
+    Five seconds before the rank is killed, the stack of each of its threads is written to its output.
+    """
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
@@ -103,6 +108,7 @@ def _rank(folder: str, function: str, arguments: str, variables: dict[str, str])
     output = os.open(f"{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.dump_traceback_later(max(1, seconds - 5), file=2)
     warnings.simplefilter("default")
     module, _, name = function.partition(":")
     result = getattr(importlib.import_module(module), name)(*json.loads(arguments))

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
+from lightning_rlhf.counted import counted
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
@@ -68,11 +69,11 @@ class Console(Callback):
         """Return lines about models, data, batch arithmetic, engine and device."""
         data = trainer.datamodule
         sizes = [f"{name} {_count(n)}" for name, n in module.parameter_counts().items()]
-        threads = f"{module.device.type}, {torch.get_num_threads()} threads"
+        threads = f"{module.device.type}, {counted(torch.get_num_threads(), 'thread')}"
         device = torch.cuda.get_device_name() if module.device.type == "cuda" else threads
         lines = [f"{type(module).__name__}: {', '.join(sizes)} parameters on {device}"]
         if trainer.world_size > 1:
-            nodes = f"{trainer.num_nodes} node{'s' if trainer.num_nodes > 1 else ''}"
+            nodes = counted(trainer.num_nodes, "node")
             lines.append(f"{type(trainer.strategy).__name__}: {trainer.world_size} processes on {nodes}")
         lines += [str(report) for report in data.reports.values()]
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
@@ -84,13 +85,13 @@ class Console(Callback):
             candidates = f" of up to {data.batch_size}" if data.batch_size > prompts else ""
             lines.append(
                 f"one step: {prompts}{candidates} prompts x {loop.group_size} = {responses} responses, "
-                f"{module.update_epochs} x {minibatches} mini-batches of {module.minibatch_size} "
-                f"= {minibatches * module.update_epochs} updates; {steps} steps"
+                f"{module.update_epochs} x {counted(minibatches, 'mini-batch')} of {module.minibatch_size} "
+                f"= {counted(minibatches * module.update_epochs, 'update')}; {counted(steps, 'step')}"
             )
             lines.append(f"rollouts: {loop.engine_description}, at most {loop.max_response_tokens} tokens")
             lines += reward_model_accuracy(module)
         else:
-            lines.append(f"one step: {data.batch_size} rows, one update; {steps} steps")
+            lines.append(f"one step: {counted(data.batch_size, 'row')}, one update; {counted(steps, 'step')}")
         if unused := unused_validation(trainer, steps):
             lines.append(unused)
         lines.append(f"run directory: {trainer.default_root_dir}")
@@ -164,7 +165,8 @@ def unused_validation(trainer: Any, steps: float) -> str:
     at_ends = loop is not None and loop.validate_at_ends
     if at_ends or "val" not in trainer.datamodule.reports or not math.isfinite(every) or steps >= every:
         return ""
-    return f"val data: not used, because the run ends after {steps} steps: set trainer.val_check_interval below {every}"
+    end = counted(steps, "step")
+    return f"val data: not used, because the run ends after {end}: set trainer.val_check_interval below {every}"
 
 
 def reward_model_accuracy(module: RLHFModule) -> list[str]:

@@ -13,6 +13,7 @@ FLOORS = (
         "attention",
         "compat",
         "conversation_record",
+        "counted",
         "data_ranks",
         "expected_errors",
         "interrupts",

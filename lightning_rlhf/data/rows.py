@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from lightning_rlhf.counted import counted
 from lightning_rlhf.data.columns import AmbiguousColumns
 from lightning_rlhf.data.columns import text_of as text_of
 from lightning_rlhf.data.files import FILE_KINDS, Files, expand, is_url, looks_like_a_path
@@ -91,7 +92,7 @@ class RowReport:
         read = self.used + sum(self.dropped.values())
         reasons = "".join(f"; dropped {n}: {reason}" for reason, n in self.dropped.most_common())
         cuts = "".join(f"; cut {n}: {cut}" for cut, n in self.cut.most_common())
-        return f"{self.name}: {read} rows read, {self.used} kept{reasons}{cuts}"
+        return f"{self.name}: {counted(read, 'row')} read, {self.used} kept{reasons}{cuts}"
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def _data_of(run: RunDirectory) -> dict[str, Any]:
     rows = run.rows()
     steps = run.rollout_steps()
     return {
+        **run.state(),
         "training": _columns([(step, row) for step, row in rows if not _of_validation(row)]),
         "validation": _columns([(step, row) for step, row in rows if _of_validation(row)]),
         "findings": [asdict(finding) for finding in run.findings()],

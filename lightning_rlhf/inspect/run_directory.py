@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +20,12 @@ import yaml
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.health import Finding, HealthMonitor
 
+log = logging.getLogger(__name__)
 HEALTH_SETTINGS = "health.json"  # written by HealthChecks
+RUN_END = "end.json"  # written by ReportPage when a run ends
 _VALIDATION = "val/"
 _MAX_SETTINGS = 100_000  # of a configuration; aliases of YAML can make a small file endless
+_MAX_ROLLOUT_BYTES = 128 << 20  # of the responses of a step; a page with more is too slow to use
 
 
 def read_metrics(path: Path) -> list[dict[str, str]]:
@@ -89,6 +94,19 @@ class RunDirectory:
         """Return ``env.json``: command, Python, packages and devices; empty without the file."""
         return self._json("env.json")
 
+    def state(self) -> dict[str, Any]:
+        """Return whether the run has ended.
+
+        Returns:
+            ``state`` is ``ended``, ``failed``, or ``running`` without the file that ReportPage writes at the end, which
+            a killed run lacks too; ``error`` is that of a failed run; ``seconds`` have passed since the last metrics.
+        """
+        end = self._json(RUN_END)
+        error = str(end.get("error") or "")
+        state = "running" if not end else "failed" if error else "ended"
+        age = time.time() - (self.path / "metrics.csv").stat().st_mtime
+        return {"state": state, "error": error, "seconds": max(0.0, round(age))}
+
     def findings(self) -> list[Finding]:
         """Return the health checks that fail for the metrics.
 
@@ -123,16 +141,28 @@ class RunDirectory:
         return sorted((self.path / "rollouts").glob(f"step-{step:06d}*.jsonl"))
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """Return the responses of a step, of all ranks; an incomplete last line is ignored."""
-        rows = []
+        """Return the responses of a step, of all ranks; an incomplete last line is ignored.
+
+        Of more than 128 MiB, it returns the first responses, and logs a warning.
+        """
+        rows: list[dict[str, Any]] = []
+        left = _MAX_ROLLOUT_BYTES
         for path in self.rollout_files(step):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                try:
-                    row = json.loads(line)
-                except ValueError:  # the run is writing this line
-                    continue
-                if isinstance(row, dict):
-                    rows.append(row)
+            with path.open("rb") as file:
+                while line := file.readline(left + 1):
+                    left -= len(line)
+                    if left < 0:
+                        log.warning(
+                            "%s: step %d has more than %d MiB of responses; those after the first %d are left out",
+                            *(self.path, step, _MAX_ROLLOUT_BYTES >> 20, len(rows)),
+                        )
+                        return rows
+                    try:
+                        row = json.loads(line.decode("utf-8", "replace"))
+                    except ValueError:  # the run is writing this line
+                        continue
+                    if isinstance(row, dict):
+                        rows.append(row)
         return rows
 
 

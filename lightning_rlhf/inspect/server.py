@@ -67,14 +67,17 @@ class _Handler(BaseHTTPRequestHandler):
             return
         runs = self.server.runs
         responses = re.fullmatch(r"responses/(\d{1,4})/(\d{1,9})", name)
-        if name == "":
-            self._send(200, "text/html", report_page(runs, live=True))
-        elif name == "data":
-            self._send(200, "application/json", as_json(run_data(runs)))
-        elif responses and int(responses[1]) < len(runs):
-            self._send(200, "application/json", as_json(runs[int(responses[1])].rollouts(int(responses[2]))))
-        else:
-            self._send(404, "text/plain", "unknown page")
+        try:
+            if name == "":
+                self._send(200, "text/html", report_page(runs, live=True))
+            elif name == "data":
+                self._send(200, "application/json", as_json(run_data(runs)))
+            elif responses and int(responses[1]) < len(runs):
+                self._send(200, "application/json", as_json(runs[int(responses[1])].rollouts(int(responses[2]))))
+            else:
+                self._send(404, "text/plain", "unknown page")
+        except (UsageError, OSError) as error:  # a damaged file, or a run directory that is moved meanwhile
+            self._send(500, "text/plain", str(error))
 
     def _send(self, status: int, kind: str, content: str) -> None:
         payload = content.encode()

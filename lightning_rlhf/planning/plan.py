@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from lightning_rlhf.counted import counted
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.planning import memory as memory_
 from lightning_rlhf.planning.setup import Run
@@ -138,7 +139,7 @@ def misfit_message(plan: Plan) -> str:
     else:
         advice = "it fits on no number of such GPUs"
     return (
-        f"does not fit on {plan.gpus} GPU{'s' if plan.gpus > 1 else ''} of {run.capacity / GIB:g} GiB: each would need "
+        f"does not fit on {counted(plan.gpus, 'GPU')} of {run.capacity / GIB:g} GiB: each would need "
         f"{plan.total / GIB:.1f} GiB, the largest part of it {plan.memory[term] / GIB:.1f} GiB for {term} ({remedy}); "
         f"with {run.strategy.name}, {advice}"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+from lightning_rlhf.counted import counted
 from lightning_rlhf.expected_errors import RunError
 
 RESERVED_METRICS = ("errors", "timeouts", "not_applicable")  # counted by the executor as reward_<reward>/...
@@ -90,9 +91,10 @@ class RewardOutput:
                 self.log_all(name, plain if isinstance(plain, list | tuple) else [plain])
             returned = _to_plain(returned["rewards"])
         if not isinstance(returned, list | tuple) or len(returned) != len(indices):
-            received = f"{len(returned)} values" if isinstance(returned, list | tuple) else type(returned).__name__
+            is_list = isinstance(returned, list | tuple)
+            received = counted(len(returned), "value") if is_list else type(returned).__name__
             raise InvalidRewardError(
-                f"returned {received}, expected a list of {len(indices)} numbers: one per completion"
+                f"returned {received}, expected a list of {counted(len(indices), 'number')}: one per completion"
             )
         self.values = [self._read_one(value, index) for value, index in zip(returned, indices, strict=True)]
         return self

@@ -117,5 +117,5 @@ def test_validation_data_that_are_never_used_are_named(run, capsys, at_ends, int
     settings = {"max_steps": 1, "val_check_interval": interval}
     loop = {"validate_at_ends": at_ends}
     run(loop=loop, data={"val": InMemory(ROWS)}, trainer=settings, callbacks=[Console()]).fit()
-    line = "val data: not used, because the run ends after 1 steps: set trainer.val_check_interval below 2"
+    line = "val data: not used, because the run ends after 1 step: set trainer.val_check_interval below 2"
     assert (line in capsys.readouterr().out) is printed

@@ -155,7 +155,7 @@ def test_bad_rows_are_counted_by_reason_and_end_with_code_2_unless_they_are_skip
     assert found.code == 2
     assert "train: 6 rows read, 2 kept" in found.out
     for reason in ("column 'prompt' holds null", "column 'prompt' is empty", "the prompt longer than 16 tokens"):
-        assert f"  dropped: 1 rows: {reason}" in found.out
+        assert f"  dropped: 1 row: {reason}" in found.out
     assert "train data: 4 of 6 rows cannot be used" in found.err
     assert "x.jsonl:2: column 'prompt' holds null, expected text" in found.err
     skipped = checked(rows=rows, rewards=[], on_bad_row="skip")
@@ -176,10 +176,10 @@ def test_rows_that_are_cut_or_left_out_on_purpose_are_no_fault(checked):
     rows = [{"prompt": "a" * 30}, {"prompt": "why?"}, {"prompt": "how?"}]
     cut = checked(rows=rows, rewards=[], too_long="cut_end")
     assert cut.code == 0
-    assert "  cut: 1 rows: the prompt to 16 tokens (cut_end)" in cut.out
+    assert "  cut: 1 row: the prompt to 16 tokens (cut_end)" in cut.out
     dropped = checked(rows=rows, rewards=[], too_long="drop")
     assert dropped.code == 0
-    assert "  dropped: 1 rows: the prompt longer than 16 tokens" in dropped.out
+    assert "  dropped: 1 row: the prompt longer than 16 tokens" in dropped.out
 
 
 @pytest.mark.quick_cases(3)

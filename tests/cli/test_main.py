@@ -191,7 +191,7 @@ def test_a_reward_function_that_returns_too_little_is_a_sentence(fit, judged_by,
     result = fit(config)
     assert result.code == code
     expected = f"a list of {count} numbers: one per completion"
-    told = f"lightning-rlhf: reward function 'short' returned 1 values, expected {expected}"
+    told = f"lightning-rlhf: reward function 'short' returned 1 value, expected {expected}"
     assert result.err.startswith(told)
 
 

@@ -49,7 +49,7 @@ def test_a_run_that_fits_is_a_table_and_code_0(planned):
     found = planned("--gpus", "1", "--gpu-memory-gib", "24")
     assert (found.code, found.err) == (0, "")
     lines = found.out.splitlines()
-    assert "rlhf_single on 1 GPUs of 24 GiB" in lines[0]
+    assert "rlhf_single on 1 GPU of 24 GiB" in lines[0]
     rows = [line.strip("│ ").split("│")[0].strip() for line in lines]
     for term in ("parameters", "gradients", "optimizer state", "activations", "engine weights"):
         assert term in rows

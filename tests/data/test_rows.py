@@ -79,7 +79,7 @@ def test_of_many_bad_rows_only_the_first_five_are_kept_in_memory_and_shown(tmp_p
 
 
 def test_nothing_left_is_an_error_even_where_bad_rows_are_skipped(tmp_path):
-    with pytest.raises(ValueError, match="train data: 1 rows read, 0 kept; dropped 1: no column 'text': no row"):
+    with pytest.raises(ValueError, match="train data: 1 row read, 0 kept; dropped 1: no column 'text': no row"):
         texts(write(tmp_path / "x.jsonl", "{}"), "skip")
     with pytest.raises(ValueError, match="train data: 0 rows read, 0 kept: no row can be used"):
         texts(write(tmp_path / "empty.jsonl"))

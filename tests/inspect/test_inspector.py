@@ -205,6 +205,19 @@ def test_a_run_that_continues_is_shown_without_loading_the_page_again(page, run_
     assert not browser.problems
 
 
+def test_the_end_of_a_run_and_errors_of_its_files_are_shown(page, run_directory):
+    folder = run_directory("a", ROWS, {1: RESPONSES})
+    browser = page(folder)
+    browser.wait("document.querySelector('.figure b').textContent === 'running'")
+    (folder / "end.json").write_text('{"error": null}')
+    browser.wait("document.querySelector('.figure b').textContent === 'ended'")
+    (folder / "end.json").write_text("[")
+    browser.wait("document.getElementById('note').textContent.includes('end.json cannot be read, the file is damaged')")
+    (folder / "end.json").unlink()
+    browser.wait("document.querySelector('.figure b').textContent === 'running'")
+    assert browser.evaluate("document.getElementById('note').textContent") == ""
+
+
 def test_several_runs(page, run_directory):
     browser = page(
         run_directory("a", ROWS, {1: RESPONSES}), run_directory("b", ROWS, {2: RESPONSES[:1], 5: RESPONSES[:2]})

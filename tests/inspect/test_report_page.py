@@ -189,6 +189,30 @@ def test_responses_without_a_reward_are_shown_without_one(run_directory, reward)
     assert reward_quantiles(run, 2)["quantiles"] == []
 
 
+def test_responses_beyond_the_limit_of_memory_are_left_out(run_directory, caplog, monkeypatch):
+    folder = run_directory("a", ROWS, {1: [{"prompt": "x" * 1000}] * 20})
+    monkeypatch.setattr("lightning_rlhf.inspect.run_directory._MAX_ROLLOUT_BYTES", 5000)
+    assert len(RunDirectory(folder).rollouts(1)) == 4
+    assert "step 1 has more than 0 MiB of responses; those after the first 4 are left out" in caplog.text
+    (folder / "rollouts/step-000002.jsonl").write_text("x" * 100_000)
+    assert RunDirectory(folder).rollouts(2) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "state"), [(None, "running"), ({"error": None}, "ended"), ({"error": "RunError: <b>lost"}, "failed")]
+)
+def test_the_page_shows_whether_the_run_has_ended(page, run_directory, end, state):
+    folder = run_directory("a", ROWS)
+    if end is not None:
+        (folder / "end.json").write_text(json.dumps(end))
+    browser = page(folder)
+    text = browser.evaluate("document.body.innerText")
+    assert f"{state}\nstate" in text
+    assert ("ago\nlast metrics" in text) == (state == "running")
+    assert ("RunError: <b>lost" in text) == (state == "failed")
+    assert ("No check failed" in text) == (state != "failed")
+
+
 def test_lines_that_are_being_written_are_ignored(run_directory):
     folder = run_directory("a", ROWS, {1: RESPONSES})
     with (folder / "rollouts/step-000001.jsonl").open("a") as file:

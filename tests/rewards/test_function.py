@@ -98,7 +98,7 @@ def test_none_becomes_nan():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([1.0], "returned 1 values, expected a list of 2 numbers: one per completion"),
+        ([1.0], "returned 1 value, expected a list of 2 numbers: one per completion"),
         ([1.0] * 3, "returned 3 values, expected a list of 2 numbers: one per completion"),
         (1.0, "returned float, expected a list of 2 numbers: one per completion"),
         (None, "returned NoneType, expected a list of 2 numbers: one per completion"),

@@ -98,7 +98,7 @@ def test_completions_that_do_not_divide_among_the_prompts_are_refused(count):
 
 
 def test_a_function_that_misbehaves_is_named():
-    with pytest.raises(RuntimeError, match="reward function 'short' returned 1 values, expected a list of 4 numbers"):
+    with pytest.raises(RuntimeError, match="reward function 'short' returned 1 value, expected a list of 4 numbers"):
         collect(BATCH, COMPLETIONS, [RewardFunction(lambda completions: [1.0], name="short")], TOKENIZER)
 
 

@@ -25,6 +25,7 @@ from lightning_rlhf.cli.run_config import (
     make_module,
     parse_run_config,
 )
+from lightning_rlhf.counted import counted
 from lightning_rlhf.data.base import RowsDataModule
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.tokenizers import unknown_parts
@@ -281,9 +282,9 @@ def render(result: dict[str, Any]) -> str:
     """Render the result of :func:`check` as text."""
     lines = [result["module"]]
     for name, part in result["data"].items():
-        lines += ["", f"{name}: {part['read']} rows read, {part['kept']} kept"]
+        lines += ["", f"{name}: {counted(part['read'], 'row')} read, {part['kept']} kept"]
         for label in ("columns", "dropped", "cut"):
-            lines += [f"  {label}: {count} rows: {reason}" for reason, count in part[label].items()]
+            lines += [f"  {label}: {counted(count, 'row')}: {reason}" for reason, count in part[label].items()]
         lines.append("  tokens: " + ", ".join(f"{key} {value:g}" for key, value in part["tokens"].items()))
         if part["unknown"]:
             lines.append(f"  {part['unknown']}")
@@ -291,7 +292,7 @@ def render(result: dict[str, Any]) -> str:
             lines.append(f"  batches of an epoch: {part['batches']}")
         for label, sample in part["sample"].items():
             trained = f", {sample['trained']} of them trained on" if sample["trained"] else ""
-            lines.append(f"  first {label}, {sample['tokens']} tokens{trained}:")
+            lines.append(f"  first {label}, {counted(sample['tokens'], 'token')}{trained}:")
             lines += [f"    | {line}" for line in sample["text"].split("\n")]
             lines += [f"    {column} = {_short(value)}" for column, value in sample.get("columns", {}).items()]
     if result["rewards"]:

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.counted import counted
 from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
 from lightning_rlhf.rollout.vllm.engine import unusable_build, vllm_installed
@@ -231,7 +232,7 @@ def check_devices(report: Report) -> None:
             report.add("gpus", "interconnect", line)
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
     cores = f"{machine.cores} of {os.cpu_count()} cores available"
-    finding = f"{cores}; torch uses {torch.get_num_threads()} threads; OMP_NUM_THREADS {threads}"
+    finding = f"{cores}; torch uses {counted(torch.get_num_threads(), 'thread')}; OMP_NUM_THREADS {threads}"
     report.add("cpu", platform.machine(), finding)
 
 

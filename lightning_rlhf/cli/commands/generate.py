@@ -40,6 +40,7 @@ from lightning_rlhf.cli.errors import failure_code_1, one_line_errors
 from lightning_rlhf.cli.run_config import loop_arguments, make_environment, parse_run_config
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.conversation_record import ConversationRecord
+from lightning_rlhf.counted import counted
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.seeding import derive_seed
 from lightning_rlhf.types import SamplingParams
@@ -117,7 +118,7 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("lightning-rlhf: interrupted; the same command continues from here", file=sys.stderr)
         return 1
-    print(f"{rows} rows are in {options.to}")
+    print(f"{options.to} has {counted(rows, 'row')}")
     return 0
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from lightning_rlhf.callbacks import RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.run_config import ConfigCLI, callbacks_of, is_class, make_module, parse_run_config
+from lightning_rlhf.counted import counted
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.first_forward import FirstForward
@@ -276,7 +277,7 @@ def check_nodes(plan: Plan, nodes: int) -> None:
 
 def table(plan: Plan) -> Table:
     """Render the terms of memory and of communication."""
-    result = Table(title=f"{plan.run.strategy.name} on {plan.gpus} GPUs of {plan.run.capacity / GIB:g} GiB")
+    result = Table(title=f"{plan.run.strategy.name} on {counted(plan.gpus, 'GPU')} of {plan.run.capacity / GIB:g} GiB")
     result.add_column("each GPU")
     result.add_column("GiB", justify="right")
     _add_rows(result, plan.memory, memory.TERMS)

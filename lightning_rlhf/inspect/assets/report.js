@@ -60,8 +60,10 @@
     const steps = last(run.training.step) ?? 0, limit = Number(run.config["trainer.max_steps"]);
     return limit > steps ? `${steps} of ${limit}` : String(steps);
   };
-  fills.push(() => {
+  const summarise = () => {
     const figures = runs.map((run) => ({
+      state: run.state,
+      "last metrics": run.state === "running" ? `${duration(run.seconds)} ago` : "",
       steps: stepsOf(run),
       "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
       "reward/mean": change(run.training["reward/mean"]),
@@ -77,7 +79,8 @@
       summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) =>
         element("div", { class: "figure" }, element("b", { text: figures[0][name] }), element("span", { class: "muted", text: name })))));
     }
-  });
+  };
+  fills.push(summarise);
 
   // -- health ---------------------------------------------------------------------------------------------------------
   const health = element("div");
@@ -86,7 +89,8 @@
     health.replaceChildren();
     runs.forEach((run, i) => {
       if (labelled) health.append(element("h3", {}, key(i), run.name));
-      if (!run.findings.length) health.append(element("p", { class: "healthy", text: "No check failed." }));
+      if (run.error) health.append(element("div", { class: "finding" }, element("b", { text: "The run failed" }), element("pre", { text: run.error })));
+      if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: "No check failed." }));
       for (const found of run.findings) {
         const now = last(run.training[found.metric]);
         health.append(element("div", { class: "finding" },
@@ -341,8 +345,14 @@
   fill();
   window.report = {
     runs, element, key, short, segmentsOf, section, colours, labelled,
-    /** Shows new data of the same runs. */
-    update(fresh) { fresh.forEach((run, i) => Object.assign(runs[i], run)); fill(); },
+    /** Shows new data of the same runs; returns whether a run has changed. */
+    update(fresh) {
+      const changed = (run, i) => ["state", "training", "validation"].some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
+      const any = fresh.some(changed);
+      fresh.forEach((run, i) => Object.assign(runs[i], run));
+      if (any) fill(); else summarise();
+      return any;
+    },
   };
   document.documentElement.dataset.ready = "yes";
 })();

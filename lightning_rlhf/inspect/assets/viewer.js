@@ -185,18 +185,14 @@
   const note = element("span", { class: "muted", id: "note", role: "status" });
   document.querySelector("nav a[href='#rewards']").before(element("a", { href: "#responses", text: "Responses" }));
   document.querySelector("nav").append(note);
-  const last = () => runs.map((own) => own.training.step?.at(-1)).join();
   async function refresh() {
     try {
       const answer = await fetch("data");
-      const before = last();
+      if (!answer.ok) throw new Error(await answer.text());
       const fresh = await answer.json();
       note.textContent = "";
-      if (fresh.map((own) => own.training.step?.at(-1)).join() !== before || fresh.some((own, i) => own.validation.step?.length !== runs[i].validation.step?.length)) {
-        update(fresh);
-        if (fillSteps() && !chosen.length) load();
-      }
-    } catch { note.textContent = "the inspector has ended"; }
+      if (update(fresh) && fillSteps() && !chosen.length) load();
+    } catch (error) { note.textContent = error instanceof TypeError ? "the inspector has ended" : error.message; }
     setTimeout(refresh, 3000);
   }
   setTimeout(refresh, 3000);

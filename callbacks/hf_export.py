@@ -24,6 +24,7 @@ from lightning_rlhf.strategies.checkpoints.io import digest
 from .checks import check_module
 
 log = logging.getLogger(__name__)
+_CARD_METRICS = ("val/", "reward/mean", "kl/ref", "train/loss")  # beginnings of the names of metrics in a model card
 
 
 class HFExport(Callback):
@@ -201,9 +202,10 @@ def model_card(origin: Origin, adapter_only: bool) -> str:
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---", ""]
     lines += [f"# A model trained by {algorithm}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {_cell(value)} |" for name, value in facts.items()]
-    if origin.metrics:
-        lines += ["", "Last metrics of the run:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| `{_cell(name)}` | {value:.6g} |" for name, value in sorted(origin.metrics.items())]
+    shown = {name: value for name, value in sorted(origin.metrics.items()) if name.startswith(_CARD_METRICS)}
+    if shown:
+        lines += ["", "Last metrics of the run; `metrics.json` has all:", "", "| metric | value |", "|---|---|"]
+        lines += [f"| `{_cell(name)}` | {value:.6g} |" for name, value in shown.items()]
     return "\n".join([*lines, "", "Written by lightning-rlhf.", ""])
 
 

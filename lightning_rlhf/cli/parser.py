@@ -10,6 +10,7 @@ import pkgutil
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
@@ -17,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.cli.config_files import config_files, read_yaml
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
+from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.strategies import ranks
 
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config")
@@ -52,10 +54,11 @@ class ConfigParser(LightningArgumentParser):
         if not self.exit_on_error:
             super().error(message, ex)
         if reports_errors():
-            print(f"lightning-rlhf: {self._unknown_name() or condense(message)}", file=sys.stderr)
+            print(f"lightning-rlhf: {self._wrong_setting() or condense(message)}", file=sys.stderr)
         sys.exit(2)
 
-    def _unknown_name(self) -> str | None:
+    def _wrong_setting(self) -> str | None:
+        """Describe the first unknown name, else the first value of a wrong type; None if there is neither."""
         subparsers = [
             parser
             for action in self._actions
@@ -68,7 +71,8 @@ class ConfigParser(LightningArgumentParser):
         for file in config_files(self._arguments):
             if file.is_file():
                 config = _merge(config, read_yaml(file))
-        return next(unknown_names(_merge(config, _settings_of(self._arguments)), [*sections, *_SECTIONS]), None)
+        config = _merge(config, _settings_of(self._arguments))
+        return next(itertools.chain(unknown_names(config, [*sections, *_SECTIONS]), wrong_values(config)), None)
 
 
 def reports_errors() -> bool:
@@ -141,33 +145,74 @@ def unknown_names(config: dict[str, Any], sections: Sequence[str] = _SECTIONS) -
             for option in value:
                 if option not in known:
                     yield f"unknown option 'trainer.{option}'{_hint(option, known)}"
-        yield from _unknown_in(value, name, None)
+        for used in _classes_in(value, name, None):
+            yield from _unknown_in(used)
 
 
-def _unknown_in(value: Any, key: str, annotation: Any) -> Iterator[str]:
-    """Yield messages about the classes in a value."""
+def wrong_values(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each argument of the Trainer or of a class whose value has a wrong type."""
+    for section, value in config.items():
+        for used in _classes_in(value, section, Trainer if section == "trainer" else None):
+            label = f"{used.key}." if used.kind in (None, Trainer) else f"{used.key} ({_name(used.kind)}): "
+            for name, entry in used.arguments.items():
+                if message := wrong_value(name, entry, used.known.get(name)):
+                    yield f"{label}{message}"
+
+
+@dataclass
+class _UsedClass:
+    """A class in a configuration.
+
+    Args:
+        key: dotted key of its value.
+        path: its ``class_path``; empty if only the annotation names the class.
+        kind: the class; None if it cannot be loaded.
+        arguments: arguments in the configuration.
+        known: parameters of the class with their annotations.
+    """
+
+    key: str
+    path: str
+    kind: Any
+    arguments: dict[str, Any]
+    known: dict[str, Any]
+
+
+def _classes_in(value: Any, key: str, annotation: Any) -> Iterator[_UsedClass]:
+    """Yield the classes in a value, outer ones first."""
     if isinstance(value, list):
         for entry in value:
-            yield from _unknown_in(entry, key, annotation)
+            yield from _classes_in(entry, key, annotation)
     elif isinstance(value, dict):
         class_path = value.get("class_path")
-        kind = _load(class_path) if isinstance(class_path, str) else _only_class(annotation)
-        if isinstance(class_path, str) and kind is None:
-            module_name, _, name = class_path.rpartition(".")
-            module = _load(module_name)
-            if module is not None:
-                yield f"{key}: {name!r} was not found in {module_name}{_hint(name, dir(module))}"
-        arguments = {name: entry for name, entry in value.items() if name not in _CLASS_KEYS}
-        if isinstance(value.get("init_args"), dict):
-            arguments |= value["init_args"]
+        path = class_path if isinstance(class_path, str) else ""
+        kind = _load(path) if path else _only_class(annotation)
+        init_args = value.get("init_args")
+        direct = {name: entry for name, entry in value.items() if name not in _CLASS_KEYS}  # of the command line
+        arguments = _merge(init_args if isinstance(init_args, dict) else {}, direct)
         known = parameters(kind) if callable(kind) else {}
+        yield _UsedClass(key=key, path=path, kind=kind, arguments=arguments, known=known)
         for name, entry in arguments.items():
-            if known and name not in known:
-                label = f"{key} ({getattr(kind, '__name__', kind)})"
-                yield f"{label}: unknown option {name!r}{_hint(name, [*known, *_CLASS_KEYS])}"
-            if name == "engine" and isinstance(entry, str) and entry in ENGINES:
-                yield f"{key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
-            yield from _unknown_in(entry, f"{key}.{name}", known.get(name))
+            yield from _classes_in(entry, f"{key}.{name}", known.get(name))
+
+
+def _unknown_in(used: _UsedClass) -> Iterator[str]:
+    """Yield messages about an unknown class, and unknown arguments."""
+    if used.path and used.kind is None:
+        module_name, _, name = used.path.rpartition(".")
+        module = _load(module_name)
+        if module is not None:
+            yield f"{used.key}: {name!r} was not found in {module_name}{_hint(name, dir(module))}"
+    for name, entry in used.arguments.items():
+        if used.known and name not in used.known:
+            label = f"{used.key} ({_name(used.kind)})"
+            yield f"{label}: unknown option {name!r}{_hint(name, [*used.known, *_CLASS_KEYS])}"
+        if name == "engine" and isinstance(entry, str) and entry in ENGINES:
+            yield f"{used.key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind))
 
 
 def _load(path: str) -> Any:

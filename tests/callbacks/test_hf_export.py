@@ -29,6 +29,10 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
     found = json.loads((tmp_path / "export" / "metrics.json").read_text())
     assert found["step"] == 2
     assert found["val/greedy"] == made.metrics["val/greedy"]
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert f"| `val/greedy` | {found['val/greedy']:.6g} |" in card
+    assert "policy/clip_fraction" in found
+    assert "clip_fraction" not in card
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -54,7 +54,7 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
         ("model.class_path", "lightning_rlhf.PPOModul", ["model: 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"]),
         ("model.class_path", "lightning_rlhv.PPOModule", ["model", "No module named 'lightning_rlhv'"]),
         ("model.class_path", "PPOModul", ["model", "dot import path", "PPOModul"]),
-        (f"{LOOP}.engine", "vlm", ["trainer.callbacks", "RolloutLoop", "engine", "dot import path", "vlm"]),
+        (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be 'auto' or a class (class_path: package.Class), got 'vlm'"]),
         (
             f"{LOOP}.rewards",
             [{"function": "lightning_rlhf.data.addition.exactt"}],
@@ -72,15 +72,17 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        (f"{MODEL}.minibatch_size", "many", ["model", "PPOModule", "minibatch_size", "<class 'int'>", "many"]),
-        (f"{MODEL}.kl_reward", {"coef": "x"}, ["model", "PPOModule", "kl_reward.coef", "<class 'float'>", "x"]),
+        (f"{MODEL}.minibatch_size", "many", ["model (PPOModule): minibatch_size must be an integer, got 'many'"]),
+        (f"{MODEL}.kl_reward", {"coef": "x"}, ["model.kl_reward (KLTerm): coef must be a number, got 'x'"]),
         (
             f"{MODEL}.kl_reward",
             {"estimator": "k7"},
-            ["model", "PPOModule", "kl_reward.estimator", "'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+', 'abs+'", "k7"],
+            [
+                "model.kl_reward (KLTerm): estimator must be one of 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+', 'abs+', got 'k7'"
+            ],
         ),
-        (f"{DATA}.batch_size", 1.5, ["data", "PromptDataModule", "batch_size", "<class 'int'>", "1.5"]),
-        ("trainer.max_steps", "x", ["trainer.max_steps", "<class 'int'>", "x"]),
+        (f"{DATA}.batch_size", 1.5, ["data (PromptDataModule): batch_size must be an integer, got 1.5"]),
+        ("trainer.max_steps", "x", ["trainer.max_steps must be an integer, got 'x'"]),
         ("seed_everything", "x", ["seed_everything", "<class 'bool'>", "<class 'int'>", "x"]),
         ("model.init_args", {}, ["model", "PPOModule", "the following arguments are required: actor"]),
         ("model", None, ["arguments are required", "model"]),
@@ -98,6 +100,11 @@ def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
         ("--trainer.max_step", "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
         ("--conf", "unknown option 'conf'; did you mean 'config'?"),
         ("--nonsense", "unknown option 'nonsense'"),
+        (
+            "--optimizer.lr",
+            "unknown option 'optimizer'; here it is model.init_args.actor_optimizer, as {class_path: "
+            "torch.optim.AdamW, init_args: {lr: 1.0e-6}}",
+        ),
     ],
 )
 def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
@@ -151,7 +158,11 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
 @pytest.mark.parametrize(
     ("path", "value", "told"),
     [
-        (f"{MODEL}.actor_optimizer", ADAM, ["model", "PPOModule", "actor_optimizer", "lr", "<class 'float'>", "small"]),
+        (
+            f"{MODEL}.actor_optimizer",
+            ADAM,
+            ["model.actor_optimizer (AdamW): lr must be a number or a class (class_path: package.Class), got 'small'"],
+        ),
         (
             f"{MODEL}.actor_optimizer",
             {"class_path": "torch.optim.Adamw"},

@@ -203,6 +203,16 @@ def test_a_model_is_called_as_its_directory_is(served_model, monkeypatch):
     assert command._served_model(options, 64, 8).name == "Qwen3-0.6B"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("runs/sums/ppo/export", "ppo"), ("export", "here"), ("/export", "export"), ("a/export-100", "export-100")],
+)
+def test_the_export_of_a_run_is_called_as_the_run_is(path, name, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert command._name_of(path) == name
+
+
 def test_the_example_asks_what_the_model_can_read_by_the_route_that_it_answers():
     digits = CharacterTokenizer("0123456789+=").load()
     assert example_request(digits, 100, 64) == ("/v1/completions", {"prompt": "12+30=", "max_tokens": 32})

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("serve", "vLLM's OpenAI server with an API key and limits.", _EPILOG, "--model DIR")
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, metavar="DIR", help="an export, or a hub id")
-    model.add_argument("--name", help="name of the model in requests (default: the directory's name)")
+    model.add_argument("--name", help="name of the model in requests (default: that of the run, or of the directory)")
     model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="(default: auto)")
     model.add_argument(
         "--max-model-len", type=int, metavar="TOKENS", help="prompt with response (default: the model's)"
@@ -172,7 +172,7 @@ def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) ->
 
     return ServedModel(
         path=options.model,
-        name=options.name or os.path.basename(os.path.abspath(options.model)),  # abspath resolves "."
+        name=options.name or _name_of(options.model),
         dtype=options.dtype,
         max_model_len=longest,
         max_tokens=max_tokens,
@@ -180,6 +180,12 @@ def _served_model(options: argparse.Namespace, longest: int, max_tokens: int) ->
         gpu_memory_utilization=options.gpu_memory_utilization,
         cpu_cache_bytes=cpu_cache_bytes(Pretrained(options.model).hf_config(), _dtype(options), longest),
     )
+
+
+def _name_of(model: str) -> str:
+    """Return the last part of a model's path that is not ``export``: for a run's export, the name of the run."""
+    *parents, last = os.path.abspath(model).split(os.sep)  # abspath resolves "."
+    return parents[-1] if last == "export" and parents and parents[-1] else last
 
 
 def _url(listening: socket.socket) -> str:

@@ -1,0 +1,103 @@
+"""Messages about values of the wrong type, for a configuration that jsonargparse rejects."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import yaml
+
+_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+_MOST_CHARACTERS = 100  # longest value in a message
+
+
+def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
+    """Describe a value that does not match the annotation of its parameter.
+
+    Args:
+        name: name of the parameter.
+        value: value in a configuration, or the text of an option.
+        annotation: annotation of the parameter; None if it has none.
+
+    Returns:
+        None if the value matches, or if the annotation has types other than plain values, texts to choose from and
+        classes: such annotations match every value.
+    """
+    if annotation is None or isinstance(annotation, str):
+        return None
+    options = _options(annotation)
+    values = [value, *_parsed(value)]
+    if any(_matches(own, option) for own in values for option in options):
+        return None
+    shown = repr(value) if len(repr(value)) <= _MOST_CHARACTERS else f"{repr(value)[:_MOST_CHARACTERS]}..."
+    message = f"{name} must be {_described(options)}, got {shown}"
+    choices = [choice for option in options if _is_class(option) for choice in _subclasses(option)]
+    return f"{message}; available: {', '.join(choices)}" if choices else message
+
+
+def _options(annotation: Any) -> list[Any]:
+    """Return the types of a union; the only one of another annotation."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [option for part in typing.get_args(annotation) for option in _options(part)]
+    return [annotation]
+
+
+def _parsed(value: Any) -> Iterator[Any]:
+    """Yield the other values that a text can mean: options of a command line are texts."""
+    if isinstance(value, str):
+        try:
+            yield yaml.safe_load(value)
+        except yaml.YAMLError:
+            return
+        try:
+            yield float(value)  # YAML reads 1e-3 as a text
+        except ValueError:
+            return
+
+
+def _matches(value: Any, option: Any) -> bool:
+    if typing.get_origin(option) is Literal:
+        return value in typing.get_args(option)
+    if option is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if option is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if option in _SCALARS:
+        return isinstance(value, option)
+    if _is_class(option):
+        return not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and "." in value)
+    return True
+
+
+def _is_class(option: Any) -> bool:
+    """Return whether values are classes with arguments: a class of a package, not one of Python's library."""
+    library = sys.stdlib_module_names
+    return inspect.isclass(option) and option.__module__.partition(".")[0] not in library
+
+
+def _described(options: Sequence[Any]) -> str:
+    literals = [
+        choice for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)
+    ]
+    kinds = [option for option in options if typing.get_origin(option) is not Literal]
+    texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"] if literals else []
+    texts += [_SCALARS.get(kind, "a class (class_path: package.Class)") for kind in kinds]
+    return " or ".join(dict.fromkeys(texts))
+
+
+def _subclasses(kind: type) -> list[str]:
+    """Return the paths of the public classes of this package that an option accepts."""
+    package = kind.__module__.rpartition(".")[0]
+    if package.partition(".")[0] != "lightning_rlhf":
+        return []
+    packages = [sys.modules[name] for name in dict.fromkeys(("lightning_rlhf", package))]
+    public = {f"{own.__name__}.{name}": getattr(own, name) for own in packages for name in getattr(own, "__all__", ())}
+    return [
+        path
+        for path, own in sorted(public.items())
+        if inspect.isclass(own) and issubclass(own, kind) and not inspect.isabstract(own)
+    ]

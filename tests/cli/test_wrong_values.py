@@ -1,0 +1,69 @@
+"""Messages about values of the wrong type."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from lightning_rlhf.cli.config_files import read_yaml
+from lightning_rlhf.cli.parser import wrong_values
+from lightning_rlhf.cli.wrong_values import wrong_value
+from lightning_rlhf.environments import ToolCallParser
+from lightning_rlhf.objectives.base import PolicyLoss
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(
+    path
+    for folder in ("configs", "examples", "lightning_rlhf/cli/templates")
+    for path in (ROOT / folder).rglob("*.yaml")
+    if path.name != "tokenizer.yaml"
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [
+        (3, int), ("3", int), (3, float), ("1e-3", float), ("true", bool), (None, int | None), ("null", int | None),
+        ("text", str), ("7", str), ("a", Literal["a", "b"]), (2, Literal["a"] | int), ("torch.optim.SGD", PolicyLoss),
+        ({"class_path": "x"}, PolicyLoss), ("anything", Any), ("anything", None), ("anything", "NotEvaluated"),
+        ("x", list[str]), ("x", Callable[[int], int]), ("x", Path), ("[", list[int]), (True, bool | str),
+    ],
+)  # fmt: skip
+def test_a_value_that_matches_has_no_message(value, annotation):
+    assert wrong_value("name", value, annotation) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "message"),
+    [
+        ("x", int, "name must be an integer, got 'x'"),
+        (1.5, int, "name must be an integer, got 1.5"),
+        (True, int, "name must be an integer, got True"),
+        (False, float, "name must be a number, got False"),
+        (1, bool, "name must be true or false, got 1"),
+        (3, str, "name must be a text, got 3"),
+        (None, str, "name must be a text, got None"),
+        ([1], float | None, "name must be a number or null, got [1]"),
+        ("c", Literal["a", "b"], "name must be one of 'a', 'b', got 'c'"),
+        ("c", Literal["a"] | Literal["b"] | int, "name must be one of 'a', 'b' or an integer, got 'c'"),
+        ("fast", float | torch.Tensor, "name must be a number or a class (class_path: package.Class), got 'fast'"),
+        ("x" * 300, int, f"name must be an integer, got '{'x' * 99}..."),
+    ],
+)
+def test_a_value_that_does_not_match_is_described(value, annotation, message):
+    assert wrong_value("name", value, annotation) == message
+
+
+def test_the_classes_that_an_option_accepts_are_listed():
+    message = wrong_value("parser", "hermes", ToolCallParser | None)
+    assert message.startswith("parser must be a class (class_path: package.Class) or null, got 'hermes'; available: ")
+    names = message.partition("available: ")[2].split(", ")
+    own = ("Function", "JSON", "Marked", "Tokenizer", "VLLM")
+    assert names == [f"lightning_rlhf.environments.{name}ToolCalls" for name in own]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_value_of_the_shipped_configurations_is_called_wrong(path):
+    assert list(wrong_values(read_yaml(path))) == []

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.cli.commands.doctor import Finding
 from lightning_rlhf.cli.errors import one_line
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
@@ -48,7 +47,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # for results near 1; 
 _STEPS = 2
 
 
-def try_out() -> Iterator[Finding]:
+def try_out() -> Iterator[tuple[str, str, str]]:
     """Run the kernels, then two steps of PPO with the engine that ``auto`` selects; yield one finding for each.
 
     The engine is compared with the actor in both steps, after each sync of the weights.
@@ -61,7 +60,7 @@ def try_out() -> Iterator[Finding]:
             yield _finding(f"PPO in {precision}", partial(steps, device, precision, Path(folder)))
 
 
-def _finding(name: str, check: Callable[[], str]) -> Finding:
+def _finding(name: str, check: Callable[[], str]) -> tuple[str, str, str]:
     """Run a check; an error of CUDA, vLLM or this package becomes a fault, and the next check still runs."""
     began = time.monotonic()
     try:

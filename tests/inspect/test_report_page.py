@@ -82,6 +82,18 @@ def test_intervals_are_bands_of_their_metric(page, run_directory):
     assert not browser.problems
 
 
+def test_the_legend_has_the_last_values_until_the_pointer_is_over_the_chart(page, run_directory):
+    browser = page(run_directory("a", ROWS))
+    plot = "document.querySelector('[data-metric=\"reward/mean\"]')"
+    legend = f"[...{plot}.querySelectorAll('.u-legend .u-value')].map((own) => own.textContent).join(' ')"
+    browser.wait(f"{legend} === '10 1'")
+    browser.evaluate(f"{plot}.plot.setCursor({{ left: 0, top: 10 }}), 0")
+    browser.wait(f"{legend} === '1 0.1'")
+    browser.evaluate(f"{plot}.plot.setCursor({{ left: -10, top: -10 }}), 0")
+    browser.wait(f"{legend} === '10 1'")
+    assert not browser.problems
+
+
 def test_the_controls(page, run_directory):
     browser = page(run_directory("a", ROWS))
     assert browser.evaluate("document.querySelector('[data-metric=\"loss/policy\"]')") is None  # in a closed group

@@ -1,4 +1,4 @@
-"""GRPO with LoRA on a pretrained chat model: trained, resumed, exported, asked by the command line; with a tool."""
+"""GRPO with LoRA on a pretrained chat model: trained, resumed, exported, asked by the command line; the examples."""
 
 import csv
 import json
@@ -105,6 +105,35 @@ def test_a_chat_model_is_trained_resumed_exported_and_answers_with_its_end_token
         safe_open(f"{MODEL}/model.safetensors", "pt") as base,
     ):
         assert set(exported.keys()) == set(base.keys())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not MODEL, reason="LIGHTNING_RLHF_MODEL does not name a chat model's directory")
+def test_a_chat_model_learns_word_problems(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)  # the example names its reward function from here
+    subprocess.run([sys.executable, "examples/smollm2/word_problems.py", tmp_path], check=True)
+    held_out = (tmp_path / "val.jsonl").read_text().splitlines(keepends=True)[:64]
+    (tmp_path / "val.jsonl").write_text("".join(held_out))
+    options = {
+        "trainer.default_root_dir": tmp_path / "run",
+        "trainer.max_steps": 8,  # of 24
+        "model.init_args.actor.init_args.path": MODEL,
+        "data.init_args.tokenizer": MODEL,
+        "data.init_args.train": tmp_path / "train.jsonl",
+        "data.init_args.val": tmp_path / "val.jsonl",
+        "data.init_args.val_batch_size": 64,
+    }
+    command("fit", "--config", "examples/smollm2/grpo.yaml", *[f"--{name}={value}" for name, value in options.items()])
+
+    with open(tmp_path / "run/metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    validations = [row for row in rows if row["val/greedy"]]
+    first, last = validations[0], validations[-1]
+    # Seeds 21 and 22, which chose these bounds: greedy 0.19 to 0.59 and 0.61, sampled 0.08 and 0.09 to 0.52 and 0.50.
+    assert float(last["val/greedy"]) - float(first["val/greedy"]) > 0.2
+    assert float(last["val/sampled"]) - float(first["val/sampled"]) > 0.2
+    assert float(last["val/truncated_fraction"]) < 0.1 < float(first["val/truncated_fraction"])
+    assert "val/greedy" in (tmp_path / "run/report.html").read_text()
 
 
 def result(call):

@@ -162,10 +162,14 @@
   const limits = (pad) => (_, low, high) => low === null ? [0, 1]
     : low < high ? uPlot.rangeNum(low, high, pad, pad > 0) : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
 
+  const showLast = (plot) => plot.setLegend({ idx: plot.data[0].length - 1 });
+
   function draw(box, data, series, more = {}) {
     const width = Math.max(240, box.clientWidth - 16);
     const scales = { x: { time: false, range: (...given) => given[1] < given[2] ? [given[1], given[2]] : limits(0)(...given) }, y: { range: limits(0.1) } };
-    const plot = new uPlot({ width, height: 190, scales, axes: axes(), cursor: { sync: { key: "page" } }, series, ...more }, data, box);
+    // The legend has the values under the pointer, else the last ones.
+    const hooks = { ready: [showLast], setLegend: [(plot) => { if (plot.legend.idx == null) showLast(plot); }] };
+    const plot = new uPlot({ width, height: 190, hooks, scales, axes: axes(), cursor: { sync: { key: "page" } }, series, ...more }, data, box);
     drawn.push(plot);
     box.plot = plot;
   }
@@ -183,8 +187,8 @@
     const shown = (_, number) => number === null || number === undefined ? "" : short(number), value = shown;
     const series = present.flatMap(([run, i]) => {
       const label = labelled ? run.name : metric.split("/").at(-1), stroke = colours[i % colours.length];
-      const bound = (name) => ({ label: `${label} ${name}`, stroke: "transparent", spanGaps: true, points: { show: false }, value });
-      return [{ label, stroke, width: 1.5, spanGaps: true, points, value }, ...(names.length > 1 ? [bound("low"), bound("high")] : [])];
+      const bound = (name) => ({ label: name, stroke: "transparent", spanGaps: true, points: { show: false }, value });
+      return [{ label, stroke, width: 1.5, spanGaps: true, points, value }, ...(names.length > 1 ? [bound("95 % from"), bound("to")] : [])];
     });
     const bands = names.length > 1 ? present.map(([, i], n) => ({ series: [3 * n + 3, 3 * n + 2], fill: `${colours[i % colours.length]}33` })) : [];
     draw(box, data, [{ label: title, value: shown }, ...series], { bands });

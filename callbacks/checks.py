@@ -165,13 +165,18 @@ def check_overlap(engine: RolloutEngine, max_staleness: int) -> None:
         max_staleness: argument of RolloutLoop.
 
     Raises:
-        ValueError: the engine sleeps while the module learns.
+        ValueError: the engine sleeps while the module learns, or gets weights only while it is idle.
     """
     name = type(engine).__name__
     if max_staleness and engine.sleeps:
         raise UsageError(
             f"with max_staleness {max_staleness}, {name} generates while the module learns, so it cannot sleep then: "
             f"remove sleep_while_learning, or set max_staleness to 0"
+        )
+    if max_staleness and engine.needs_idle_push:
+        raise UsageError(
+            f"with max_staleness {max_staleness}, weights are pushed while {name} generates: remove push_within_gpu, "
+            f"or set max_staleness to 0"
         )
     if max_staleness and not engine.overlaps:
         log.warning(

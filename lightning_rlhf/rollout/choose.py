@@ -9,7 +9,8 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.rollout.vllm.engine import VLLMEngine, unsupported_accelerator, unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 
 # Sizes of heads that vLLM's CPU attention is compiled for.
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)

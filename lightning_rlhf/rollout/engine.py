@@ -223,6 +223,11 @@ class RolloutEngine(ABC):
         return False
 
     @property
+    def needs_idle_push(self) -> bool:
+        """Whether weights can be pushed only while no response is generated, so that ``max_staleness`` must be 0."""
+        return False
+
+    @property
     def mixes_versions(self) -> bool:
         """Whether weights are loaded while responses are generated, so that their tokens have several versions."""
         return False

@@ -71,6 +71,11 @@ class SharedEngine(RolloutEngine):
         return self._engine.shares_cores
 
     @property
+    def needs_idle_push(self) -> bool:
+        """See :meth:`RolloutEngine.needs_idle_push`."""
+        return self._engine.needs_idle_push
+
+    @property
     def mixes_versions(self) -> bool:
         """See :meth:`RolloutEngine.mixes_versions`."""
         return self._engine.mixes_versions

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lightning_rlhf.cli.commands import export as command
 from lightning_rlhf.cli.commands import generate
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 
 CHECKPOINTS = {"class_path": "lightning_rlhf.callbacks.RunCheckpoint", "init_args": {"every_n_steps": 1}}
 EXPORTS = {"class_path": "lightning_rlhf.callbacks.HFExport", "init_args": {"every_n_steps": 1}}

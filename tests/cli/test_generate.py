@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_rlhf.cli.commands import generate as command
 from lightning_rlhf.cli.commands.response_backends import weights_digest
 from lightning_rlhf.cli.commands.responses_file import ResponsesFile, read_lines
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"what is {i} times {i * 7 % 10}?", "answer": str(i)} for i in range(11)]

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from lightning_rlhf.cli.commands import evaluate, generate
 from lightning_rlhf.cli.commands.responses_file import read_lines
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # which Python does not show outside of tests
 WORLD = '''

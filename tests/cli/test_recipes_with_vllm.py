@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from tests.cli.after_the_step import FOUND
 from tests.cli.published_architectures import PUBLISHED
 from tests.cli.small_recipes import RECIPES, given, models_of, published, saved_tokenizer, shrunk, write_data

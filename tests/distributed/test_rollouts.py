@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from tests.distributed.launch import ROOT, free_port, run_ranks
 from tests.rollout.engines import pushed, setup_of, source_of

@@ -13,7 +13,8 @@ from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.types import SamplingParams
 from tests.rollout.engines import ARCHITECTURE, MAX_TOKENS, largest_gap, parameters_of, prompts_of, setup_of
 from tests.stand_ins import quiet_trainer

@@ -12,7 +12,8 @@ import torch
 
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.rollout.engine import EngineSetup, visible_gpu
-from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.push import chunks
 from lightning_rlhf.rollout.vllm.sync import WeightSender

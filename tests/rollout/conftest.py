@@ -6,7 +6,8 @@ from unittest.mock import patch
 import pytest
 
 from lightning_rlhf.rollout.vllm import engine as vllm_engine
-from lightning_rlhf.rollout.vllm.engine import VLLMEngine, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
+from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from tests.rollout.engines import setup_of, source_of
 

@@ -16,7 +16,7 @@ from lightning_rlhf.environments.bridges import PlainBridge
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.push import NCCLPush

@@ -19,7 +19,7 @@ from lightning_rlhf.cli.commands import generate as generating
 from lightning_rlhf.cli.commands.responses_file import read_lines
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from tests.rollout.engines import ARCHITECTURE
 
 ROOT = Path(__file__).resolve().parents[2]

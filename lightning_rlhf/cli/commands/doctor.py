@@ -34,7 +34,7 @@ from lightning_rlhf.cli.commands.options import command_parser
 from lightning_rlhf.counted import counted
 from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
-from lightning_rlhf.rollout.vllm.engine import unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import unusable_build, vllm_installed
 
 Finding = tuple[str, str, str]  # name, finding, and a fault or an empty string
 

@@ -25,7 +25,7 @@ from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.models.kv_cache import bytes_per_token, cpu_cache_bytes, longest_in_memory
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.models.positions import max_positions
-from lightning_rlhf.rollout.vllm.engine import vllm_installed
+from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.serving.access import bind, check_host, load_key
 from lightning_rlhf.serving.example import curl_command, example_request
 

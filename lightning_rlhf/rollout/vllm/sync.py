@@ -120,6 +120,11 @@ class Slot:
         """Number of bytes."""
         return getattr(torch, self.dtype).itemsize * self.numel
 
+    @property
+    def end(self) -> int:
+        """First byte after the parameter that is aligned for the next one; memory of zero bytes cannot be mapped."""
+        return self.offset + max(-(-self.nbytes // _ALIGNMENT), 1) * _ALIGNMENT
+
     def view(self, memory: Tensor) -> Tensor:
         """Return the parameter as a view of the memory."""
         piece = memory[self.offset : self.offset + self.nbytes]
@@ -190,7 +195,7 @@ class WeightSender:
         end = 0
         for name, tensor in parameters:
             slot = Slot.for_tensor(name, tensor, offset=end)
-            end += max(-(-slot.nbytes // _ALIGNMENT), 1) * _ALIGNMENT  # memory of zero bytes cannot be mapped
+            end = slot.end
             os.truncate(self._file, end)
             self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
             slot.view(self._memory).copy_(tensor)

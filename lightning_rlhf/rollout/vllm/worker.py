@@ -4,9 +4,9 @@ Commands are executed in order. Those that change the weights wait until all req
 wait for them, so the completions of a request do not depend on when later weights arrive. Weights with ``in_flight``
 are loaded at once: unfinished responses continue with them, or end if ``cut`` is set.
 
-Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``swap``, ``sleep``, ``trace``,
-``add``, ``close``. To the trainer: ``ready``, ``finished``, ``reply``, ``error`` (a command failed), ``fatal`` (the
-engine failed and the process ends).
+Messages are JSON objects over a socket pair. From the trainer: ``start``, ``load``, ``open_buffer``, ``load_part``,
+``finish_parts``, ``swap``, ``sleep``, ``trace``, ``add``, ``close``. To the trainer: ``ready``, ``finished``,
+``reply``, ``error`` (a command failed), ``fatal`` (the engine failed and the process ends).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_NEED_IDLE_ENGINE = ("load", "swap", "sleep", "trace")
+_NEED_IDLE_ENGINE = ("load", "open_buffer", "load_part", "finish_parts", "swap", "sleep", "trace")
 
 
 def main(descriptor: int) -> int:
@@ -76,6 +76,15 @@ def _execute(core: Any, message: dict[str, Any], send: Any) -> None:
                 for completion in core.cut():
                     send("finished", **completion)
             core.load(message["weights"], message["version"])
+            send("reply", id=message["id"])
+        elif message["kind"] == "open_buffer":
+            core.open_buffer(message["buffer"])
+            send("reply", id=message["id"])
+        elif message["kind"] == "load_part":
+            core.load_part(message["layout"], message["is_first"])
+            send("reply", id=message["id"])
+        elif message["kind"] == "finish_parts":
+            core.finish_parts(message["version"])
             send("reply", id=message["id"])
         elif message["kind"] == "swap":
             core.swap(message["adapter"], message["version"])

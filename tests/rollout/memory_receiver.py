@@ -1,0 +1,28 @@
+"""vLLM's worker extension with memory of the host in the place of a buffer on a GPU."""
+
+import os
+from pathlib import Path
+
+from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
+from lightning_rlhf.rollout.vllm.sync import map_memory
+
+
+class MemoryReceiver(WeightReceiver):
+    """Maps the memory that the message names; the file $BUFFER_FAULT names a method that fails, or dies."""
+
+    def map_buffer(self, message):
+        if _fault() == "map":
+            raise RuntimeError("CUDA error: invalid device context")
+        memory = map_memory(message["path"], message["nbytes"])
+        return memory + 1 if _fault() == "bytes" else memory
+
+    def load_part(self, layout, is_first):
+        if _fault() == "load" and not is_first:
+            raise RuntimeError("out of memory")
+        if _fault() == "death" and not is_first:
+            os._exit(3)
+        super().load_part(layout, is_first)
+
+
+def _fault():
+    return Path(os.environ["BUFFER_FAULT"]).read_text()

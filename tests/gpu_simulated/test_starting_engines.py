@@ -274,6 +274,18 @@ def test_weights_are_woken_before_the_push_and_the_cache_after_it(core):
     ]  # fmt: skip
 
 
+def test_weights_in_parts_wake_a_sleeping_engine_once(core):
+    core.sleep()
+    core.open_buffer({})
+    core.load_part([], is_first=True)
+    core.load_part([], is_first=False)
+    core.finish_parts(1)
+    core.load_part([], is_first=True)
+    core.finish_parts(2)
+    parts = ["open_buffer", "wake ['weights']", "load_part", "load_part", "finish_parts", "wake ['kv_cache']", "reset"]
+    assert core._llm.calls == ["sleep 2", *parts, "load_part", "finish_parts", "reset"]
+
+
 def test_an_engine_that_stays_asleep_is_an_error(core):
     core.sleep()
     core._llm.wake_up = lambda tags: False
@@ -296,6 +308,9 @@ def test_vllm_has_what_sleeping_and_reloading_call():
     assert signature("v1/worker/gpu_worker.py", "wake_up") == ["self", "tags"]
     worker = (Path(importlib.util.find_spec("vllm").origin).parent / "v1/worker/gpu_worker.py").read_text()
     assert "with set_current_vllm_config(self.vllm_config):\n            self.model_runner.reload_weights(" in worker
+    runner = (Path(importlib.util.find_spec("vllm").origin).parent / "v1/worker/gpu_model_runner.py").read_text()
+    resets = "self.reset_lora_state()\n        self.reset_encoder_cache()\n        self.reset_mm_cache()\n\n    def "
+    assert resets in runner  # of reload_weights, which finish_parts of WeightReceiver repeats
     tags = (Path(importlib.util.find_spec("vllm").origin).parent / "entrypoints/llm.py").read_text()
     assert '("weights", "kv_cache", "scheduling")' in tags
 

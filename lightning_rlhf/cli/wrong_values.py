@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any, Literal
 
 import yaml
@@ -74,9 +76,10 @@ def _matches(value: Any, option: Any) -> bool:
 
 
 def _is_class(option: Any) -> bool:
-    """Return whether values are classes with arguments: a class of a package, not one of Python's library."""
-    library = sys.stdlib_module_names
-    return inspect.isclass(option) and option.__module__.partition(".")[0] not in library
+    """Return whether values are classes with arguments, not plain values or classes of Python's library."""
+    if not inspect.isclass(option) or issubclass(option, int | float | str | os.PathLike | Enum):
+        return False
+    return option.__module__.partition(".")[0] not in {*sys.stdlib_module_names, "jsonargparse"}
 
 
 def _described(options: Sequence[Any]) -> str:

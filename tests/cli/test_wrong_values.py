@@ -1,17 +1,24 @@
 """Messages about values of the wrong type."""
 
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from jsonargparse.typing import Path_fr, PositiveInt
 
 from lightning_rlhf.cli.config_files import read_yaml
 from lightning_rlhf.cli.parser import wrong_values
 from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.environments import ToolCallParser
 from lightning_rlhf.objectives.base import PolicyLoss
+
+
+class Colour(Enum):
+    red = 1
+
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(
@@ -29,6 +36,7 @@ CONFIGS = sorted(
         ("text", str), ("7", str), ("a", Literal["a", "b"]), (2, Literal["a"] | int), ("torch.optim.SGD", PolicyLoss),
         ({"class_path": "x"}, PolicyLoss), ("anything", Any), ("anything", None), ("anything", "NotEvaluated"),
         ("x", list[str]), ("x", Callable[[int], int]), ("x", Path), ("[", list[int]), (True, bool | str),
+        ("red", Colour), (3, PositiveInt), ("x", Path_fr),
     ],
 )  # fmt: skip
 def test_a_value_that_matches_has_no_message(value, annotation):

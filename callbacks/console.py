@@ -7,7 +7,9 @@ import logging
 import math
 import sys
 import threading
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
+_TIMED_STEPS = 3  # before the line about the remaining time
+_SHORT_SECONDS = 300.0  # of a run that needs no such line
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
     "policy/entropy", "perf/tokens_per_s",
@@ -47,6 +51,8 @@ class StepProgressBar(RichProgressBar):
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
+    After three steps, a line has the estimated time of the others, if that is more than five minutes.
+
     Args:
         every_n_steps: number of steps between two lines, at least 1.
     """
@@ -55,6 +61,8 @@ class Console(Callback):
         check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._step_ended: threading.Event | None = None
+        self._began = 0.0
+        self._seconds: list[float] = []  # of the first steps
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
         """Validate the module."""
@@ -62,6 +70,7 @@ class Console(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
+        self._seconds = []
         if trainer.is_global_zero:
             print("\n".join(self.description(trainer, pl_module)), flush=True)
 
@@ -76,7 +85,7 @@ class Console(Callback):
             nodes = counted(trainer.num_nodes, "node")
             lines.append(f"{type(trainer.strategy).__name__}: {trainer.world_size} processes on {nodes}")
         lines += [str(report) for report in data.reports.values()]
-        steps = trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
+        steps = _steps_of(trainer)
         loop = _rollout_loop(trainer)
         if isinstance(module, RLHFModule) and loop is not None:
             prompts = loop.prompts_per_step(data)
@@ -99,6 +108,7 @@ class Console(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
         """Start to print a line for every minute that the step takes."""
+        self._began = time.monotonic()
         if trainer.is_global_zero and not _draws_a_bar(trainer):
             self._stop_heartbeat()
             self._step_ended = threading.Event()
@@ -122,6 +132,11 @@ class Console(Callback):
         rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
+        if len(self._seconds) < _TIMED_STEPS:
+            self._seconds.append(time.monotonic() - self._began)
+            remaining = remaining_time(_steps_of(trainer) - trainer.global_step, self._seconds)
+            if remaining and trainer.is_global_zero and not _draws_a_bar(trainer):
+                print(remaining, flush=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print one line with the metrics of the validation."""
@@ -135,6 +150,27 @@ class Console(Callback):
         metrics = trainer.callback_metrics
         shown = [f"{name} {_number(float(metrics[name]))}" for name in names if name in metrics]
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
+
+
+def remaining_time(steps: float, seconds: list[float]) -> str:
+    """Return a line about the time of the remaining steps; empty before three steps, or if it is short.
+
+    Args:
+        steps: number of remaining steps; infinite without an end.
+        seconds: seconds of the steps so far.
+    """
+    total = steps * median(seconds)
+    if len(seconds) < _TIMED_STEPS or not _SHORT_SECONDS < total < math.inf:
+        return ""
+    duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
+    return (
+        f"{counted(steps, 'step')} left: about {duration}, at {median(seconds):.3g} s for a step, without validations"
+    )
+
+
+def _steps_of(trainer: Trainer) -> float:
+    """Return the number of steps of a run."""
+    return trainer.max_steps if trainer.max_steps > 0 else trainer.num_training_batches * (trainer.max_epochs or 1)
 
 
 def _rollout_loop(trainer: Trainer) -> RolloutLoop | None:

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, console
-from lightning_rlhf.callbacks.console import _count, _number, reward_model_accuracy
+from lightning_rlhf.callbacks.console import _count, _number, remaining_time, reward_model_accuracy
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
@@ -110,6 +110,29 @@ def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
     assert "step 1: running for 0 s" in lines
     time.sleep(0.3)
     assert "under way" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "line"),
+    [
+        (97, [130.0, 100.0, 99.0], "97 steps left: about 2.7 hours, at 100 s for a step, without validations"),
+        (1, [400.0, 400.0, 1.0], "1 step left: about 7 minutes, at 400 s for a step, without validations"),
+        (3, [90.0, 100.0, 110.0], ""),  # five minutes
+        (97, [100.0, 100.0], ""),
+        (0, [1000.0] * 3, ""),
+        (float("inf"), [1000.0] * 3, ""),
+    ],
+)
+def test_the_remaining_time_is_estimated(steps, seconds, line):
+    assert remaining_time(steps, seconds) == line
+
+
+def test_the_remaining_time_is_printed_once(run, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
+    run(callbacks=[Console()], trainer={"max_steps": 6, "max_epochs": 10}).fit()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left: about" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("3 steps left: about 0 minutes, at ")
 
 
 @pytest.mark.parametrize(("at_ends", "interval", "printed"), [(False, 2, True), (True, 2, False), (False, 1, False)])

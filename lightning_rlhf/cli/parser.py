@@ -71,8 +71,25 @@ class ConfigParser(LightningArgumentParser):
         for file in config_files(self._arguments):
             if file.is_file():
                 config = _merge(config, read_yaml(file))
-        config = _merge(config, _settings_of(self._arguments))
+        settings = _settings_of(self._arguments)
+        if _is_of_another_callback(settings, config):
+            return (
+                "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: "
+                "set options of other callbacks in its file"
+            )
+        config = _merge(config, settings)
         return next(itertools.chain(unknown_names(config, [*sections, *_SECTIONS]), wrong_values(config)), None)
+
+
+def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) -> bool:
+    """Return whether the command line has an option of callbacks that the last one of a configuration does not have."""
+    options = settings.get("trainer", {}).get("callbacks")
+    callbacks = config.get("trainer", {}).get("callbacks")
+    if not isinstance(options, dict) or not isinstance(callbacks, list) or not callbacks:
+        return False
+    last = next(_classes_in(callbacks[-1:], "", None), None)
+    names = {**options, **options.get("init_args", {})}.keys() - set(_CLASS_KEYS)
+    return last is not None and not names <= last.known.keys()
 
 
 def reports_errors() -> bool:
@@ -146,7 +163,7 @@ def unknown_names(config: dict[str, Any], sections: Sequence[str] = _SECTIONS) -
                 if option not in known:
                     yield f"unknown option 'trainer.{option}'{_hint(option, known)}"
         for used in _classes_in(value, name, None):
-            yield from _unknown_in(used)
+            yield from _unknown_in(used, config)
 
 
 def wrong_values(config: dict[str, Any]) -> Iterator[str]:
@@ -196,8 +213,8 @@ def _classes_in(value: Any, key: str, annotation: Any) -> Iterator[_UsedClass]:
             yield from _classes_in(entry, f"{key}.{name}", known.get(name))
 
 
-def _unknown_in(used: _UsedClass) -> Iterator[str]:
-    """Yield messages about an unknown class, and unknown arguments."""
+def _unknown_in(used: _UsedClass, config: dict[str, Any]) -> Iterator[str]:
+    """Yield messages about an unknown class, and unknown arguments; those of another class in the configuration."""
     if used.path and used.kind is None:
         module_name, _, name = used.path.rpartition(".")
         module = _load(module_name)
@@ -206,9 +223,21 @@ def _unknown_in(used: _UsedClass) -> Iterator[str]:
     for name, entry in used.arguments.items():
         if used.known and name not in used.known:
             label = f"{used.key} ({_name(used.kind)})"
-            yield f"{label}: unknown option {name!r}{_hint(name, [*used.known, *_CLASS_KEYS])}"
+            hint = _hint(name, [*used.known, *_CLASS_KEYS])
+            if name not in OPTION_NAMES and (owner := _owner(name, config)):
+                hint = f"; it is an option of {owner}"
+            yield f"{label}: unknown option {name!r}{hint}"
         if name == "engine" and isinstance(entry, str) and entry in ENGINES:
             yield f"{used.key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
+
+
+def _owner(name: str, config: dict[str, Any]) -> str | None:
+    """Return the key and the class that has an option in a configuration; None if no class has it."""
+    for section, value in config.items():
+        for used in _classes_in(value, section, Trainer if section == "trainer" else None):
+            if name in used.known:
+                return used.key if used.kind is Trainer else f"{used.key} ({_name(used.kind)})"
+    return None
 
 
 def _name(kind: Any) -> str:

@@ -7,13 +7,17 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal
 
 import yaml
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+_COLLECTIONS: dict[Any, str] = {
+    **dict.fromkeys((list, tuple, set, Iterable, Sequence), "a list"),
+    **dict.fromkeys((dict, Mapping), "names with values"),
+}
 _MOST_CHARACTERS = 100  # longest value in a message
 
 
@@ -26,8 +30,8 @@ def wrong_value(name: str, value: Any, annotation: Any) -> str | None:
         annotation: annotation of the parameter; None if it has none.
 
     Returns:
-        None if the value matches, or if the annotation has types other than plain values, texts to choose from and
-        classes: such annotations match every value.
+        None if the value matches, or if the annotation has types other than plain values, texts to choose from,
+        collections and classes: such annotations match every value.
     """
     if annotation is None or isinstance(annotation, str):
         return None
@@ -70,6 +74,8 @@ def _matches(value: Any, option: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
     if option in _SCALARS:
         return isinstance(value, option)
+    if typing.get_origin(option) in _COLLECTIONS:
+        return not isinstance(value, bool | int | float | str | None)
     if _is_class(option):
         return not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and "." in value)
     return True
@@ -88,14 +94,15 @@ def _described(options: Sequence[Any]) -> str:
     ]
     kinds = [option for option in options if typing.get_origin(option) is not Literal]
     texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"] if literals else []
-    texts += [_SCALARS.get(kind, "a class (class_path: package.Class)") for kind in kinds]
+    plain = {**_SCALARS, **_COLLECTIONS}
+    texts += [plain.get(typing.get_origin(kind) or kind, "a class (class_path: package.Class)") for kind in kinds]
     return " or ".join(dict.fromkeys(texts))
 
 
 def _subclasses(kind: type) -> list[str]:
-    """Return the paths of the public classes of this package that an option accepts."""
+    """Return the paths of the public classes of this package, or of Lightning's, that an option accepts."""
     package = kind.__module__.rpartition(".")[0]
-    if package.partition(".")[0] != "lightning_rlhf":
+    if package.partition(".")[0] not in ("lightning_rlhf", "lightning"):
         return []
     packages = [sys.modules[name] for name in dict.fromkeys(("lightning_rlhf", package))]
     public = {f"{own.__name__}.{name}": getattr(own, name) for own in packages for name in getattr(own, "__all__", ())}

@@ -40,6 +40,16 @@ def put(config, path, value):
             "trainer.callbacks (RolloutLoop): unknown option 'groupsize'; did you mean 'group_size'?",
         ),
         ("trainer.max_step", 4, "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
+        (
+            f"{MODEL}.group_size",
+            4,
+            "model (PPOModule): unknown option 'group_size'; it is an option of trainer.callbacks (RolloutLoop)",
+        ),
+        (
+            f"{LOOP}.max_steps",
+            4,
+            "trainer.callbacks (RolloutLoop): unknown option 'max_steps'; it is an option of trainer",
+        ),
         ("modle", 4, "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
@@ -100,15 +110,21 @@ def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
         ("--trainer.max_step", "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
         ("--conf", "unknown option 'conf'; did you mean 'config'?"),
         ("--nonsense", "unknown option 'nonsense'"),
-        (
-            "--optimizer.lr",
-            "unknown option 'optimizer'; here it is model.init_args.actor_optimizer, as {class_path: "
-            "torch.optim.AdamW, init_args: {lr: 1.0e-6}}",
-        ),
     ],
 )
 def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
     assert refused(fit(config, option, "3")) == told
+
+
+@pytest.mark.parametrize("option", ["group_size", "0.init_args.group_size", "init_args.group_size"])
+def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option):
+    config["trainer"]["callbacks"].append(
+        {"class_path": "lightning_rlhf.callbacks.KLControl", "init_args": {"target": 1.0}}
+    )
+    assert refused(fit(config, f"--trainer.callbacks.{option}", "4")) == (
+        "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: set "
+        "options of other callbacks in its file"
+    )
 
 
 @pytest.mark.quick_cases(2)
@@ -171,7 +187,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{LOOP}.rewards",
             "reward.py:right",
-            ["trainer.callbacks", "RolloutLoop", "rewards", "<class 'list'>", "reward.py:right"],
+            ["trainer.callbacks (RolloutLoop): rewards must be a list or null, got 'reward.py:right'"],
         ),
         (
             f"{LOOP}.rewards",

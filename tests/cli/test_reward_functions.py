@@ -99,7 +99,7 @@ def test_a_reward_is_given_in_many_ways_and_its_configuration_can_be_run_again(f
         ),
         (
             {"function": "my_rewards.py:brief", "on_error": "ignore"},
-            "\"on_error\": Expected a typing.Literal['raise', 'skip', 'zero']. Got value: ig",
+            "(RewardFunction): on_error must be one of 'raise', 'skip', 'zero', got 'ignore'",
         ),
     ],
     ids=lambda value: value["function"] if isinstance(value, dict) else "",

@@ -35,8 +35,8 @@ CONFIGS = sorted(
         (3, int), ("3", int), (3, float), ("1e-3", float), ("true", bool), (None, int | None), ("null", int | None),
         ("text", str), ("7", str), ("a", Literal["a", "b"]), (2, Literal["a"] | int), ("torch.optim.SGD", PolicyLoss),
         ({"class_path": "x"}, PolicyLoss), ("anything", Any), ("anything", None), ("anything", "NotEvaluated"),
-        ("x", list[str]), ("x", Callable[[int], int]), ("x", Path), ("[", list[int]), (True, bool | str),
-        ("red", Colour), (3, PositiveInt), ("x", Path_fr),
+        ("[1]", list[int]), ([], list[int]), ({}, dict[str, int]), ("x", Callable[[int], int]), ("x", Path),
+        (True, bool | str), ("red", Colour), (3, PositiveInt), ("x", Path_fr),
     ],
 )  # fmt: skip
 def test_a_value_that_matches_has_no_message(value, annotation):
@@ -57,6 +57,8 @@ def test_a_value_that_matches_has_no_message(value, annotation):
         ("c", Literal["a", "b"], "name must be one of 'a', 'b', got 'c'"),
         ("c", Literal["a"] | Literal["b"] | int, "name must be one of 'a', 'b' or an integer, got 'c'"),
         ("fast", float | torch.Tensor, "name must be a number or a class (class_path: package.Class), got 'fast'"),
+        ("x", list[str] | None, "name must be a list or null, got 'x'"),
+        (3, dict[str, int], "name must be names with values, got 3"),
         ("x" * 300, int, f"name must be an integer, got '{'x' * 99}..."),
     ],
 )

@@ -141,11 +141,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        gpu_options = {
-            "deterministic": self._deterministic,
-            "sleep_while_learning": self._sleeps,
-            "push_within_gpu": self._within_gpu,
-        }
+        gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
+        gpu_options["push_within_gpu"] = self._within_gpu
         for option, enabled in gpu_options.items():
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
@@ -225,8 +222,10 @@ class VLLMEngine(RolloutEngine):
                 "block_size": BLOCK_TOKENS,
             }
             if "kv_lora_rank" in json.loads((setup.model / "config.json").read_text(encoding="utf-8")):
-                # vLLM 0.32's CPU kernel rotates the queries and keys of latent attention by wrong angles.
+                # vLLM 0.32's CPU kernel rotates the queries and keys of latent attention by wrong angles, and the
+                # backend that it prefers on CPUs with AMX fails in float32.
                 arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+                arguments["attention_config"] = {"backend": "CPU_MLA"}
         return {**arguments, **self._arguments}
 
     def wait(self) -> str:

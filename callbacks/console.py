@@ -26,6 +26,7 @@ from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
+_BOUNDS = ("_low", "_high")  # ends of names of metrics
 _TIMED_STEPS = 3  # before the line about the remaining time
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
 _LINE_METRICS = (
@@ -142,7 +143,8 @@ class Console(Callback):
         """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
             names = [name for name in trainer.callback_metrics if name.startswith("val/")]
-            self._line(trainer, tuple(name for name in names if not name.endswith(("_low", "_high"))))
+            zeros = [name for name in names if "/fault_" in name and not trainer.callback_metrics[name]]
+            self._line(trainer, tuple(name for name in names if name not in zeros and not name.endswith(_BOUNDS)))
 
     def _line(self, trainer: Trainer, names: tuple[str, ...]) -> None:
         if not trainer.is_global_zero or _draws_a_bar(trainer):

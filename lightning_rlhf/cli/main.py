@@ -19,6 +19,7 @@ import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_files import add_import_folders, check_classes, check_config_files
+from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
     check_writable,
@@ -28,7 +29,6 @@ from lightning_rlhf.cli.earlier_run import (
 )
 from lightning_rlhf.cli.errors import (
     CLIError,
-    constructor_errors,
     disk_error,
     interrupt_of,
     one_line,

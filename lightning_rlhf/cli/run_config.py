@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.config_files import check_classes
-from lightning_rlhf.cli.errors import constructor_errors
+from lightning_rlhf.cli.constructors import constructor_errors
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.environments.settings import EnvironmentSettings

@@ -146,12 +146,13 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
 
 def _lost_reward(history: RunHistory) -> _Failure | None:
     means, deviations = history.last("reward/mean", 4), history.last("reward/std", 4)
-    earlier = _values([row for row in [*history.first, *history.recent] if "reward/mean" in row][:-4], "reward/mean")
-    if not means or not deviations or not earlier:
+    earlier = [row for row in [*history.first, *history.recent] if "reward/mean" in row][:-4]
+    if not means or not deviations or not _values(earlier, "reward/mean"):
         return None
-    best, last = max(earlier), means[-1]
+    best_row = max(earlier, key=lambda row: row["reward/mean"])
+    best, last = best_row["reward/mean"], means[-1]
     constant = max(deviations) <= 1e-6 * abs(best) and max(means) - min(means) <= 1e-6 * abs(best)
-    if not constant or not last < best:
+    if not constant or not last < best - 2 * _standard_error(best_row):  # a few lucky responses are no skill to lose
         return None
     return (
         "reward/mean",
@@ -236,12 +237,14 @@ def _truncation(history: RunHistory) -> _Failure | None:
     share = history.mean("rollout/truncated_fraction", 3)
     if not share > 0.2:
         return None
+    has_turns = history.last("env/turns", 1)
+    limits = "max_turn_tokens of the environment, or max_response_tokens" if has_turns else "max_response_tokens"
     return (
         "rollout/truncated_fraction",
         share,
         0.2,
         f"{share:.0%} of the responses of 3 steps were cut at the length limit (above 20 %)",
-        "Raise max_response_tokens. If responses do not end, check that the model was trained to end with the "
+        f"Raise {limits}. If responses do not end, check that the model was trained to end with the "
         "tokenizer's end token (eos_token), or set stop_token_ids",
     )
 
@@ -415,6 +418,13 @@ def _values(rows: Sequence[Row], metric: str) -> list[float]:
     """Return the values of a metric; an empty list if one is missing or NaN."""
     values = [row.get(metric, math.nan) for row in rows]
     return [] if any(math.isnan(value) for value in values) else values
+
+
+def _standard_error(row: Row) -> float:
+    """Return the standard error of the mean reward of a step; 0 if the number of its responses is unknown."""
+    tokens, mean = (row.get(name, math.nan) for name in ("rollout/response_tokens", "rollout/response_tokens_mean"))
+    error = row.get("reward/std", math.nan) / math.sqrt(tokens / mean) if tokens > 0 and mean > 0 else math.nan
+    return 0.0 if math.isnan(error) else error
 
 
 def _has(history: RunHistory, metric: str) -> bool:

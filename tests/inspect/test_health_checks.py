@@ -168,6 +168,22 @@ def test_equal_groups_after_a_damaged_policy_are_not_blamed_on_the_prompts():
     assert [finding.check for finding in findings(rows)] == ["lost reward"]
 
 
+@pytest.mark.parametrize(("responses", "lost"), [(16, False), (64, True)])
+def test_a_few_lucky_responses_are_no_skill_that_is_lost(responses, lost):
+    share = 1 / 16
+    reward = {
+        "reward__mean": lambda i: share * (i < 1),
+        "reward__std": lambda i: (share * (1 - share)) ** 0.5 * (i < 1),
+    }
+    tokens = {"rollout__response_tokens": responses * 20.0, "rollout__response_tokens_mean": 20.0}
+    assert [finding.check for finding in findings(steps(9, **reward, **tokens))] == ["lost reward"] * lost
+
+
+def test_turns_that_are_cut_have_their_own_limit():
+    (found,) = findings(steps(4, rollout__truncated_fraction=0.9, env__turns=2.0))
+    assert found.remedy.startswith("Raise max_turn_tokens of the environment, or max_response_tokens. If")
+
+
 def test_a_policy_that_is_perfect_has_not_collapsed():
     rows = steps(30, policy__entropy=lambda i: 2.0 if i < 3 else 0.01, reward__mean=1.0, reward__std=0.0)
     assert not findings(rows)

@@ -4,6 +4,8 @@ import csv
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 from http.client import HTTPConnection
 
@@ -289,6 +291,12 @@ def test_only_requests_with_the_key_and_the_own_host_are_answered(serve, run_dir
     with socket.create_connection(server.server_address) as broken:
         broken.sendall(b"GET / HTTP/1.1\r\n")
     assert get(server, f"/{server.key}/data")[0].status == 200
+
+
+@pytest.mark.parametrize("command", ["inspect", "report", "new", "completion"])
+def test_commands_that_compute_nothing_import_no_torch(command):
+    code = f"import sys, lightning_rlhf.cli.commands.{command}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_the_command(run_directory, monkeypatch, capsys):

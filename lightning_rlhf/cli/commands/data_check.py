@@ -16,7 +16,8 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks.checks import check_val_metric, missing_columns
-from lightning_rlhf.cli.errors import constructor_errors, one_line_errors
+from lightning_rlhf.cli.constructors import constructor_errors
+from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.cli.run_config import (
     ConfigCLI,
     loop_arguments,

@@ -36,6 +36,8 @@ cd {directory}
 {commands}
 ```
 
+Without a GPU, begin with `--trainer.max_steps 4`. After three steps, a longer run prints its remaining time.
+
 Change the rows in `data/`{further}, then the configuration: `lightning-rlhf fit --help` lists its options.
 """
 

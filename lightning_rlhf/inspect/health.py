@@ -152,7 +152,7 @@ def _lost_reward(history: RunHistory) -> _Failure | None:
     best_row = max(earlier, key=lambda row: row["reward/mean"])
     best, last = best_row["reward/mean"], means[-1]
     constant = max(deviations) <= 1e-6 * abs(best) and max(means) - min(means) <= 1e-6 * abs(best)
-    if not constant or not last < best - 2 * _standard_error(best_row):  # a few lucky responses are no skill to lose
+    if not constant or not last < best - 2 * _standard_error(best_row):  # else a few lucky responses were the best step
         return None
     return (
         "reward/mean",

@@ -293,7 +293,7 @@ def test_only_requests_with_the_key_and_the_own_host_are_answered(serve, run_dir
     assert get(server, f"/{server.key}/data")[0].status == 200
 
 
-@pytest.mark.parametrize("command", ["inspect", "report", "new", "completion"])
+@pytest.mark.parametrize("command", ["inspect", "report", "new"])
 def test_commands_that_compute_nothing_import_no_torch(command):
     code = f"import sys, lightning_rlhf.cli.commands.{command}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

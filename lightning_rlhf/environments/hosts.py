@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import multiprocessing
 import threading
 import time
 import traceback
@@ -26,7 +25,7 @@ from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, 
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.executor import DaemonThreads, run_loop
-from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit
+from lightning_rlhf.rewards.worker import SCAN_SECONDS, describe_exit, worker_context
 
 _GRACE_S = 1.0  # an async call that still runs this long after its time limit is assumed to block the event loop
 _REPEATS = 2  # of a call whose worker process was ended by something else
@@ -153,8 +152,7 @@ class ProcessHost(Host):
         """Return an idle slot, a new one while the limit allows, or the one with the fewest conversations."""
         idle = [slot for slot in self._slots if not slot.calls]
         if not idle and len(self._slots) < self._concurrency:
-            context = multiprocessing.get_context("spawn")
-            pool = ProcessPool(1, initializer=worker.initialize, initargs=(self._spec,), context=context)
+            pool = ProcessPool(1, initializer=worker.initialize, initargs=(self._spec,), context=worker_context())
             self._slots.append(_Slot(pool))
             return self._slots[-1]
         homes = Counter(id(slot) for slot, _ in self._homes.values())

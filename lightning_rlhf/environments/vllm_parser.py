@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.environments.parsers import STRICT_JSON, ParsedTurn, ToolCallParser, call_of
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.references import load_function
-from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker
+from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker, worker_context
 
 _LOAD_SECONDS = 600.0  # for the import of vLLM
 _PARSE_SECONDS = 10.0  # for a turn
@@ -92,7 +91,7 @@ class VLLMToolCalls(ToolCallParser):
     def _run(self, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[str, str]], str | None]:
         """Return the text without calls, the names and arguments of the calls, and the parser's error, if any."""
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")
+            context = worker_context()
             arguments = (self._name, tokenizer, self._tools)
             self._pool = ProcessPool(1, initializer=_initialize, initargs=arguments, context=context)
         limit = _PARSE_SECONDS if self._is_loaded else _LOAD_SECONDS

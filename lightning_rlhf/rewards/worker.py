@@ -11,10 +11,12 @@ import re
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakKeyDictionary
@@ -33,6 +35,10 @@ _MAX_PROCESSES = 8
 MAX_OUTPUT = 10_000  # characters that one call may print
 _PR_SET_CHILD_SUBREAPER = 36
 SCAN_SECONDS = 0.25  # between two scans for processes that a worker started
+# Variables with the process ids of the trainer and of a worker, which their descendants inherit.
+_TRAINER, _WORKER = "LIGHTNING_RLHF_TRAINER", "LIGHTNING_RLHF_WORKER"
+_ORPHAN_PASSES = 5
+_CLOCK_TOLERANCE = 0.05  # seconds; start times of processes are known to 0.01
 _EXIT_CODE_FOR_0 = 97  # replaces a worker's exit code 0, after which the pool would wait until the time limit
 _functions: dict[str, RewardFunction] = {}  # loaded functions of this worker process, by reference
 
@@ -90,7 +96,7 @@ class RewardWorkers:
                 max(2, min(_MAX_PROCESSES, os.cpu_count() or 1)),
                 initializer=initialize_worker,
                 initargs=(references,),
-                context=multiprocessing.get_context("spawn"),
+                context=worker_context(),
             )
         return self._pool
 
@@ -100,6 +106,12 @@ class RewardWorkers:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+
+
+def worker_context() -> SpawnContext:
+    """Return the context for pools of workers, and mark the environment of this process and its descendants."""
+    os.environ[_TRAINER] = str(os.getpid())
+    return multiprocessing.get_context("spawn")
 
 
 def timeout_failure(function: RewardFunction) -> RewardFailure:
@@ -123,6 +135,7 @@ def initialize_worker(references: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Python's handler would wait for a call to return
     _replace_exit_code_0()
+    os.environ[_WORKER] = str(os.getpid())
     if sys.platform == "linux":
         _start_guard(os.getpid(), os.getppid())
     for name in list(os.environ):
@@ -187,7 +200,9 @@ def _start_guard(worker: int, trainer: int) -> None:
     os.closerange(0, min(ends))  # an inherited pipe end would keep the pipe open after the worker has ended
     os.closerange(max(ends) + 1, os.sysconf("SC_OPEN_MAX"))
     descendants: dict[int, int] = {}
+    scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
     while not select.select(ends, [], [], SCAN_SECONDS)[0]:
+        scanned = time.clock_gettime(time.CLOCK_BOOTTIME)
         _record_descendants(worker, descendants)
     trainer_ended = bool(select.select([ends[1]], [], [], 0)[0])
     _record_descendants(worker, descendants)
@@ -198,6 +213,8 @@ def _start_guard(worker: int, trainer: int) -> None:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     if trainer_ended:
         _remove_semaphores()
+    else:
+        _kill_orphans(worker, trainer, scanned - _CLOCK_TOLERANCE)
     os.killpg(worker, signal.SIGKILL)  # includes the guard
 
 
@@ -220,6 +237,62 @@ def _record_descendants(root: int, descriptors: dict[int, int]) -> None:
                         pending.append(process)
                         if process not in descriptors:
                             descriptors[process] = os.pidfd_open(process)
+
+
+def _kill_orphans(worker: int, trainer: int, since: float) -> None:
+    """Kill descendants of a worker that has ended which were started too late to be recorded.
+
+    They no longer descend from the trainer. Programs that they started have the worker's id in their environment;
+    other processes have the environment with which the trainer started the worker, and the worker's command line.
+
+    Args:
+        worker: process id of the worker.
+        trainer: process id of the trainer.
+        since: seconds since the machine's start, at which the last record began.
+    """
+    of_worker, of_trainer = f"{_WORKER}={worker}".encode(), f"{_TRAINER}={trainer}".encode()
+    command = Path("/proc/self/cmdline").read_bytes()  # this process is a copy of the worker
+    for _ in range(_ORPHAN_PASSES):  # a process may start others before it is killed
+        processes = _processes()
+        orphans = [
+            process
+            for process, (_, start) in processes.items()
+            if start >= since and process != os.getpid() and not _descends(process, trainer, processes)
+        ]
+        killed = 0
+        for process in orphans:
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                descriptor = os.pidfd_open(process)
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                is_copy = of_trainer in variables and Path(f"/proc/{process}/cmdline").read_bytes() == command
+                if of_worker in variables or is_copy:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    killed += 1
+                os.close(descriptor)
+        if not killed:
+            return
+        time.sleep(_CLOCK_TOLERANCE)
+
+
+def _processes() -> dict[int, tuple[int, float]]:
+    """Return the parent of each process, and its start in seconds since the machine's start."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    processes = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent, *rest = path.read_text(errors="replace").rpartition(")")[2].split()
+            if state not in "ZX":  # it has not ended
+                processes[int(path.parent.name)] = int(parent), int(rest[17]) / ticks
+    return processes
+
+
+def _descends(process: int, ancestor: int, processes: Mapping[int, tuple[int, float]]) -> bool:
+    """Return whether a process is a descendant of another one."""
+    while process in processes:
+        process = processes[process][0]
+        if process == ancestor:
+            return True
+    return False
 
 
 def _remove_semaphores() -> None:

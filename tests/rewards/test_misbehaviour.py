@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,8 +19,10 @@ from lightning_rlhf.rewards import worker
 from lightning_rlhf.rewards.executor import RewardExecutor, compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.sources import BySource
+from tests.rewards.daemons import start_daemon
 
 FILE = Path(__file__).with_name("misbehaving.py")
+DAEMONS = Path(__file__).with_name("daemons.py")
 LIMIT = 2.0
 HANGS = {
     "sleeps", "spins", "ignores_the_end", "deadlocks", "waits_for_a_thread_that_never_ends", "backtracks",
@@ -345,6 +348,34 @@ def test_processes_in_other_sessions_are_killed_with_the_function(how):
     while running("4321") and time.monotonic() < end:
         time.sleep(0.05)
     assert not running("4321")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", ["fork", "exec"])
+def test_processes_started_just_before_the_end_of_a_worker_are_killed(how, tmp_path):
+    bystander = start_daemon("exec", tmp_path / "bystander")  # an orphan of the trainer, older than the calls
+    time.sleep(0.2)
+    reward = RewardFunction(f"{DAEMONS}:dies", timeout_s=60.0, on_error="skip", max_error_rate=1.0)
+    pids = []
+    with RewardExecutor([reward]) as executor:
+        for attempt in range(3):
+            path = tmp_path / str(attempt)
+            scores = score_texts(executor, [f"{how} {path}"])
+            assert math.isnan(scores.rewards["dies"].tolist()[0])
+            pids.append(int(path.read_text()))
+            end = time.monotonic() + 10
+            while lives(pids[-1]) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not lives(pids[-1])
+    assert lives(bystander)
+    os.kill(bystander, signal.SIGKILL)
+
+
+def lives(pid):
+    """Return whether a process runs, and is not a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 @pytest.mark.slow

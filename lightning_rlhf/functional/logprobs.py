@@ -6,8 +6,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_BYTES = 16 << 20  # logits that are computed at a time
-KEEP_BYTES = 64 << 20  # probabilities that are kept for the backward pass; it computes the others again
+# Memory of the logits that are computed at a time. On a CPU they fit into its caches. On a GPU each chunk reads the
+# whole head, and its backward pass writes a gradient of the same size, so that few large chunks move fewer bytes.
+_CPU_CHUNK_BYTES = 16 << 20
+_GPU_CHUNK_BYTES = 512 << 20
+# Memory of the probabilities that are kept for the backward pass, which computes the others again.
+_CPU_KEEP_BYTES = 64 << 20
+_GPU_KEEP_BYTES = 512 << 20
 
 
 class TokenScores(NamedTuple):
@@ -23,6 +28,16 @@ class TokenScores(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor | None = None
+
+
+def chunk_bytes_on(device_type: str) -> int:
+    """Return the memory of the float32 logits that the head computes at a time on a type of device, bytes."""
+    return _CPU_CHUNK_BYTES if device_type == "cpu" else _GPU_CHUNK_BYTES
+
+
+def keep_bytes_on(device_type: str) -> int:
+    """Return the memory of the probabilities that the head keeps for its backward pass on a type of device, bytes."""
+    return _CPU_KEEP_BYTES if device_type == "cpu" else _GPU_KEEP_BYTES
 
 
 def token_scores(logits: Tensor, targets: Tensor, squares: bool = False) -> TokenScores:
@@ -83,8 +98,8 @@ def chunked_token_scores(
     scale: float = 1.0,
     softcap: float | None = None,
     squares: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    keep_bytes: int = KEEP_BYTES,
+    chunk_bytes: int | None = None,
+    keep_bytes: int | None = None,
 ) -> TokenScores:
     """Log-probabilities and entropies of tokens, computed in chunks of bounded memory.
 
@@ -102,8 +117,10 @@ def chunked_token_scores(
         scale: multiplies the logits: 1 / temperature.
         softcap: soft cap of the logits, see :func:`head_logits`.
         squares: whether to compute ``sum_pi_squared`` too.
-        chunk_bytes: largest memory of the float32 logits of a chunk; a chunk has at least one token.
-        keep_bytes: largest memory of the probabilities that are kept for the backward pass.
+        chunk_bytes: largest memory of the float32 logits of a chunk; a chunk has at least one token. None is
+            that of :func:`chunk_bytes_on`.
+        keep_bytes: largest memory of the probabilities that are kept for the backward pass. None is that of
+            :func:`keep_bytes_on`.
 
     Returns:
         (N,) each.
@@ -116,6 +133,8 @@ def chunked_token_scores(
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
+    chunk_bytes = chunk_bytes_on(device) if chunk_bytes is None else chunk_bytes
+    keep_bytes = keep_bytes_on(device) if keep_bytes is None else keep_bytes
     chunk = max(1, chunk_bytes // (4 * len(weight)))
     stored_tokens = keep_bytes // (4 * len(weight)) if torch.is_grad_enabled() and softcap is None else 0
     options = (scale, softcap, squares, chunk, stored_tokens)
@@ -158,9 +177,10 @@ class _HeadScores(torch.autograd.Function):
             total = weights.sum(dim=-1)
             # A vocabulary padded with -inf has probability 0 there, and 0 times -inf is NaN.
             logits.clamp_(min=torch.finfo(logits.dtype).min)
-            mean = _row_products(weights, logits) / total
+            # A sum of products; the product of a row and a column as matrices would lose digits in float32.
+            mean = logits.mul_(weights).sum(dim=-1) / total
             normalizer = total.log()
-            sums = _row_products(weights, weights) / total.square() if squares else None
+            sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square() if squares else None
             parts.append((chosen - normalizer, normalizer - mean, sums))
             if stored_tokens >= 0:
                 ctx.probabilities.append(weights.div_(total.unsqueeze(-1)))
@@ -183,7 +203,7 @@ class _HeadScores(torch.autograd.Function):
         ctx.probabilities = []  # this pass overwrites them; a second one computes all again
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        weight_gradient = torch.zeros_like(weight).float() if wants_weight else None
+        weight_gradient = None
         bias_gradient = torch.zeros_like(bias).float() if wants_bias else None
         buffer = None
         for number, first in enumerate(range(0, len(hidden), chunk)):
@@ -212,12 +232,10 @@ class _HeadScores(torch.autograd.Function):
             gradient = gradient.to(states.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[part] = gradient @ weight
-            if weight_gradient is not None:
-                if weight_gradient.dtype == states.dtype:
-                    weight_gradient.addmm_(gradient.T, states)
-                else:
-                    weight_gradient += gradient.T @ states
-        weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+            if wants_weight:
+                weight_gradient = _add_product(weight_gradient, gradient.T, states)
+        if wants_weight:
+            weight_gradient = torch.zeros_like(weight) if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
 
@@ -227,9 +245,13 @@ def _chunk_memory(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
     return hidden.new_empty(0).float().new_empty(min(chunk, len(hidden)), len(weight))
 
 
-def _row_products(first: Tensor, second: Tensor) -> Tensor:
-    """Return (N,) the products of the rows of two (N, V) tensors, without a third one."""
-    return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).flatten()
+def _add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
+    """Return a float32 sum of matrix products with one more; it is changed in place, and None is an empty sum."""
+    if total is None:
+        return (first @ second).float()
+    if total.dtype == second.dtype:
+        return total.addmm_(first, second)
+    return total.add_(first @ second)
 
 
 def _logits_gradient(

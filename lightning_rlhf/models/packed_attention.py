@@ -7,6 +7,7 @@ transformers passes to every attention layer.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -28,6 +29,9 @@ ARCHITECTURES = {
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "gemma2", "gemma3_text", "mixtral", "qwen3_moe",
     "deepseek_v3", "smollm3",
 }  # fmt: skip
+_VARLEN_ARGUMENTS = {"scale", "window_size"}  # of torch 2.11 or newer
+_VARLEN_CAPABILITY = (8, 0)  # Ampere
+_VARLEN_WIDTH = 256  # largest number of channels of a head
 _UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, biases, a cache of earlier tokens
 
 
@@ -109,7 +113,7 @@ def packed_attention(
         query = query.to(dtype)
         key = key.to(dtype)
         value = value.to(dtype)
-    if device == "cuda" and query.dtype != torch.float32 and softcap is None:
+    if softcap is None and _has_varlen_kernel(query, value):
         return _varlen(query, key, value, packed_lengths, scale=scale, window=sliding_window), None
     prompt_tokens = sum(packed_lengths.prompts)
     # split() instead of slices: the backward pass of each slice would fill a gradient of the whole row with zeros.
@@ -232,8 +236,37 @@ def _visible(length: int, total: int, window: int | None, device: torch.device) 
         return (distance >= 0) & (distance < (total if window is None else window))
 
 
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether torch's kernel for variable lengths computes the attention of a packed row.
+
+    It needs float16 or bfloat16, an NVIDIA GPU of the Ampere generation or newer, heads of at most 256 channels, and
+    a torch whose function takes the scale and the window; 2.10 does not.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if max(query.shape[-1], value.shape[-1]) > _VARLEN_WIDTH:
+        return False
+    return _varlen_arguments() >= _VARLEN_ARGUMENTS and _capability(query.device) >= _VARLEN_CAPABILITY
+
+
+@lru_cache(maxsize=1)
+def _varlen_arguments() -> frozenset[str]:
+    """Return the names of the arguments of torch's attention for variable lengths; empty where torch has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; that of AMD's GPUs counts as none."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
 def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: float, window: int | None) -> Tensor:
-    """Compute attention by torch's kernel for variable lengths: a GPU from Ampere on, in float16 or bfloat16.
+    """Compute attention by torch's kernel for variable lengths; see :func:`_has_varlen_kernel`.
 
     Its causal mask is aligned to the last key, so that a response attends to its whole prompt.
     """
@@ -247,6 +280,13 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: f
     if bounds.keys is not None:
         keys = keys.index_select(0, bounds.keys)
         values = values.index_select(0, bounds.keys)
+    heads_per_key = q.shape[1] // k.shape[1]
+    options = {}
+    if "enable_gqa" in _varlen_arguments():
+        options["enable_gqa"] = heads_per_key > 1
+    elif heads_per_key > 1:  # torch 2.11
+        keys = keys.repeat_interleave(heads_per_key, dim=1)
+        values = values.repeat_interleave(heads_per_key, dim=1)
     output: Any = varlen_attn(
         queries,
         keys,
@@ -257,7 +297,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: f
         max_k=bounds.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **options,
     )
     attended: Tensor = output[..., :width]
     return attended.unsqueeze(0)

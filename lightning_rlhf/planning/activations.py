@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_rlhf.functional.logprobs import CHUNK_BYTES, KEEP_BYTES
+from lightning_rlhf.functional.logprobs import chunk_bytes_on, keep_bytes_on
 from lightning_rlhf.planning.architecture import Architecture, Layer
 from lightning_rlhf.planning.setup import Precision
 
@@ -59,10 +59,10 @@ class Pass:
         return self.tokens * max(self.layer_bytes(layer) for layer in self.model.layers)
 
     def logits_bytes(self) -> int:
-        """Compute the bytes of the head: probabilities that are kept, logits of a chunk, gradient of the weight."""
+        """Compute the bytes of the head on a GPU: kept probabilities, logits of a chunk, gradient of the weight."""
         logits = _FLOAT * self.tokens * self.model.vocabulary
-        stored = min(logits, KEEP_BYTES)
-        chunks = _CHUNK_COPIES * min(logits, CHUNK_BYTES)
+        stored = min(logits, keep_bytes_on("cuda"))
+        chunks = _CHUNK_COPIES * min(logits, chunk_bytes_on("cuda"))
         return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:

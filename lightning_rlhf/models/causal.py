@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores
+from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
+from lightning_rlhf.models.heads import head_of
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import NAME
 
@@ -30,7 +31,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        if lm.get_output_embeddings() is None or lm.base_model is lm:
+        if lm.get_output_embeddings() is None or backbone_of(lm) is None:
             raise UsageError(
                 f"{type(lm).__name__} is not a causal language model: it has no output head over a backbone"
             )
@@ -46,6 +47,7 @@ class CausalLM(nn.Module):
         squares: bool = False,
         adapters: bool = True,
         packing: Packing | None = None,
+        own_logits: bool = False,
     ) -> TokenScores:
         """Compute the log-probability of each target token and the entropy of its distribution.
 
@@ -59,23 +61,29 @@ class CausalLM(nn.Module):
             adapters: whether LoRA adapters are active. An argument of the call, because the wrappers that distribute
                 the model act on calls.
             packing: layout of the texts in one row without padding; None computes padded rows.
+            own_logits: whether to compute all logits by the model's own ``forward``, for a comparison; without packing,
+                temperature and squares.
 
         Returns:
             Tensors of shape (B, T), 0 where the mask is False.
         """
+        if own_logits:
+            logits = self.lm(input_ids=input_ids, use_cache=False).logits
+            rows = torch.arange(len(index), device=index.device).unsqueeze(1)
+            return token_scores(logits[rows, index], targets)
         with nullcontext() if adapters else adapters_disabled(self.lm):
             hidden = hidden_states(self.lm, input_ids, packing)
         flat = flat_index(input_ids, index, packing)
         scored = mask.flatten().nonzero().squeeze(1)  # computed once, because nonzero() synchronizes with the GPU
-        head = self.lm.get_output_embeddings()
-        config = self.lm.config.get_text_config()
+        head = head_of(self.lm)
+        states = hidden[flat.flatten()[scored]]
         scores = chunked_token_scores(
-            hidden[flat.flatten()[scored]],
+            states if head.transform is None else head.transform(states),
             head.weight,
             head.bias,
             targets.flatten()[scored],
-            scale=_logit_scale(config) / temperature,
-            softcap=getattr(config, "final_logit_softcapping", None),
+            scale=head.scale / temperature,
+            softcap=head.softcap,
             squares=squares,
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
@@ -93,6 +101,18 @@ class CausalLM(nn.Module):
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
 
 
+def backbone_of(lm: Any) -> Any:
+    """Return the part of a model that computes its last hidden states; None if it has no such part.
+
+    Args:
+        lm: model of transformers. The ``base_model`` of some, such as Llama 4, is the whole model.
+    """
+    if lm.base_model is not lm:
+        return lm.base_model
+    inner = getattr(lm, "language_model", lm)
+    return getattr(inner, "model", None)
+
+
 def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:
     """Return the (N, H) last hidden states of padded or packed texts.
 
@@ -102,11 +122,11 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor
         packing: layout of the texts in one row; None computes padded rows, with N = B x L.
     """
     if packing is None:
-        states: Tensor = lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        states: Tensor = backbone_of(lm)(input_ids=input_ids, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
     lengths = {"packed_lengths": packing.lengths} if lm.config._attn_implementation == NAME else {}
     ids = input_ids.flatten()[packing.tokens].unsqueeze(0)
-    output = lm.base_model(input_ids=ids, position_ids=packing.positions, use_cache=False, **lengths)
+    output = backbone_of(lm)(input_ids=ids, position_ids=packing.positions, use_cache=False, **lengths)
     packed_states: Tensor = output.last_hidden_state
     return packed_states.squeeze(0)
 
@@ -123,8 +143,3 @@ def flat_index(input_ids: Tensor, index: Tensor, packing: Packing | None) -> Ten
         return packing.row_index(index)
     rows, width = input_ids.shape
     return torch.arange(rows, device=input_ids.device).unsqueeze(1) * width + index
-
-
-def _logit_scale(config: object) -> float:
-    """Return the factor of an architecture's logits, stored as a multiplier (Cohere) or as a divisor (Granite)."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -267,11 +267,18 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
 
 
+_RANDOM = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")  # ends of names in configurations
+
+
 def _without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Disable dropout, because both log-probabilities of a ratio must come from the same network."""
-    for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop", "dropout_prob")) and isinstance(value, float):
-            setattr(config, name, 0.0)
+    """Disable random layers, because both log-probabilities of a ratio must come from the same network.
+
+    They are dropout, layers that are left out at random, and noise in the routers of experts.
+    """
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if name.endswith(_RANDOM) and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 

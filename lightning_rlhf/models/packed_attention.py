@@ -281,7 +281,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths: PackedLengths, *, scale: f
         keys = keys.index_select(0, bounds.keys)
         values = values.index_select(0, bounds.keys)
     heads_per_key = q.shape[1] // k.shape[1]
-    options = {}
+    options: dict[str, Any] = {}
     if "enable_gqa" in _varlen_arguments():
         options["enable_gqa"] = heads_per_key > 1
     elif heads_per_key > 1:  # torch 2.11

@@ -15,7 +15,8 @@ from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_ba
 from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models import packed_attention
-from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.causal import CausalLM, backbone_of
+from lightning_rlhf.models.heads import check_head
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Rollout
 
@@ -86,25 +87,39 @@ class TextLayout:
         numbers, prompt_lengths, response_lengths = prompts.tolist()
         return pack_responses(prompt_lengths, response_lengths, numbers, width, device)
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Pad rows from now on if a model does not separate packed texts. All ranks."""
-        if not self.packed:
-            return
+        """Pad rows from now on if a model does not separate packed texts. All ranks.
+
+        Raises:
+            ValueError: a role's log-probs are not those of its model's own logits.
+        """
         for name in (*self.module.trained_roles, *self.module.frozen_roles):
             is_exact = self.module.trainer.precision == "32-true" and self.module.sources[name].dtype == "float32"
+            if isinstance(getattr(self.module, name), CausalLM):
+                self._check_head(name, is_exact)
+            if not self.packed:
+                continue
             fault = packing_fault(getattr(self.module, name).lm, partial(self._outputs, name), is_exact)
             if fault is not None:
                 log.warning("The %s is evaluated with padding: %s", name, fault)
                 self.packed = False
 
-    def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None) -> Tensor:
+    def _check_head(self, name: str, is_exact: bool) -> None:
+        """Compare the log-probs of a role with those of its model's own logits. All ranks."""
+        lm = getattr(self.module, name).lm
+        (ids,) = _texts(lm, 1)
+        ours, again = (self._outputs(name, ids, None) for _ in range(2))
+        check_head(type(lm).__name__, name, ours, again, self._outputs(name, ids, None, own_logits=True), is_exact)
+
+    def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None, **options: bool) -> Tensor:
         """Return the (B, L) outputs of a role at each position of some texts. All ranks."""
         role = self.module.role_strategy.role(name)
         index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         with self.module.trainer.precision_plugin.forward_context():
             if isinstance(getattr(self.module, name), CausalLM):
                 marked = torch.ones_like(input_ids, dtype=torch.bool)
-                logprobs: Tensor = role(input_ids, index, input_ids, marked, packing=packing).logprobs
+                logprobs: Tensor = role(input_ids, index, input_ids, marked, packing=packing, **options).logprobs
                 return logprobs
             scores: Tensor = role(input_ids, index, packing=packing)
             return scores
@@ -127,13 +142,10 @@ def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor],
     if lm.config.model_type in packed_attention.ARCHITECTURES:
         return None
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
-    if "position_ids" not in inspect.signature(lm.base_model.forward).parameters:
+    if "position_ids" not in inspect.signature(backbone_of(lm).forward).parameters:
         return f"{name} does not take positions, which separate packed texts"
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = lm.config.get_text_config().vocab_size
-    device = next(lm.parameters()).device
-    one, other, ids = torch.randint(vocabulary, (3, 1, _TEST_TOKENS), generator=generator).to(device)
-    packing = pack_texts([_TEST_TOKENS - 5, _TEST_TOKENS], _TEST_TOKENS, device)
+    one, other, ids = _texts(lm, 3)
+    packing = pack_texts([_TEST_TOKENS - 5, _TEST_TOKENS], _TEST_TOKENS, ids.device)
     alone = evaluate(ids, None)[-1]
     after_one = evaluate(torch.cat([one, ids]), packing)[-1]
     after_other = evaluate(torch.cat([other, ids]), packing)[-1]
@@ -147,3 +159,11 @@ def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor],
         f"{name} does not separate packed texts: the outputs of a text change by up to {by_neighbour:.1g} with its "
         f"neighbour, and by {by_packing:.1g} by packing"
     )
+
+
+def _texts(lm: Any, count: int) -> Tensor:
+    """Return (count, 1, T) random token ids of short texts, the same in every run, on the device of a model."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = lm.config.get_text_config().vocab_size
+    device = next(lm.parameters()).device
+    return torch.randint(vocabulary, (count, 1, _TEST_TOKENS), generator=generator).to(device)

@@ -1,0 +1,112 @@
+"""The head of a causal language model: how its logits follow from its last hidden states."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_rlhf.expected_errors import UsageError
+
+# Names of the configuration's factors and caps by architecture, read in transformers' sources. A configuration may
+# contain such a name without the architecture using it, as MPT's may contain logit_scale.
+_FACTORS = {
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "cohere_compass_text": "logit_scale",
+    "falcon_h1": "lm_head_multiplier",
+    "hyperclovax": "logits_scaling",
+}
+_DIVISORS = {
+    "granite": "logits_scaling",
+    "granite_swa": "logits_scaling",
+    "granitemoe": "logits_scaling",
+    "granitemoe_swa": "logits_scaling",
+    "granitemoehybrid": "logits_scaling",
+    "granitemoeshared": "logits_scaling",
+    "inkling_text": "logits_mup_width_multiplier",
+    "minicpm3": "logits_scaling",
+}
+_CAPS = {
+    "recurrent_gemma": "logits_soft_cap",
+    "xlstm": "output_logit_soft_cap",
+}
+_CAP = "final_logit_softcapping"  # of Gemma 2 and its relatives
+_REAL_VOCABULARY = "unpadded_vocab_size"  # of Inkling: the logits end there
+
+
+class Head(NamedTuple):
+    """Parts of a head. Logits are ``scale * cap(weight @ transform(hidden) + bias)``.
+
+    Args:
+        transform: module applied to hidden states first, or None.
+        weight: (V, H).
+        bias: (V,) or None.
+        scale: factor of the logits.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None does not cap.
+    """
+
+    transform: nn.Module | None
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+def head_of(lm: Any) -> Head:
+    """Return the head of a language model.
+
+    Args:
+        lm: causal language model of transformers.
+    """
+    config = lm.config.get_text_config()
+    linear = lm.get_output_embeddings()
+    weight, bias = linear.weight, getattr(linear, "bias", None)
+    tokens = getattr(config, _REAL_VOCABULARY, None)
+    if tokens is not None and tokens < len(weight):
+        weight, bias = weight[:tokens], None if bias is None else bias[:tokens]
+    kind = config.model_type
+    scale = _number(config, _FACTORS.get(kind), 1.0) / _number(config, _DIVISORS.get(kind), 1.0)
+    softcap = getattr(config, _CAPS.get(kind, _CAP), None)
+    transform = lm.lm_head if kind == "modernbert-decoder" else None
+    return Head(transform, weight, bias, scale, None if softcap is None else float(softcap))
+
+
+def _number(config: object, name: str | None, default: float) -> float:
+    value = None if name is None else getattr(config, name, None)
+    return default if value is None else float(value)
+
+
+def check_head(name: str, role: str, ours: Tensor, again: Tensor, models: Tensor, is_exact: bool) -> None:
+    """Validate that the log-probs of :class:`CausalLM` are those of the model's own ``forward``.
+
+    An architecture whose head has a factor, a cap or a layer that this package does not apply would train on other
+    probabilities than those it generates with.
+
+    Args:
+        name: name of the model's class.
+        role: name of the role.
+        ours: (T,) log-probs of a short text by this package's head.
+        again: (T,) the same, computed a second time.
+        models: (T,) log-probs of the text by the model's own logits.
+        is_exact: whether the model computes in float32.
+
+    Raises:
+        ValueError: the log-probs differ by more than rounding, or vary from pass to pass.
+    """
+    bound = 1e-4 if is_exact else 0.1
+    varying = float((ours - again).abs().mean())
+    if varying > bound:
+        raise UsageError(
+            f"the {role}'s {name} computes other log-probabilities in every pass, {varying:.2g} nats apart on average: "
+            f"it draws random numbers, as for dropout or jitter, so that no ratio of probabilities is right. Set the "
+            f"field of its configuration that controls them to 0"
+        )
+    difference = float((ours - models).abs().mean())
+    if not difference <= bound:
+        raise UsageError(
+            f"the {role}'s {name} has a head that lightning-rlhf does not support: log-probabilities of a short text "
+            f"differ by {difference:.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
+            f"Use another model, or report the architecture"
+        )

@@ -141,7 +141,7 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
         loop.dynamic_sampling.check(data.batch_size, loop.group_size, reward_weights(loop), module)
     check_batch_sizes(module, data, loop.prompts_per_step(data), loop.group_size)
     roles = {f"the {name}": source for name, source in module.sources.items()}
-    check_positions(roles, data.longest_text, loop.max_response_tokens)
+    check_positions(roles, data.longest_text, loop.max_response_tokens, module.has_pairs)
     check_reward_functions(loop.rewards, loop.reward_executor, data, loop.environment)
     splitting = tensor_ranks(trainer, module)
     if loop.chosen_engine is not None and loop.chosen_engine.ranks % splitting:

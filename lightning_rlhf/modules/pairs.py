@@ -23,6 +23,7 @@ class PairModule(RoleModule):
     """
 
     reads: type | None = PreferenceBatch
+    has_pairs = True
 
     @abstractmethod
     def row_scores(self, rows: Any) -> Sequence[Tensor]:

@@ -62,6 +62,8 @@ class ResponsePairsModule(RLHFModule):
         **kwargs: arguments of :class:`~lightning_rlhf.modules.rlhf.RLHFModule`.
     """
 
+    has_pairs = True
+
     def __init__(self, actor: str | ModelSource, advantages: AdvantageEstimator, **kwargs: Any) -> None:
         super().__init__(
             actor,

@@ -57,6 +57,7 @@ class RoleModule(LightningModule):
     sources: dict[str, ModelSource]  # of each role that has its own weights
     trained_roles: tuple[str, ...] = ()  # in the order of their optimizers
     frozen_roles: tuple[str, ...] = ()
+    has_pairs = False  # whether a row of a batch is a pair of texts, which are evaluated together
     uses_frozen_in_updates = False  # whether losses run frozen roles, so that they are needed in each update
 
     def __init__(self, micro_batch_tokens: int | None, max_grad_norm: float | None, packing: bool = True) -> None:
@@ -148,7 +149,7 @@ class RoleModule(LightningModule):
         self.check_reads(data)
         roles = {f"the {name}": source for name, source in self.sources.items()}
         check_vocabularies(roles, getattr(data, "tokenizer", None))
-        check_positions(roles, getattr(data, "longest_text", 0))
+        check_positions(roles, getattr(data, "longest_text", 0), has_pairs=self.has_pairs)
         strategy = self.trainer.strategy
         if stage == "fit" and isinstance(strategy, ReshardableCheckpoints):
             for name in self.trained_roles:

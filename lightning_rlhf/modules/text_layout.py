@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM, backbone_of
 from lightning_rlhf.models.heads import check_head
+from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Rollout
 
@@ -52,8 +53,27 @@ class TextLayout:
         models: list[Any] = [getattr(self.module, name).lm for name in names]
         return self.packed and all(model.config._attn_implementation == packed_attention.NAME for model in models)
 
+    @cached_property
+    def rotary_lengths(self) -> list[int]:
+        """Lengths from which on texts have other rotary frequencies in a role; see :func:`rotary_length`."""
+        lengths = {rotary_length(source.hf_config(), "longrope") for source in self.module.sources.values()}
+        return sorted(length for length in lengths if length is not None)
+
     def split(self, batch: TensorBatch) -> list[Tensor]:
-        """Return the row numbers of each micro-batch, whose texts fit into the token budget."""
+        """Return the row numbers of each micro-batch, whose texts fit into the token budget.
+
+        Texts with different rotary frequencies are in different micro-batches, longer ones first.
+        """
+        if not self.rotary_lengths:
+            return self._split(batch)
+        kinds = torch.bucketize(batch.total_lengths.cpu(), torch.tensor(self.rotary_lengths))
+        micro_batches = []
+        for kind in kinds.unique().flip(0):
+            rows = (kinds == kind).nonzero().squeeze(1)
+            micro_batches += [rows[part] for part in self._split(batch[rows])]
+        return micro_batches
+
+    def _split(self, batch: TensorBatch) -> list[Tensor]:
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is not None:
             numbers, prompt_lengths, response_lengths = prompts.tolist()

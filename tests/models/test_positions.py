@@ -52,3 +52,26 @@ def test_every_role_is_asked():
     roles["the reward_model"] = FromConfig(TINY_LLAMA | {"max_position_embeddings": 32})
     with pytest.raises(ValueError, match="and the reward_model accepts at most 32"):
         check_positions(roles, 20, 20)
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [9.0] * 8, "rope_theta": 1e4}
+LONG |= {"original_max_position_embeddings": 12, "factor": 6.0}
+PHI = TINY_LLAMA | {
+    "model_type": "phi3", "head_dim": 16, "max_position_embeddings": 64, "original_max_position_embeddings": 12,
+    "rope_parameters": LONG, "pad_token_id": 0, "num_attention_heads": 2, "hidden_size": 32,
+}  # fmt: skip
+DYNAMIC = TINY_LLAMA | {
+    "max_position_embeddings": 12, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "has_pairs"), [(DYNAMIC, False), (DYNAMIC, True), (PHI, True)])
+def test_texts_that_would_change_the_positions_of_others_are_refused(model, has_pairs):
+    roles = {"the actor": FromConfig(model)}
+    check_positions(roles, 8, 4, has_pairs)
+    with pytest.raises(ValueError, match=r"more than 12 tokens would change .* up to 13: use at most 12 tokens"):
+        check_positions(roles, 8, 5, has_pairs)
+
+
+def test_texts_of_any_length_have_their_positions_where_each_row_is_one_text():
+    check_positions({"the actor": FromConfig(PHI)}, 40, 24)

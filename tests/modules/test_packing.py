@@ -13,6 +13,7 @@ from lightning_rlhf.modules.text_layout import TextLayout
 from lightning_rlhf.modules.texts import text_scores
 from lightning_rlhf.types import PreferenceBatch, SequenceBatch
 from tests.helpers import assert_close
+from tests.models.test_positions import PHI
 from tests.stand_ins import TINY_LLAMA, VOCABULARY, TinyModel, fit, quiet_trainer
 
 SMALL = {
@@ -197,3 +198,19 @@ def test_the_budget_of_packed_texts_counts_real_tokens_only():
 
     assert forwards(packing=False) == [12, 14, 18, 2]  # 12; 7 + 7; 6, 3 and 3; 2
     assert forwards(packing=True) == [19, 19, 2]  # 12 + 7; 7 + 6 + 3 + 3; 2
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_log_probs_of_a_text_do_not_depend_on_the_length_of_others(packing):
+    """Long-RoPE has other rotary frequencies for texts of more than 12 tokens."""
+    module = sft(FromConfig(PHI, seed=3), packing=packing)
+    batch = texts((5, 20, 12, 13, 9, 22))
+    fit(module, [batch])
+    micro_batches = module.micro_batches(batch)
+    assert sorted(len(rows) for rows, _ in micro_batches) == [3, 3]
+    with torch.no_grad():
+        for rows, _ in micro_batches:
+            (together, _, _), mask = text_scores(module, "actor", batch[rows])
+            for row, number in enumerate(rows.tolist()):
+                (alone, _, _), own = text_scores(module, "actor", batch[[number]])
+                assert_close(together[row][mask[row]], alone[0][own[0]], atol=1e-5)

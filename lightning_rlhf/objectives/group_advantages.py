@@ -225,7 +225,8 @@ def _check_eps(eps: float) -> None:
 class BestAgainstWorst(AdvantageEstimator):
     """1 for the response of each prompt with the highest reward, -1 for the one with the lowest, 0 for all others.
 
-    Of several equal rewards the first counts; where all rewards are equal, all responses have 0.
+    Of several equal rewards the first counts; where all rewards are equal, all responses have 0. A response that is not
+    included has 0, and its reward is not compared.
     See "Direct Language Model Alignment from Online AI Feedback", Guo et al. 2024, section 3, with two responses.
     """
 
@@ -235,8 +236,9 @@ class BestAgainstWorst(AdvantageEstimator):
         """See :class:`AdvantageEstimator`; both results are the marks."""
         reward = inputs.reward
         marks = torch.zeros_like(reward)
-        for number in inputs.group.unique():
-            rows = (inputs.group == number).nonzero().squeeze(1)
+        included = inputs.mask.any(dim=1)
+        for number in inputs.group[included].unique():
+            rows = (included & (inputs.group == number)).nonzero().squeeze(1)
             best, worst = rows[reward[rows].argmax()], rows[reward[rows].argmin()]
             if reward[best] > reward[worst]:
                 marks[best], marks[worst] = 1, -1

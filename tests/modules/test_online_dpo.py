@@ -85,9 +85,20 @@ def test_the_gradient_is_that_of_the_decided_pairs(micro_batch_tokens):
 
 
 @pytest.mark.parametrize("left_out", [BEST[1], WORST[1]])
-def test_a_prompt_of_whose_pair_one_response_is_not_to_be_learnt_from_is_left_out(left_out):
+def test_the_pair_of_a_prompt_is_made_of_the_responses_that_are_included(left_out):
     made = rollout()
     made.included[left_out] = False
+    metrics = fit(online(), [made]).callback_metrics
+    rows = [row for row in range(6, 9) if row != left_out]
+    best, worst = max(rows, key=REWARDS.__getitem__), min(rows, key=REWARDS.__getitem__)
+    ratios, losses, _ = expected(rollout(), DPOLoss(0.3))
+    assert_close(metrics["train/tied_fraction"], 1 / 3)
+    assert_close(metrics["train/loss"], (losses[0] + DPOLoss(0.3)(ratios[[best]], ratios[[worst]])[0]) / 2)
+
+
+def test_a_prompt_with_one_included_response_has_no_pair():
+    made = rollout()
+    made.included[[BEST[1], WORST[1]]] = False
     metrics = fit(online(), [made]).callback_metrics
     assert_close(metrics["train/tied_fraction"], 2 / 3)
     assert_close(metrics["train/loss"], expected(rollout(), DPOLoss(0.3))[1][0])

@@ -268,3 +268,11 @@ def test_the_best_and_the_worst_of_each_prompt_are_marked():
     assert (marks != 0).equal(mask & (marks[:, :1] != 0))
     assert same.equal(marks)
     assert BestAgainstWorst().needs_groups
+
+
+def test_a_response_that_is_not_included_is_neither_best_nor_worst():
+    # the failed response of each prompt has the reward 0: the lowest of the first group, the highest of the second
+    rewards = float64([[0.9], [0.5], [0.3], [0.0], [-0.2], [-0.7], [-0.4], [0.0]])
+    mask = torch.tensor([[True], [True], [True], [False]] * 2)
+    marks, _ = BestAgainstWorst()(AdvantageInputs(rewards, mask, torch.tensor([0] * 4 + [1] * 4)))
+    assert marks[:, 0].tolist() == [1, 0, -1, 0, 1, -1, 0, 0]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.functional.logprobs import TokenScores, chunked_token_scores, token_scores
+from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import head_of
 from lightning_rlhf.models.lora import adapters_disabled, merged_weights
 from lightning_rlhf.models.packed_attention import NAME
@@ -99,18 +100,6 @@ class CausalLM(nn.Module):
                 and merges its adapters.
         """
         self.lm.save_pretrained(directory, state_dict=weights or merged_weights(self.lm))
-
-
-def backbone_of(lm: Any) -> Any:
-    """Return the part of a model that computes its last hidden states; None if it has no such part.
-
-    Args:
-        lm: model of transformers. The ``base_model`` of some, such as Llama 4, is the whole model.
-    """
-    if lm.base_model is not lm:
-        return lm.base_model
-    inner = getattr(lm, "language_model", lm)
-    return getattr(inner, "model", None)
 
 
 def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor:

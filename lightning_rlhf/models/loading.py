@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,6 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -27,6 +25,7 @@ from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
+from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.scalar import ScalarModel
@@ -34,6 +33,7 @@ from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_me
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 Dtype = Literal["float32", "bfloat16"]
+FindClass = Callable[[PretrainedConfig], Any]  # configuration to automatic class
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Pretrained:
 
     def causal(self) -> CausalLM:
         """Load the language model."""
-        return CausalLM(_adapted(self._load(AutoModelForCausalLM, self.hf_config(), optional=()), self.lora))
+        return CausalLM(_adapted(self._load(language_model_class, self.hf_config(), optional=()), self.lora))
 
     def scalar(self) -> ScalarModel:
         """Load the scalar model; if the source has no trained head, the head is zero, so that all scores start at 0.
@@ -109,12 +109,13 @@ class Pretrained:
                 f"(num_labels=1)"
             )
         config.num_labels = 1
-        model = self._load(AutoModelForSequenceClassification, config, optional=() if trained_head else ("score.",))
+        model = self._load(scalar_model_class, config, optional=() if trained_head else ("score.",))
         if not trained_head:
             torch.nn.init.zeros_(model.get_parameter("score.weight"))
         return ScalarModel(_adapted(model, self.lora))
 
-    def _load(self, auto: Any, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+    def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
+        auto = find_class(config)
         check_attention_package(config)
         check_shards(Path(self.path))
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
@@ -183,23 +184,24 @@ class FromConfig:
             raise UsageError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
         check_sizes(config, f"the architecture {model_type!r}")
         set_role_attention(config)
-        model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        model_class: Any = language_model_class(config)._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
         return config
 
     def causal(self) -> CausalLM:
         """Build the language model."""
-        return CausalLM(_adapted(self._build(AutoModelForCausalLM, self.hf_config()), self.lora))
+        return CausalLM(_adapted(self._build(language_model_class, self.hf_config()), self.lora))
 
     def scalar(self) -> ScalarModel:
         """Build the scalar model with a zero head."""
         config = self.hf_config()
         config.num_labels = 1
-        model = self._build(AutoModelForSequenceClassification, config)
+        model = self._build(scalar_model_class, config)
         torch.nn.init.zeros_(model.get_parameter("score.weight"))
         return ScalarModel(_adapted(model, self.lora))
 
-    def _build(self, auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    def _build(self, find_class: FindClass, config: PretrainedConfig) -> PreTrainedModel:
+        auto = find_class(config)
         check_attention_package(config)
         seed = derive_seed(run_seed(), "initial weights") if self.seed is None else self.seed
         with torch.random.fork_rng(devices=[]):
@@ -231,6 +233,7 @@ def save_architecture(source: ModelSource, directory: str | Path) -> None:
 
 
 def _adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
+    freeze_towers(model)
     if lora is not None:
         lora.add_to(model)
     return model

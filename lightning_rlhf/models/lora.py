@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.expected_errors import MissingPackageError, UsageError
+from lightning_rlhf.models.classes import text_model_of
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.seeding import derive_seed, run_seed
 
@@ -73,7 +74,7 @@ class LoRA:
         lm.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(run_seed(), "adapters", type(lm).__name__))
-            inject_adapter_in_model(config, lm.base_model, _NAME)
+            inject_adapter_in_model(config, text_model_of(lm), _NAME)
         if any(f"{_BASE}lora_" in name for name, _ in lm.named_parameters()):
             raise UsageError(
                 f"lora: with these target_modules peft also adapts the experts of {type(lm).__name__}, which are "
@@ -96,7 +97,7 @@ class LoRA:
         Raises:
             ValueError: a target is not a linear layer of the backbone, or the backbone has no linear layers.
         """
-        named = lm.base_model.named_modules()
+        named = text_model_of(lm).named_modules()
         known = {_last_part(name): layer for name, layer in named if isinstance(layer, (nn.Linear, Conv1D))}
         if not known:
             raise UsageError(f"lora: {type(lm).__name__} has no linear layers to adapt; train it without lora")

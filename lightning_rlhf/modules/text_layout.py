@@ -15,7 +15,8 @@ from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_ba
 from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models import packed_attention
-from lightning_rlhf.models.causal import CausalLM, backbone_of
+from lightning_rlhf.models.causal import CausalLM
+from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.heads import check_head
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.tensor_batch import TensorBatch

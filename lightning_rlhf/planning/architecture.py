@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
+from lightning_rlhf.models.classes import language_model_class, scalar_model_class
 from lightning_rlhf.strategies.tensor_parallel import tensor_parallel_plan
 
 
@@ -145,7 +146,7 @@ def architecture(
     Raises:
         ValueError: the formulas do not describe the architecture, or its tensors cannot be split.
     """
-    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    auto = scalar_model_class(config) if scalar else language_model_class(config)
     if scalar:
         config.num_labels = 1
     if str(config._attn_implementation).startswith("flash"):  # same memory as sdpa; may not be installed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
@@ -47,7 +48,7 @@ def choose_engine(
 def weight_bytes(config: PretrainedConfig, dtype: str) -> int:
     """Return the bytes of a model's parameters in a dtype, without allocating them."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = language_model_class(config).from_config(config, trust_remote_code=False)
     return getattr(torch, dtype).itemsize * sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -19,6 +18,7 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 
 from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
@@ -42,7 +42,8 @@ class TransformersEngine(RolloutEngine):
         """Build the model; the first push sets its weights."""
         config = set_attention(AutoConfig.from_pretrained(setup.model, trust_remote_code=False))
         with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
+            auto = language_model_class(config)
+            model = auto.from_config(config, dtype=getattr(torch, setup.dtype), trust_remote_code=False)
         model.generation_config = GenerationConfig()  # otherwise generate() uses the model's own sampling options
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class PublishedNames:
     def __init__(self, directory: Path) -> None:
         config = set_attention(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         with torch.device("meta"):
-            self._model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            self._model: Any = language_model_class(config).from_config(config, trust_remote_code=False)
         published = {name: set(self._published(name, tensor)) for name, tensor in whole_tensors(self._model)}
         counts = Counter(name for names in published.values() for name in names)
         # Tensors that are merged into one tensor of a file cannot be converted one by one and keep their names.

@@ -1,0 +1,111 @@
+"""Classes of transformers for a configuration, and the parts of their models that this package calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from lightning_rlhf.expected_errors import UsageError
+
+
+def language_model_class(config: PretrainedConfig) -> Any:
+    """Return the automatic class of transformers that builds or loads a language model.
+
+    A checkpoint of a vision-language model is loaded whole, so that an export has all its parts; only its text model is
+    trained. Its text model alone is loaded where the checkpoint contains no more.
+
+    Args:
+        config: configuration of the model.
+
+    Raises:
+        ValueError: transformers has no language model for the configuration.
+    """
+    kinds = {auto: auto._model_mapping.get(type(config), None) for auto in _LANGUAGE_MODELS}
+    named = next(iter(config.architectures or ()), None)
+    for auto, model_class in kinds.items():
+        if model_class is not None and model_class.__name__ == named:
+            return auto
+    for auto, model_class in kinds.items():
+        if model_class is not None:
+            return auto
+    raise UsageError(
+        f"transformers has no language model for the model_type {config.model_type!r}: use a causal language model, or "
+        f"a vision-language model whose text model is trained"
+    )
+
+
+_LANGUAGE_MODELS: tuple[Any, ...] = (AutoModelForImageTextToText, AutoModelForCausalLM)
+
+
+def scalar_model_class(config: PretrainedConfig) -> Any:
+    """Return the automatic class that builds or loads a model with a head for one number at each token.
+
+    Where transformers has none for the architecture, a linear head without bias over its backbone is registered.
+
+    Args:
+        config: configuration of the model.
+
+    Raises:
+        ValueError: the architecture has no backbone that transformers builds from the configuration.
+    """
+    auto: Any = AutoModelForSequenceClassification
+    if auto._model_mapping.get(type(config), None) is not None:
+        return auto
+    backbone = AutoModel._model_mapping.get(type(config), None)
+    if not isinstance(backbone, type):
+        raise UsageError(
+            f"transformers has no backbone for the model_type {config.model_type!r}, so that it cannot be a critic or "
+            f"reward model: use another architecture for that role"
+        )
+    family = next(kind for kind in backbone.__mro__ if PreTrainedModel in kind.__bases__)
+    name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
+    members = {"base_model_prefix": "model", "config_class": type(config), "__module__": __name__}
+    auto.register(type(config), type(name, (GenericForSequenceClassification, family), members))
+    return auto
+
+
+def backbone_of(lm: Any) -> Any:
+    """Return the part of a model that computes its last hidden states; None if it has no such part.
+
+    Args:
+        lm: model of transformers. The ``base_model`` of some, such as Llama 4, is the whole model.
+    """
+    if lm.base_model is not lm:
+        return lm.base_model
+    inner = getattr(lm, "language_model", lm)
+    return getattr(inner, "model", None)
+
+
+def text_model_of(lm: Any) -> Any:
+    """Return the part of a backbone that computes hidden states of texts: all of it, or the decoder beside towers.
+
+    Args:
+        lm: model of transformers.
+    """
+    backbone = backbone_of(lm)
+    return getattr(backbone, "language_model", backbone)
+
+
+def freeze_towers(lm: PreTrainedModel) -> None:
+    """Exclude the parts of a vision-language model from training that texts do not reach.
+
+    Args:
+        lm: model of transformers; changed in place.
+    """
+    text_model = text_model_of(lm)
+    if text_model is lm.base_model:
+        return
+    heads = (lm.get_output_embeddings(), getattr(lm, "score", None))
+    kept = {id(p) for part in (text_model, *heads) if isinstance(part, nn.Module) for p in part.parameters()}
+    for parameter in lm.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in kept)

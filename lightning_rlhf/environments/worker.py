@@ -130,11 +130,9 @@ def advance(spec: Spec, call: Call) -> Reply | Fault:
                 )
             reply = _step(live, turn)
         return reply
-    except KeyboardInterrupt:
-        raise
     except InvalidReplyError as error:
         return Fault("invalid", str(error))
-    except BaseException as error:  # an environment may raise any class
+    except BaseException as error:  # an environment may raise any class; the signal of Ctrl-C does not reach it
         return Fault(
             "error", f"raised {type(error).__name__}: {error}"[:2000], "".join(traceback.format_exception(error))
         )
@@ -146,8 +144,6 @@ def release(key: str) -> None:
     if live is not None and hasattr(live.environment, "close"):
         try:
             _call(live.environment, "close", {})
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             print(f"an environment's close() raised {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
-from lightning_rlhf.environments.hosts import Host
+from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.parsers import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings

@@ -11,7 +11,7 @@ from lightning_rlhf.environments.adapters.gymnasium import Gymnasium, TextArena
 from lightning_rlhf.environments.adapters.mcp import MCP
 from lightning_rlhf.environments.adapters.peers import SkyRLEnvironment, TRLEnvironment
 from lightning_rlhf.environments.adapters.reasoning_gym import ReasoningGym, score
-from lightning_rlhf.environments.hosts import LoopHost
+from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_rlhf.environments import Reply, Turn
 from lightning_rlhf.environments.adapters.openenv import OpenEnv
-from lightning_rlhf.environments.hosts import LoopHost
+from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 
 websockets = pytest.importorskip("websockets", reason="needs websockets")

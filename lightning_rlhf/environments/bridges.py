@@ -22,7 +22,8 @@ _PROBE = {"role": "user", "content": "probe"}
 class Bridge(ABC):
     """Conversion of an environment's messages to tokens.
 
-    Texts of an environment cannot contain special tokens: each is changed by a space behind its first character.
+    Texts of an environment, names and arguments of tool calls, and schemas of tools cannot contain special tokens: each
+    is changed by a space behind its first character.
 
     Args:
         tokenizer: tokenizer of the run.
@@ -71,7 +72,7 @@ class Bridge(ABC):
         return ids
 
     def safe(self, message: Message) -> Message:
-        """Return a message whose text contains no special token and is not too long."""
+        """Return a message whose text is not too long, and which contains no special token."""
         text = message["content"]
         limit = self.max_message_tokens
         if limit is not None and len(text) > limit:
@@ -82,9 +83,18 @@ class Bridge(ABC):
                 space = max(0, limit - len(self.ids(_CUT)))
                 ends = [self.tokenizer.decode(part) for part in (ids[: (space + 1) // 2], ids[len(ids) - space // 2 :])]
                 text = _CUT.join(str(end) for end in ends)
-        return {**message, "content": self._without_markers(text)}
+        parts = {**message, "content": text}
+        return {name: part if name == "role" else self.without_markers(part) for name, part in parts.items()}
 
-    def _without_markers(self, text: str) -> str:
+    def without_markers(self, value: Any) -> Any:
+        """Return a text without special tokens, or a JSON value without them in its texts and keys."""
+        if isinstance(value, str):
+            return self._text_without_markers(value)
+        if isinstance(value, Mapping):
+            return {self.without_markers(key): self.without_markers(part) for key, part in value.items()}
+        return [self.without_markers(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def _text_without_markers(self, text: str) -> str:
         """Insert a space into every special token in a text; leave out those of one character."""
         while present := [marker for marker in self._markers if marker in text]:
             first, rest = present[0][:1], present[0][1:]
@@ -133,7 +143,7 @@ class TemplateBridge(Bridge):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer, max_message_tokens)
-        self._chat = Chat(tokenizer, [dict(tool) for tool in tools] or None, dict(options or {}))
+        self._chat = Chat(tokenizer, self.without_markers(list(tools)) or None, dict(options or {}))
         self._expected_roles = ("user", "tool") if tools else ("user",)
         self._checked_roles: set[str] = set()
 
@@ -149,7 +159,7 @@ class TemplateBridge(Bridge):
             messages: messages of all roles; texts of the assistant are tokenized again.
             tools: JSON schemas of the tools; empty uses those of the bridge.
         """
-        chat = replace(self._chat, tools=[dict(tool) for tool in tools]) if tools else self._chat
+        chat = replace(self._chat, tools=self.without_markers(list(tools))) if tools else self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
     def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:

@@ -1,7 +1,11 @@
 """Agents with OpenAI's client: rows, branches, refusals, failures."""
 
+import contextlib
 import json
 import os
+import re
+import socket
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -15,6 +19,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
 from lightning_rlhf.environments.bridges import TemplateBridge
+from lightning_rlhf.rollout import endpoint as endpoint_module
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck
@@ -241,3 +246,89 @@ def test_requests_that_are_not_chats_are_rejected(endpoint, method, path, body, 
     key = endpoint.register(lambda body: pytest.fail("called"))
     assert send(endpoint, method, path, body, key, headers)[0] == status
     assert send(endpoint, "GET", "/v1/models", key=key)[1]["data"][0]["id"] == "policy"
+
+
+def responses(endpoint, payload, seconds=5.0):
+    """Send bytes, and return the status of each response until the connection is closed or no more arrives."""
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(payload)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while part := connection.recv(65536):
+                received += part
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", received)]
+
+
+def post(body, key="wrong", length=None, headers=""):
+    length = len(body) if length is None else length
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n{headers}"
+    return f"{head}\r\n".encode() + body
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"", b"[" * 1000])
+def test_a_bad_request_with_a_wrong_key_has_one_answer_and_the_next_one_its_own(endpoint, body):
+    asked = []
+    key = endpoint.register(lambda body: asked.append(body) or pytest.fail("called"))
+    second = f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n".encode()
+    assert responses(endpoint, post(body) + second) == [401, 200]
+    assert responses(endpoint, post(b"", length=99_000_000)) == [401]
+    assert responses(endpoint, post(b"", length="x")) == [401]
+
+
+def test_a_body_without_the_key_of_a_conversation_is_not_kept_in_memory(endpoint, monkeypatch):
+    read = []
+    monkeypatch.setattr(endpoint_module.json, "loads", lambda text: read.append(text))
+    last = post(b'{"a": 1}' * 1_000_000, headers="Connection: close\r\n")
+    assert responses(endpoint, last) == [401]
+    assert read == []
+
+
+@pytest.mark.parametrize("length", [5, 50])
+def test_a_request_that_does_not_arrive_is_given_up(endpoint, monkeypatch, length):
+    monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.3)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    began = time.monotonic()
+    assert responses(endpoint, post(b'{"a', key, length)) in ([], [408])
+    assert responses(endpoint, b"POST /v1/chat") == []
+    assert time.monotonic() - began < 4.0
+
+
+def test_a_body_that_arrives_slowly_is_given_up(endpoint, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_BODY_SECONDS", 0.5)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(post(b"", key, 1000))
+        connection.settimeout(0.1)
+        for _ in range(40):
+            with contextlib.suppress(TimeoutError):
+                if connection.recv(1) == b"":
+                    break
+            connection.sendall(b" ")
+        else:
+            pytest.fail("the connection is still open")
+
+
+def test_connections_beyond_the_limit_are_closed(endpoint, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_MOST_CONNECTIONS", 2)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
+        time.sleep(0.2)
+        with socket.create_connection((host, int(port)), timeout=5.0) as third:
+            assert third.recv(1) == b""
+    deadline = time.monotonic() + 10
+    while endpoint._server.connections and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert send(endpoint, "GET", "/v1/models", key=key)[0] == 200
+
+
+def test_values_that_are_nested_too_deeply_are_refused(endpoint):
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    for levels in (200, 900):
+        deep = '{"tools": ' + "[" * levels + "]" * levels + "}"
+        status, body = send(endpoint, "POST", "/v1/chat/completions", deep, key)
+        assert (status, body["error"]["message"]) == (400, "the body is nested more than 100 levels deep")

@@ -77,6 +77,11 @@ class Conversation:
         left = self.limits.max_response_tokens - len(self.token_ids)
         return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
 
+    @property
+    def has_all_turns(self) -> bool:
+        """Whether no further turn is allowed."""
+        return len(self.turn_ends) == self.limits.max_turns
+
     def add_turn(self, completion: Completion) -> None:
         """Append a sampled turn, and end the conversation if a limit cut the turn or no further turn is allowed."""
         self._expect_running()
@@ -97,7 +102,7 @@ class Conversation:
             ids: tokens between the last turn and the next one; None if no turn can follow the last one.
         """
         self._expect_running()
-        if len(self.turn_ends) == self.limits.max_turns:
+        if self.has_all_turns:
             self.stop = "max_turns"
         elif ids is None:
             self.stop = "malformed"

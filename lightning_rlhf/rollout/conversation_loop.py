@@ -22,7 +22,7 @@ from lightning_rlhf.environments.parsers import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import Call, Fault, digest_of
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -244,8 +244,11 @@ class ConversationLoop:
         """Append the messages of an environment, and request the next turn if the conversation continues."""
         self._calls -= 1
         own.environment_s += time.perf_counter() - own.called_at
-        if isinstance(reply, Reply) and not own.turns:
-            reply = self._begin(own, reply)
+        if isinstance(reply, Reply):
+            try:
+                reply = self._append(own, reply) if own.turns else self._begin(own, reply)
+            except UsageError as error:  # the chat template rejects the messages
+                reply = Fault("invalid", f"returned messages that cannot be appended to the conversation: {error}")
         if isinstance(reply, Fault):
             self._on_fault(own, reply)
             return
@@ -256,19 +259,30 @@ class ConversationLoop:
             own.rewards[0] = reply.reward
         for name, value in reply.metrics.items():
             own.metrics[name] = own.metrics.get(name, 0.0) + value
-        if reply.done:
-            own.conversation.end("done")
-        elif own.turns:
-            role = "tool" if own.turns[-1].calls else "user"
-            written = _as_messages(reply.messages, role)
-            turn, before = own.conversation.last_turn
-            own.conversation.add_written(self._bridge.between(turn, written, before) if written else [])
-            if own.conversation.stop is None:
-                own.messages += written
         self._continue(own)
 
+    def _append(self, own: RunningConversation, reply: Reply) -> Reply:
+        """Append the messages of a reply to a turn, or end the conversation; a reply without messages has an empty one.
+
+        Raises:
+            UsageError: the bridge does not allow the messages.
+        """
+        conversation = own.conversation
+        if reply.done:
+            conversation.end("done")
+        elif conversation.has_all_turns:  # messages behind the last turn need not suit the template
+            conversation.end("max_turns")
+        else:
+            role = "tool" if own.turns[-1].calls else "user"
+            written = _as_messages(reply.messages, role) or [{"role": role, "content": ""}]
+            turn, before = conversation.last_turn
+            conversation.add_written(self._bridge.between(turn, written, before))
+            if conversation.stop is None:
+                own.messages += written
+        return reply
+
     def _begin(self, own: RunningConversation, reply: Reply) -> Reply | Fault:
-        """Append the messages of ``reset`` to the prompt."""
+        """Append the messages of ``reset`` to the prompt; arguments and errors are those of :meth:`_append`."""
         if reply.done:
             return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
         written = _as_messages(reply.messages, "user")

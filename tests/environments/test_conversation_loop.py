@@ -251,3 +251,64 @@ def test_a_thousand_conversations_leave_nothing_behind(options):
             time.sleep(0.1)
     assert present() == before
     assert worker._live == {}
+
+
+# -- the chat template ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat():
+    """Runs conversations whose environment writes messages of a chat template in which roles must alternate."""
+    tokenizer = CharacterTokenizer("abcdefgh<>u", chat=True).load()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'assistant' and loop.index0 is odd %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<u>{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    samplers = []
+
+    def chat(factory, asked, texts=("ab",), **settings):
+        settings = EnvironmentSettings(factory, **({"max_turns": 3, "timeout_s": None} | settings))
+        samplers.append(ConversationSampler(settings, settings.make_bridge(tokenizer, {}), tokenizer))
+        engine = Spy(tokenizer, list(texts))
+        check = partial(samplers[-1], check=CompletionCheck(100, engine.version, 10**6))
+        return engine.serve(asked, check, None).completions(), tokenizer
+
+    yield chat
+    for sampler in samplers:
+        sampler.close()
+
+
+@pytest.mark.parametrize("empty", ["", "reply", "list"])
+def test_an_empty_reply_is_an_empty_message(chat, empty):
+    (own,), tokenizer = chat(worlds.Empty, requests(1, {"reply": empty}, max_tokens=64))
+    assert own.conversation.stop == "max_turns"
+    text = tokenizer.decode(own.token_ids, clean_up_tokenization_spaces=False)
+    assert text == "ab</s><u></s><a>ab</s><u></s><a>ab</s>"
+    roles = [(message["role"], message["content"]) for message in own.conversation.messages]
+    assert roles == [("assistant", "ab"), ("user", "")] * 2 + [("assistant", "ab")]
+
+
+def test_an_empty_reply_to_a_tool_call_is_an_empty_result(converse):
+    parser = MarkedToolCalls("t", "x", start="a", end="b")
+    (own,) = converse(
+        Spy(LETTERS, ["acb"]), requests(1, {"reply": ""}), factory=worlds.Empty, parser=parser, max_turns=2
+    )
+    assert own.conversation.messages[1] == {"role": "tool", "content": ""}
+
+
+def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(chat):
+    asked = [replace(own, row={"count": 1 + i % 2}) for i, own in enumerate(requests(4, max_tokens=64))]
+    rows, _ = chat(worlds.SeveralMessages, asked, on_error="end")
+    assert [own.conversation.fault for own in rows] == [None, "invalid"] * 2
+    assert [len(own.conversation.turn_ends) for own in rows] == [3, 1, 3, 1]
+    assert rows[1].conversation.turn_rewards == [0.0]
+    with pytest.raises(RuntimeError, match=r"SeveralMessages returned messages that cannot .* roles must alternate"):
+        chat(worlds.SeveralMessages, asked)
+
+
+def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
+    asked = [replace(own, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for own in requests(1)]
+    (own,), _ = chat(worlds.Greets, asked, on_error="zero", max_error_rate=1.0)
+    assert (own.conversation.fault, own.conversation.stop) == ("invalid", "fault")

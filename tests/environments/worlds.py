@@ -66,6 +66,26 @@ class Greets(Echo):
         return row["greeting"]
 
 
+class Empty(Environment):
+    """Has nothing to reply."""
+
+    def reset(self, row):
+        self.kind = row["reply"]
+
+    def step(self, text):
+        return {"": "", "reply": Reply(), "list": Reply([])}[self.kind]
+
+
+class SeveralMessages(Environment):
+    """Replies with as many messages as its row names; each turn has a reward."""
+
+    def reset(self, row):
+        self.count = row["count"]
+
+    def step(self, text):
+        return Reply([{"role": "user", "content": "h"}] * self.count, reward=1.0)
+
+
 class Misbehaves(Environment):
     """Does at its second turn what its row names; other rows echo."""
 

@@ -7,15 +7,14 @@ import contextlib
 import inspect
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_rlhf.environments.host import Host
-from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, as_reply
-from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of
+from lightning_rlhf.environments.protocol import Reply, as_reply
+from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of, fault_of
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rewards.executor import run_loop
 
@@ -84,12 +83,7 @@ class LoopHost(Host):
         error = advancing.exception()
         if isinstance(error, _ExitError):
             error = error.__cause__
-        if isinstance(error, InvalidReplyError):
-            return Fault("invalid", str(error))
-        if error is not None:
-            trace = "".join(traceback.format_exception(error))
-            return Fault("error", f"raised {type(error).__name__}: {error}"[:2000], trace)
-        return advancing.result()
+        return advancing.result() if error is None else fault_of(error)
 
     async def _advance(self, call: Call, state: _LoopState) -> Reply | Fault:
         if call.base_url:

@@ -20,6 +20,7 @@ from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn,
 from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker
 
+_LARGEST_TRACE = 20_000  # characters
 FaultKind = Literal["error", "invalid", "timeout", "died", "replay"]
 
 
@@ -130,12 +131,18 @@ def advance(spec: Spec, call: Call) -> Reply | Fault:
                 )
             reply = _step(live, turn)
         return reply
-    except InvalidReplyError as error:
-        return Fault("invalid", str(error))
     except BaseException as error:  # an environment may raise any class; the signal of Ctrl-C does not reach it
-        return Fault(
-            "error", f"raised {type(error).__name__}: {error}"[:2000], "".join(traceback.format_exception(error))
-        )
+        return fault_of(error)
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Describe the error of an environment; long texts, which may come from a server, are cut."""
+    if isinstance(error, InvalidReplyError):
+        return Fault("invalid", str(error))
+    trace = "".join(traceback.format_exception(error))
+    if len(trace) > _LARGEST_TRACE:
+        trace = f"{trace[: _LARGEST_TRACE // 2]}\n...\n{trace[-_LARGEST_TRACE // 2 :]}"
+    return Fault("error", f"raised {type(error).__name__}: {error}"[:2000], trace)
 
 
 def release(key: str) -> None:

@@ -270,3 +270,28 @@ def test_a_process_that_cannot_start_is_a_failure_and_a_later_call_starts_anothe
         assert talk(own, "a", "xyz")[1:] == [Reply("xyz")]
     finally:
         own.close()
+
+
+class RaisesLong(Environment):
+    """Raises an error with a very long text."""
+
+    def step(self, text):
+        raise ValueError("x" * 10**7 + "y")
+
+
+class RaisesLongInLoop(RaisesLong):
+    """The same, with an ``async`` step."""
+
+    async def step(self, text):
+        raise ValueError("x" * 10**7 + "y")
+
+
+@pytest.mark.parametrize(("factory", "timeout_s"), [(RaisesLong, 30.0), (RaisesLong, None), (RaisesLongInLoop, 30.0)])
+def test_messages_and_tracebacks_of_failures_are_cut_in_the_middle(host, factory, timeout_s):
+    fault = talk(host(factory, timeout_s), "a", "b")[-1]
+    assert fault.message.startswith("raised ValueError: xxx")
+    assert fault.trace.startswith("Traceback")
+    assert "in step" in fault.trace
+    assert fault.trace.endswith("xy\n")
+    assert len(fault.message) <= 2000
+    assert len(fault.trace) <= 20_100

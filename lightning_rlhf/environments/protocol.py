@@ -151,7 +151,8 @@ def as_reply(value: Any, method: str) -> Reply:
     reward: Any = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not abs(float(reward)) <= _FLOAT32_MAX:
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
-    if not isinstance(value.done, bool):
+    done = value.done.item() if hasattr(value.done, "item") else value.done  # of numpy
+    if not isinstance(done, bool):
         raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
     if not isinstance(value.metrics, Mapping):
         raise InvalidReplyError(f"{method}() returned metrics={_shown(value.metrics)}, expected a mapping")
@@ -162,7 +163,7 @@ def as_reply(value: Any, method: str) -> Reply:
                 f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
             )
         metrics[name] = float(number)
-    return Reply(_bounded(_messages(value.messages, method)), float(reward), value.done, metrics)
+    return Reply(_bounded(_messages(value.messages, method)), float(reward), done, metrics)
 
 
 def _messages(value: Any, method: str) -> str | list[Message]:

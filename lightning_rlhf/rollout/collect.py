@@ -131,7 +131,7 @@ class Collector:
         columns = self._columns(range(len(completions)), completions)
         finish = self._executor.begin(columns, self._state, self._started)
         if self._environment is not None:
-            finish = partial(with_environment, finish, completions)
+            finish = partial(with_environment, finish, completions, self._environment.on_error == "zero")
         skips = self._environment is not None and self._environment.on_error == "skip"
         rollout = Rollout(
             prompt_ids=prompt_ids,
@@ -231,17 +231,23 @@ def last_turn(completion: Completion) -> list[int]:
     return completion.token_ids[last_turn_start(completion.conversation.turn_ends, completion.sampled or ()) :]
 
 
-def with_environment(finish: Callable[[], RolloutRewards], completions: Sequence[Completion]) -> RolloutRewards:
+def with_environment(
+    finish: Callable[[], RolloutRewards], completions: Sequence[Completion], zero_failed: bool = False
+) -> RolloutRewards:
     """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
 
     Args:
         finish: function that waits for the reward functions.
         completions: conversations.
+        zero_failed: whether all rewards of conversations whose environment failed become 0.
     """
     scored = finish()
     records = [each.conversation for each in completions if each.conversation is not None]
-    rewards = torch.tensor([sum(own.turn_rewards) for own in records])
-    return RolloutRewards({**scored.rewards, ENVIRONMENT: rewards}, scored.metrics | conversation_metrics(completions))
+    rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(own.turn_rewards) for own in records])}
+    if zero_failed:
+        failed = torch.tensor([own.fault is not None for own in records])
+        rewards = {name: values.masked_fill(failed, 0.0) for name, values in rewards.items()}
+    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions))
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:

@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,7 +150,7 @@ class MCP(Environment):
             while (request := await requests.get()) is not None:
                 call, answer = request
                 calling = asyncio.ensure_future(client.call_tool(call.name, call.arguments))
-                answer.add_done_callback(lambda done, calling=calling: calling.cancel())  # also at a time limit
+                answer.add_done_callback(partial(_cancel, calling))  # at a time limit
                 await asyncio.wait([calling])
                 if not answer.done():
                     answer.set_result(calling.result())
@@ -169,6 +170,10 @@ class MCP(Environment):
             self._requests.put_nowait(None)
             with contextlib.suppress(Exception):  # the call that met it has reported it
                 await self._connection
+
+
+def _cancel(calling: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
+    calling.cancel()
 
 
 def _text_of(part: Any) -> str:

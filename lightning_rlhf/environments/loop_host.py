@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.protocol import Reply, as_reply
-from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of, fault_of
+from lightning_rlhf.environments.worker import Call, Fault, Spec, arguments_of, digest_of, fault_of, step_arguments
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.rewards.executor import run_loop
 
@@ -88,28 +88,32 @@ class LoopHost(Host):
     async def _advance(self, call: Call, state: _LoopState) -> Reply | Fault:
         if call.base_url:
             return as_reply(await _called(self._made(), "run", call.run_arguments), "run")
-        environment, steps = state.live.get(call.key, (None, -1))
-        if steps == len(call.turns) - 1 >= 0:
-            return await self._step(call, environment, steps, state)
-        environment = self._made()
-        state.live[call.key] = environment, 0
-        reply = Reply()
-        if hasattr(environment, "reset"):
-            reply = as_reply(await _called(environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
-        for number, digest in enumerate(call.replies):
-            if digest_of(reply) != digest:
-                return Fault("replay", "gave another reply when a conversation was repeated in a new event loop")
-            reply = await self._step(call, environment, number, state)
-        return reply
+        environment, steps = state.live.get(call.key, (None, -2))
+        if steps != call.seen:
+            environment = self._made()
+            state.live[call.key] = environment, 0
+            reply = Reply()
+            if hasattr(environment, "reset"):
+                reply = as_reply(await _called(environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
+            if call.seen < 0:
+                return reply
+            for number, digest in enumerate(call.replies):
+                if digest_of(reply) != digest:
+                    return Fault("replay", "gave another reply when a conversation was repeated in a new event loop")
+                if number < call.seen:
+                    reply = await self._step(call, environment, number, state)
+        if not call.stop:
+            return await self._step(call, environment, call.seen, state)
+        if not hasattr(environment, "finish"):
+            return Reply()
+        return as_reply(await _called(environment, "finish", call.finish_arguments), "finish")
 
     def _made(self) -> Any:
         with _exits_as_errors():
             return self._spec.make()
 
     async def _step(self, call: Call, environment: Any, number: int, state: _LoopState) -> Reply:
-        turn = call.turns[number]
-        offered = {"turn": turn, "text": turn.text, "calls": turn.calls}
-        reply = as_reply(await _called(environment, "step", offered), "step")
+        reply = as_reply(await _called(environment, "step", step_arguments(call.turns[number])), "step")
         state.live[call.key] = environment, number + 1
         return reply
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.environments.conversation import Conversation
 from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
-from lightning_rlhf.environments.worker import Call, Fault
+from lightning_rlhf.environments.worker import Fault
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, RunningConversation
 from lightning_rlhf.rollout.endpoint import AgentEndpoint, Body, RefusedRequest
@@ -67,10 +67,7 @@ class AgentLoop(ConversationLoop):
         """Start an agent."""
         agent = self._agents[own.index] = _Agent()
         agent.api_key = self._endpoint.register(partial(self._receive, own))
-        own.called_at = time.perf_counter()
-        self._calls += 1
-        call = Call(own.key, own.request.row, own.request.seed, base_url=self._endpoint.url, api_key=agent.api_key)
-        self._notify(self._on_outcome, own, self._host.call(call))
+        self._call_host(own, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
 
     def _release(self, own: RunningConversation) -> None:
         """Reject further requests of a conversation."""

@@ -211,7 +211,7 @@ class ConversationLoop:
         if conversation.stop is not None:
             own.messages.append({"role": "assistant", "content": turn.text})
             own.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(own.rewards))
-            self._finish(own)
+            self._end(own, turn)
             return
         own.turns.append(turn)
         own.malformed += turn.malformed is not None
@@ -235,10 +235,23 @@ class ConversationLoop:
 
     def _call_environment(self, own: RunningConversation) -> None:
         """Start the environment, or pass it the last turn."""
+        self._call_host(own, self._on_reply)
+
+    def _call_host(
+        self, own: RunningConversation, handle: Callable[[RunningConversation, Any], None], **call: Any
+    ) -> None:
+        """Start a call of a conversation's environment or agent.
+
+        Args:
+            own: conversation.
+            handle: method that gets the result.
+            **call: further arguments of :class:`Call`.
+        """
         own.called_at = time.perf_counter()
         self._calls += 1
-        call = Call(own.key, own.request.row, own.request.seed, tuple(own.turns), tuple(own.replies))
-        self._notify(self._on_reply, own, self._host.call(call))
+        request = own.request
+        made = Call(own.key, request.row, request.seed, tuple(own.turns), tuple(own.replies), **call)
+        self._notify(handle, own, self._host.call(made))
 
     def _on_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
         """Append the messages of an environment, and request the next turn if the conversation continues."""
@@ -257,8 +270,7 @@ class ConversationLoop:
             own.rewards.append(reply.reward)
         else:
             own.rewards[0] = reply.reward
-        for name, value in reply.metrics.items():
-            own.metrics[name] = own.metrics.get(name, 0.0) + value
+        _add_metrics(own, reply)
         self._continue(own)
 
     def _append(self, own: RunningConversation, reply: Reply) -> Reply:
@@ -303,15 +315,23 @@ class ConversationLoop:
 
     def _on_fault(self, own: RunningConversation, fault: Fault) -> None:
         """End a conversation whose environment failed; one without a turn gets one."""
+        self._count_fault(own, fault)
+        if own.turns:
+            own.conversation.end("fault")
+            own.rewards.append(0.0)
+        self._continue(own)
+
+    def _count_fault(self, own: RunningConversation, fault: Fault) -> None:
+        """Store the failure of an environment.
+
+        Raises:
+            RunError: the settings allow no failure, or not as many.
+        """
         self._faults.append((own.index, fault))
         allowed = self._settings.max_error_rate * self._count
         if self._settings.on_error == "raise" or len(self._faults) > allowed:
             self._raise(fault if self._settings.on_error == "raise" else self._faults[0][1])
         own.fault = fault
-        if own.turns:
-            own.conversation.end("fault")
-            own.rewards.append(0.0)
-        self._continue(own)
 
     def _raise(self, fault: Fault) -> None:
         name = self._settings.factory
@@ -332,11 +352,30 @@ class ConversationLoop:
         )
 
     def _continue(self, own: RunningConversation) -> None:
-        """Request the next turn, or finish the conversation."""
+        """Request the next turn, or end the conversation."""
         if own.conversation.stop is None:
             self._ready.append(own)
         else:
+            self._end(own, own.turns[-1])
+
+    def _end(self, own: RunningConversation, last: Turn) -> None:
+        """Pass the last turn of a conversation that a limit has ended to ``finish`` of its environment."""
+        stop = str(own.conversation.stop)
+        if stop == "done" or own.fault is not None or not self._settings.may_finish:
             self._finish(own)
+            return
+        self._call_host(own, self._on_final_reply, stop=stop, last=last)
+
+    def _on_final_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
+        """Add the reward of ``finish`` to that of the last turn; the reason of the end remains, also at a failure."""
+        self._calls -= 1
+        own.environment_s += time.perf_counter() - own.called_at
+        if isinstance(reply, Fault):
+            self._count_fault(own, reply)
+        else:
+            own.rewards[-1] += reply.reward
+            _add_metrics(own, reply)
+        self._finish(own)
 
     def _finish(self, own: RunningConversation) -> None:
         """Store the completion of a conversation that has ended, and close its environment."""
@@ -365,6 +404,11 @@ class ConversationLoop:
         """Return the reward of each turn."""
         first, *later = own.rewards
         return [first + later[0], *later[1:]]
+
+
+def _add_metrics(own: RunningConversation, reply: Reply) -> None:
+    for name, value in reply.metrics.items():
+        own.metrics[name] = own.metrics.get(name, 0.0) + value
 
 
 def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:

@@ -312,3 +312,67 @@ def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
     asked = [replace(own, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for own in requests(1)]
     (own,), _ = chat(worlds.Greets, asked, on_error="zero", max_error_rate=1.0)
     assert (own.conversation.fault, own.conversation.stop) == ("invalid", "fault")
+
+
+# -- the last call ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "timeout_s"),
+    [
+        (worlds.Counts, 30.0),
+        (worlds.Counts, None),
+        (worlds.CountsInLoop, 30.0),
+        (worlds.make_counts, None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "limits", "stop", "reward"),
+    [
+        ("aa", {"max_turns": 2}, "max_turns", 4.0),
+        ("aaa", {"max_turns": 9}, "tokens", 15.0),  # 24 tokens: 4 for each turn, 1 between
+        ("aab", {"max_turns": 9, "max_turn_tokens": 3}, "truncated", 200.0),
+    ],
+)
+def test_a_conversation_that_a_limit_ended_is_judged_by_its_environment(
+    converse, factory, timeout_s, text, limits, stop, reward
+):
+    (own,) = converse(Spy(LETTERS, [text]), requests(1), factory=factory, timeout_s=timeout_s, **limits)
+    record = own.conversation
+    assert (record.stop, sum(record.turn_rewards), record.turn_rewards[-1]) == (stop, reward, reward)
+    assert record.metrics == {"asked": 1.0, stop: 1.0}
+    assert len(record.turn_rewards) == len(record.turn_ends)
+
+
+def test_a_conversation_that_the_environment_ended_has_no_last_call(converse):
+    (own,) = converse(Spy(LETTERS, ["g"]), requests(1), factory=worlds.Counts)
+    assert (own.conversation.stop, own.conversation.metrics) == ("done", {})
+
+
+@pytest.mark.parametrize(("on_error", "reward"), [("end", 0.0), ("zero", 0.0), ("skip", 0.0)])
+def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_error, reward):
+    settings = {"factory": worlds.Counts, "arguments": {"fault": True}, "max_turns": 2, "max_error_rate": 1.0}
+    (own,) = converse(Spy(LETTERS, ["aa"]), requests(1), on_error=on_error, **settings)
+    record = own.conversation
+    assert (record.stop, record.fault, record.turn_rewards) == ("max_turns", "error", [0.0, reward])
+    with pytest.raises(RuntimeError, match="Counts raised ValueError: no end max_turns"):
+        converse(Spy(LETTERS, ["aa"]), requests(1), **settings)
+
+
+@pytest.mark.parametrize(("value", "fault"), [(None, None), (2, None), ("text", "invalid"), (True, "invalid")])
+def test_the_last_call_returns_a_number_a_reply_or_nothing(converse, value, fault):
+    asked = requests(1, {"value": value})
+    (own,) = converse(
+        Spy(LETTERS, ["aa"]), asked, factory=worlds.FinishesWith, max_turns=1, on_error="end", max_error_rate=1.0
+    )
+    assert own.conversation.fault == fault
+    assert own.conversation.turn_rewards == [2.0 if value == 2 else 0.0]
+
+
+def test_a_conversation_is_judged_after_its_process_was_lost(converse):
+    asked = [replace(own, seed=i) for i, own in enumerate(requests(4))]
+    rows = converse(
+        Spy(LETTERS, ["aa"]), asked, factory=worlds.DiesOnce, concurrency=1, max_turns=2, on_error="end"
+    )  # fmt: skip
+    assert [own.conversation.fault for own in rows] == [None, "died", None, None]
+    assert [sum(own.conversation.turn_rewards) for own in rows] == [4.0, 0.0, 4.0, 4.0]

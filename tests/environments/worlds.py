@@ -315,3 +315,62 @@ def lookup(key: str) -> str:
 def crash() -> str:
     """Crash."""
     raise RuntimeError("the tool is broken")
+
+
+class Counts(Environment):
+    """Has seen some letters a when a limit ends the conversation; counts how often it was asked for the reward.
+
+    Args:
+        fault: whether the last call fails.
+    """
+
+    def __init__(self, fault=False):
+        self.fault, self.seen, self.asked = fault, 0, 0
+
+    def reset(self, seed):
+        self.seed = seed
+
+    def step(self, text):
+        self.seen += text.count("a")
+        return Reply(text[:1], done=text == "g")
+
+    def finish(self, stop, turn, text):
+        if self.fault:
+            raise ValueError(f"no end {stop}")
+        assert turn.text == text
+        self.asked += 1
+        cut = 100 if stop == "truncated" else 0  # the turn that was cut counts alone
+        return Reply(reward=self.seen + cut * text.count("a"), metrics={"asked": self.asked, stop: 1.0})
+
+
+class CountsInLoop(Counts):
+    """The same, with an ``async`` method."""
+
+    async def finish(self, stop, turn, text):
+        return super().finish(stop, turn, text)
+
+    async def step(self, text):
+        return super().step(text)
+
+
+class FinishesWith(Echo):
+    """Returns the value of its row at the end."""
+
+    def reset(self, row):
+        self.value = row["value"]
+
+    def finish(self):
+        return self.value
+
+
+def make_counts():
+    return Counts()
+
+
+class DiesOnce(Counts):
+    """Ends its process at the end of another conversation, so that this one is repeated in a new process."""
+
+    def finish(self, stop, turn, text):
+        if self.seed == 1:
+            os._exit(1)
+        return super().finish(stop, turn, text)

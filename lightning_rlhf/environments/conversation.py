@@ -82,8 +82,13 @@ class Conversation:
         """Whether no further turn is allowed."""
         return len(self.turn_ends) == self.limits.max_turns
 
-    def add_turn(self, completion: Completion) -> None:
-        """Append a sampled turn, and end the conversation if a limit cut the turn or no further turn is allowed."""
+    def add_turn(self, completion: Completion, may_be_cut: bool = False) -> None:
+        """Append a sampled turn, and end the conversation if a limit cut the turn.
+
+        Args:
+            completion: the turn.
+            may_be_cut: whether the conversation may continue behind a turn that was cut.
+        """
         self._expect_running()
         if len(completion.token_ids) > self.turn_budget:
             raise UsageError(f"a turn has {len(completion.token_ids)} tokens, at most {self.turn_budget} are allowed")
@@ -92,7 +97,7 @@ class Conversation:
         self.sampled += [True] * len(completion.token_ids)
         self._versions += completion.token_versions
         self.turn_ends.append(len(self.token_ids))
-        if completion.finish_reason == "length":
+        if completion.finish_reason == "length" and not may_be_cut:
             self.stop = "truncated"
 
     def add_written(self, ids: Sequence[int] | None) -> None:

@@ -154,7 +154,8 @@ class AgentLoop(ConversationLoop):
             super()._on_turn(own, completion)
             return
         self._check.check_one(completion)
-        own.conversation.add_turn(completion)
+        is_agents_limit = self._turn_budget(own) < own.conversation.turn_budget
+        own.conversation.add_turn(completion, may_be_cut=is_agents_limit)
         turn = self._turn_of(own, completion)
         own.turns.append(turn)
         own.malformed += turn.malformed is not None

@@ -116,7 +116,7 @@ def test_tool_calls(converse):
     [
         ({"code": "max_turns"}, 3, 3, "max_turns"),
         ({"code": "context_length_exceeded"}, 8, 6, "tokens"),  # 24 tokens: 3 for each turn, 1 between
-        ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 1, "truncated"),
+        ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 6, "tokens"),  # 2 for each turn, 2 between
     ],
 )
 def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
@@ -124,6 +124,22 @@ def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, st
     assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
     assert own.conversation.turn_rewards[-1] == turns
     assert len(own.token_ids) <= 24
+
+
+def test_a_turn_that_the_agent_limits_is_continued_behind_its_missing_end(converse):
+    engine = Spy(LETTERS, ["bcd"])
+    row = {"code": "max_turns", "max_tokens": 2}
+    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
+    assert engine.prompts == [ids("a"), [*ids("abc"), END, *ids("b")]]
+    assert own.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
+    assert own.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
+
+
+def test_a_turn_that_a_limit_of_the_run_cuts_ends_the_conversation(converse):
+    row = {"code": "context_length_exceeded", "max_tokens": 5}
+    engine = Spy(LETTERS, ["bcd"])
+    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
+    assert (own.conversation.stop, own.conversation.turn_ends) == ("truncated", [2])
 
 
 def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):

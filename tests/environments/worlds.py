@@ -374,3 +374,100 @@ class DiesOnce(Counts):
         if self.seed == 1:
             os._exit(1)
         return super().finish(stop, turn, text)
+
+
+class Bank:
+    """Accounts of a row, between which the policy moves money.
+
+    Args:
+        row: row with the balances and the wanted ones.
+        seed: seed of the conversation.
+        fee: fee of a transfer.
+    """
+
+    def __init__(self, row, seed, fee=0):
+        self.balances, self.wanted, self.seed, self.fee = dict(row["balances"]), row["wanted"], seed, fee
+        self._log = row.get("log")
+
+    def balance(self, account: str) -> int:
+        """Return the balance of an account.
+
+        Args:
+            account: name of the account
+        """
+        if account not in self.balances:
+            raise ToolError(f"no account {account!r}")
+        return self.balances[account]
+
+    def transfer(self, source: str, target: str, amount: int = 1) -> str:
+        """Move money.
+
+        Args:
+            source: account that pays
+            target: account that receives
+            amount: amount of money
+        """
+        self.balances[source] -= amount + self.fee
+        self.balances[target] += amount
+        return "done"
+
+    def reward(self):
+        return self.balances == self.wanted
+
+    def close(self):
+        if self._log:
+            with open(self._log, "a") as log:
+                log.write("closed\n")
+
+    def _audit(self):
+        raise AssertionError
+
+
+class Counter:
+    """Adds ones until there are three; the reward is a tenth of the length of the last text."""
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self) -> int:
+        """Add one."""
+        self.count += 1
+        return self.count
+
+    @staticmethod
+    def twice(x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: number
+        """
+        return 2 * x
+
+    def done(self):
+        return self.count >= 3
+
+    def reward(self, text):
+        return len(text) / 10
+
+
+def sleep(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: time
+    """
+    try:
+        time.sleep(seconds)
+    except Exception:
+        return "woken"
+    return "slept"
+
+
+async def sleep_async(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: time
+    """
+    await asyncio.sleep(seconds)
+    return "slept"

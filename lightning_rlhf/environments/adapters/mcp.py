@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, Turn
+from lightning_rlhf.environments.tools import time_limits
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 
 _LARGEST_RESPONSE = 10_000_000  # bytes
@@ -33,8 +34,8 @@ class MCP(Environment):
         command: command with arguments that starts a server, which communicates over its standard streams.
         variables: environment variables of the command, in addition to a few that every server gets.
         role: role of the messages with results; ``user`` for a chat template that has no tools.
-        timeout_s: time limit of a call of a tool, seconds, after which the policy reads an error; None is limited by
-            ``timeout_s`` of the environment only, which ends the conversation.
+        timeout_s: time limit of a call of a tool, seconds, or of each by name, after which the policy reads an error;
+            None is limited by ``timeout_s`` of the environment only, which ends the conversation.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class MCP(Environment):
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         role: Literal["tool", "user"] = "tool",
-        timeout_s: float | None = None,
+        timeout_s: float | Mapping[str, float] | None = None,
     ) -> None:
         if (url is None) == (command is None):
             raise UsageError("MCP needs either the url of a server or the command that starts one")
@@ -55,7 +56,7 @@ class MCP(Environment):
         self._command = list(command or [])
         self._variables = dict(variables or {})
         self._role = role
-        self._timeout_s = timeout_s
+        self._limits = time_limits(timeout_s, self._tools)
         self._name = url or " ".join(self._command)
         self._requests: asyncio.Queue[tuple[ToolCall, asyncio.Future[Any]] | None] | None = None
         self._connection: asyncio.Task[None] | None = None
@@ -120,11 +121,12 @@ class MCP(Environment):
         if call.name not in self._tools:
             text, is_error = f"there is no tool {call.name!r}, only {', '.join(sorted(self._tools))}", True
         else:
+            limit = self._limits.get(call.name)
             try:
-                result = await asyncio.wait_for(self._answer(call), self._timeout_s)
+                result = await asyncio.wait_for(self._answer(call), limit)
                 text, is_error = "\n".join(map(_text_of, result.content)), bool(result.is_error)
             except asyncio.TimeoutError:
-                text, is_error = f"{call.name} took longer than its time limit of {self._timeout_s:g} s", True
+                text, is_error = f"{call.name} took longer than its time limit of {limit:g} s", True
         return {"role": self._role, **identity, "content": f"Error: {text}" if is_error else text}, is_error
 
     async def _answer(self, call: ToolCall) -> Any:

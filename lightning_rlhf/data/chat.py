@@ -293,8 +293,8 @@ def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str
         ValueError: a function has no docstring, or an argument has no type hint or no description.
     """
     schemas = []
-    given = [load_function(function) if isinstance(function, str) else function for function in functions]
-    for loaded in [tool for each in given for tool in (without_self(each) if isinstance(each, type) else [each])]:
+    tools = [load_function(function) if isinstance(function, str) else function for function in functions]
+    for loaded in [own for tool in tools for own in (without_self(tool) if isinstance(tool, type) else [tool])]:
         try:
             schemas.append(get_json_schema(loaded))
         except (DocstringParsingException, TypeHintParsingException) as error:

@@ -185,7 +185,7 @@ class ProcessHost(Host):
         return Fault("invalid", f"returned a value that cannot be sent between processes: {error}")
 
     def end_overdue(self) -> None:
-        """End what is left of pools that were replaced; calls are ended by their pools."""
+        """End the threads of pools that were replaced; calls are ended by their pools."""
         with self._lock:
             broken, self._broken = self._broken, []
         for pool in broken:

@@ -43,6 +43,8 @@ class Packing:
         prompt_starts: (B,) int64, place in the row at which the prompt of each text begins.
         response_starts: (B,) int64, place in the row at which the rest of each text begins.
         ends: (B,) int64, last position of each text.
+        places: (B, L) int64, place of each token of the texts, if they are in padded rows; None: in one row.
+        width: width of the padded rows; None: one row.
     """
 
     lengths: PackedLengths
@@ -52,13 +54,48 @@ class Packing:
     prompt_starts: Tensor
     response_starts: Tensor
     ends: Tensor
+    places: Tensor | None = None
+    width: int | None = None
 
     def row_index(self, index: Tensor) -> Tensor:
         """Return the places in the row of (B, T) positions in the texts, at most the last one of each text."""
         index = torch.minimum(index, self.ends.unsqueeze(1))
+        if self.places is not None:
+            return self.places.gather(1, index)
         in_response = index - self.shared.unsqueeze(1)
         in_prompt = self.prompt_starts.unsqueeze(1) + index
         return torch.where(in_response < 0, in_prompt, self.response_starts.unsqueeze(1) + in_response)
+
+
+def pad_parts(
+    lengths: Sequence[int], breaks: Sequence[Sequence[int]], width: int, device: torch.device | str = "cpu"
+) -> Packing:
+    """Lay out the parts of each row in a padded row each, for models that do not separate texts in one row.
+
+    Args:
+        lengths: number of tokens of each of B rows, at least 1.
+        breaks: positions in each row at which a further text begins.
+        width: L, the width of the rows.
+        device: device of the result.
+    """
+    parts = [(row, *part) for row, own in enumerate(breaks) for part in itertools.pairwise([0, *own, lengths[row]])]
+    widest = max(last - first for _, first, last in parts)
+    tokens, places = torch.zeros(len(parts), widest, dtype=torch.int64), torch.zeros(len(lengths), width).long()
+    for number, (row, first, last) in enumerate(parts):
+        tokens[number, : last - first] = row * width + torch.arange(first, last)
+        places[row, first:last] = number * widest + torch.arange(last - first)
+    none = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    return Packing(
+        lengths=PackedLengths((), ()),
+        tokens=tokens.flatten().to(device),
+        positions=none.unsqueeze(0),
+        shared=none,
+        prompt_starts=none,
+        response_starts=none,
+        ends=torch.tensor(lengths, device=device) - 1,
+        places=places.to(device),
+        width=widest,
+    )
 
 
 def pack_texts(lengths: Sequence[int], width: int, device: torch.device | str = "cpu") -> Packing:
@@ -78,6 +115,7 @@ def pack_responses(
     groups: Sequence[int],
     width: int,
     device: torch.device | str = "cpu",
+    breaks: Sequence[Sequence[int]] = (),
 ) -> Packing:
     """Lay out each prompt once, and the responses to it; a prompt with one response is laid out as one text.
 
@@ -87,6 +125,8 @@ def pack_responses(
         groups: number of the prompt of each text; texts with the same number have the same prompt.
         width: L, the width of the padded texts, in which a response follows its prompt.
         device: device of the result.
+        breaks: positions in each row at which a further text begins; such a row has its own number of a prompt. Empty
+            for rows of one text.
     """
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -99,7 +139,12 @@ def pack_responses(
     starts = [0, *itertools.accumulate(last - first for _, first, last in parts)]
     prompt_starts = dict(zip(rows_of, starts, strict=False))
     response_starts = dict(zip(order, starts[len(rows_of) :], strict=False))
-    positions = torch.cat([torch.arange(first, last) for _, first, last in parts])
+    bounds = [
+        [first, *(breaks[row] if breaks else ()), last] if not first else [first, last] for row, first, last in parts
+    ]
+    positions = torch.cat(
+        [torch.arange(a, b) - (a if a > own[0] else 0) for own in bounds for a, b in itertools.pairwise(own)]
+    )
     tokens = torch.cat([torch.arange(first, last) + row * width for row, first, last in parts])
     by_row = torch.tensor(
         [
@@ -115,8 +160,15 @@ def pack_responses(
         tuple(totals[row] - shared[group] for row in rows if totals[row] > shared[group])
         for group, rows in rows_of.items()
     )
+    if breaks:  # only rows without responses have some
+        texts = [[b - a for a, b in itertools.pairwise(own)] for own in bounds[: len(rows_of)]]
+        responses = tuple(
+            own for part, first in zip(texts, responses, strict=True) for own in [first, *[()] * (len(part) - 1)]
+        )
+    else:
+        texts = [[length] for length in shared.values()]
     return Packing(
-        lengths=PackedLengths(tuple(shared.values()), responses),
+        lengths=PackedLengths(tuple(itertools.chain(*texts)), responses),
         tokens=tokens,
         positions=positions.unsqueeze(0),
         shared=shared_tokens,

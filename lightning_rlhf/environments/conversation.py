@@ -119,6 +119,17 @@ class Conversation:
             self.sampled += [False] * len(ids)
             self._versions += [self._versions[-1]] * len(ids)
 
+    def append(self, branch: Conversation) -> int:
+        """Append the turns of another conversation with its prompt as written text, and return where it begins."""
+        end, start = branch.turn_ends[-1], len(self.token_ids)
+        before = len(branch.prompt)
+        self.token_ids += [*branch.prompt, *branch.token_ids[:end]]
+        self.logprobs += [0.0] * before + branch.logprobs[:end]
+        self.sampled += [False] * before + branch.sampled[:end]
+        self._versions += branch._versions[:1] * before + branch._versions[:end]
+        self.turn_ends += [start + before + turn_end for turn_end in branch.turn_ends]
+        return start
+
     def end(self, stop: StopReason) -> None:
         """End the conversation, if it has not ended."""
         self.stop = self.stop or stop

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
-from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
+from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pad_parts
 from lightning_rlhf.batching.sequences import join
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
@@ -73,18 +73,21 @@ class TextLayout:
     def pack(self, batch: TensorBatch, width: int) -> Packing | None:
         """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.
 
+        Rows of several texts are split into them, also if they are padded.
+
         Args:
             batch: rows of the micro-batch.
             width: width of the padded texts.
         """
+        device, breaks = self.module.device, breaks_of(batch)
         if not self.packed:
-            return None
-        device = self.module.device
+            return pad_parts(batch.total_lengths.tolist(), breaks, width, device) if breaks else None
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is None:
-            return pack_texts(batch.total_lengths.tolist(), width, device)
+            lengths = batch.total_lengths.tolist()
+            return pack_responses(lengths, [0] * len(lengths), range(len(lengths)), width, device, breaks)
         numbers, prompt_lengths, response_lengths = prompts.tolist()
-        return pack_responses(prompt_lengths, response_lengths, numbers, width, device)
+        return pack_responses(prompt_lengths, response_lengths, numbers, width, device, breaks)
 
     def check(self) -> None:
         """Pad rows from now on if a model does not separate packed texts. All ranks."""
@@ -111,6 +114,18 @@ class TextLayout:
 
 
 @torch.no_grad()
+def breaks_of(batch: TensorBatch) -> list[list[int]]:
+    """Return the positions in each row at which a further text begins; an empty list if all rows are single texts."""
+    starts = getattr(batch, "text_starts", None)
+    if starts is None or not starts.any():
+        return []
+    breaks: list[list[int]] = [[] for _ in range(len(starts))]
+    for row, token in starts.nonzero().tolist():
+        breaks[row].append(token)
+    prompts = getattr(batch, "prompt_lengths").tolist()  # noqa: B009 (only rollouts have starts)
+    return [[prompt + token for token in own] for prompt, own in zip(prompts, breaks, strict=True)]
+
+
 def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor], is_exact: bool) -> str | None:
     """Return why texts of a packed row would influence each other, else None. All ranks.
 

@@ -149,6 +149,7 @@ class Collector:
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
             step_rewards=self._step_rewards(completions, response_ids.shape[1]),
+            text_starts=self._text_starts(completions, response_ids.shape[1]),
         )
         return rollout, finish
 
@@ -162,6 +163,16 @@ class Collector:
                 for end, value in zip(record.turn_ends[:-1], record.turn_rewards, strict=False):
                     rewards[row, end - 1] = self._environment.weight * value
         return rewards
+
+    def _text_starts(self, completions: Sequence[Completion], width: int) -> Tensor | None:
+        """Return (B, T) bool, the starts of further branches; None without an agent."""
+        if self._environment is None or not self._environment.is_agent:
+            return None
+        starts = torch.zeros(len(completions), width, dtype=torch.bool)
+        for row, completion in enumerate(completions):
+            if completion.conversation is not None:
+                starts[row, completion.conversation.text_starts] = True
+        return starts
 
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""

@@ -72,6 +72,7 @@ class RunningConversation:
         fault: failure of the environment that ended it.
         called_at: time of the call that runs, in seconds of ``time.perf_counter``.
         environment_s: seconds in the environment.
+        text_starts: where further branches of an agent begin; see :class:`ConversationRecord`.
     """
 
     index: int
@@ -87,6 +88,7 @@ class RunningConversation:
     fault: Fault | None = None
     called_at: float = 0.0
     environment_s: float = 0.0
+    text_starts: list[int] = field(default_factory=list)
 
 
 class ConversationLoop:
@@ -394,6 +396,7 @@ class ConversationLoop:
             fault=None if own.fault is None else own.fault.kind,
             metrics=own.metrics,
             environment_s=own.environment_s,
+            text_starts=own.text_starts,
         )
         completion = replace(own.conversation.completion, conversation=record)
         self._completions[own.index] = completion

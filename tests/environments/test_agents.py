@@ -13,7 +13,7 @@ from http.client import HTTPConnection
 
 import pytest
 
-from lightning_rlhf import GRPOModule, PromptDataModule
+from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -83,17 +83,38 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout
     assert [message["role"] for message in record.messages] == ["user", "assistant", "user", "assistant"]
 
 
-def test_an_edited_history_begins_a_row_whose_prompt_contains_it(converse):
+def test_an_edited_history_begins_a_branch_whose_prompt_contains_it(converse):
     engine = Spy(LETTERS, ["bd"])
     (own,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
     said = [*ids("bd"), END]
     edited = [*ids("a"), *ids("c"), END, *ids("gh"), *said, *ids("gh")]
     assert engine.prompts[2:] == [edited, [*edited, *said, *ids("h")]]
-    assert own.conversation.prompt_ids == edited
-    assert own.token_ids == [*said, *ids("h"), *said]
-    assert own.sampled == (True,) * 3 + (False,) + (True,) * 3
-    assert (own.conversation.turn_ends, own.conversation.turn_rewards) == ([3, 7], [0.0, 1.0])
+    first = [*said, *ids("gh"), *said]
+    assert own.conversation.prompt_ids == ids("a")
+    assert own.token_ids == [*first, *edited, *said, *ids("h"), *said]
+    assert (
+        own.sampled
+        == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * len(edited) + (True,) * 3 + (False,) + (True,) * 3
+    )
+    start = len(first) + len(edited)
+    assert own.conversation.text_starts == [len(first)]
+    assert own.conversation.turn_ends == [3, 8, start + 3, start + 7]
+    assert own.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
+    assert own.logprobs == [-1.0 if sampled else 0.0 for sampled in own.sampled]
     assert own.conversation.metrics == {"branches": 1.0}
+
+
+def test_requests_of_two_agents_in_turn_continue_their_branches(converse):
+    """That with the last turn is the last one of the row."""
+    engine = Spy(LETTERS, ["b"])
+    (own,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
+    said = [*ids("b"), END]
+    first, second = ([*ids(text), *said, *ids("h"), *said] for text in ("a", "g"))
+    assert engine.prompts == [ids("a"), ids("g"), first[:-2], second[:-2], [*first, *ids("h")]]
+    assert own.conversation.prompt_ids == ids("g")
+    assert own.token_ids == [*second[1:], *first, *ids("h"), *said]
+    assert (own.conversation.text_starts, own.conversation.metrics) == ([len(second) - 1], {"branches": 1.0})
+    assert own.conversation.turn_rewards == [0.0] * 4 + [1.0]
 
 
 def test_a_stream_contains_the_whole_answer(converse):
@@ -173,7 +194,7 @@ def test_several_parallel_requests_are_all_answered_or_refused(converse):
 
 def test_parallel_requests_are_answered_one_after_the_other(converse):
     (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
-    assert own.conversation.turn_rewards == [2.0]
+    assert own.conversation.turn_rewards == [0.0, 2.0]
     assert own.conversation.metrics == {"branches": 1.0}
 
 
@@ -213,6 +234,34 @@ def test_training_with_agents(tmp_path):
     trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
     trainer.fit(GRPOModule(TinyModel(), minibatch_size=4), datamodule=data)
     assert trainer.callback_metrics["env/turns"] >= 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_path, packed, kind):
+    data = PromptDataModule(
+        InMemory([{"prompt": [{"role": "user", "content": "a"}]}] * 8),
+        CharacterTokenizer("abcdefg", chat=True),
+        batch_size=2,
+        max_tokens=8,
+    )
+    settings = EnvironmentSettings(agents.Rewrites, max_turns=4, max_turn_tokens=4, on_error="end", max_error_rate=1.0)
+    loop = RolloutLoop(
+        [], TransformersEngine(), group_size=2, max_response_tokens=48, environment=settings, validate_at_ends=False
+    )
+    more = {"critic": TinyModel(seed=1)} if kind is PPOModule else {}
+    trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
+    module = kind(TinyModel(), minibatch_size=4, packing=packed, **more)
+    trainer.fit(module, datamodule=data)
+    experience, rollout = module.experience, module.experience.rollout
+    branched = rollout.text_starts.any(1)
+    assert branched.any()
+    assert len(rollout) == 4  # a conversation is one row of its group
+    assert rollout.group.tolist() == [0, 0, 1, 1]
+    behind = rollout.text_starts.cumsum(1) > 0
+    assert (rollout.response_mask & behind).any()
+    gap = (experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
+    assert gap.abs().max() < 1e-4
 
 
 # -- the endpoint itself ----------------------------------------------------------------------------------------------

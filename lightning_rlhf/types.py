@@ -220,7 +220,7 @@ class Rollout(TensorBatch):
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.
 
-        The number is the first row of the group with the same tokens. A row of several texts shares none of them.
+        The number is the first row of the group with the same tokens. A row of several texts does not share its prompt.
         """
         first = (self.group.unsqueeze(1) == self.group).long().argmax(dim=1)
         is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(

@@ -43,7 +43,7 @@ class Packing:
         prompt_starts: (B,) int64, place in the row at which the prompt of each text begins.
         response_starts: (B,) int64, place in the row at which the rest of each text begins.
         ends: (B,) int64, last position of each text.
-        places: (B, L) int64, place of each token of the texts, if they are in padded rows; None: in one row.
+        padded_index: (B, L) int64, place of each token of the texts, if they are in padded rows; None: in one row.
         width: width of the padded rows; None: one row.
     """
 
@@ -54,14 +54,14 @@ class Packing:
     prompt_starts: Tensor
     response_starts: Tensor
     ends: Tensor
-    places: Tensor | None = None
+    padded_index: Tensor | None = None
     width: int | None = None
 
     def row_index(self, index: Tensor) -> Tensor:
         """Return the places in the row of (B, T) positions in the texts, at most the last one of each text."""
         index = torch.minimum(index, self.ends.unsqueeze(1))
-        if self.places is not None:
-            return self.places.gather(1, index)
+        if self.padded_index is not None:
+            return self.padded_index.gather(1, index)
         in_response = index - self.shared.unsqueeze(1)
         in_prompt = self.prompt_starts.unsqueeze(1) + index
         return torch.where(in_response < 0, in_prompt, self.response_starts.unsqueeze(1) + in_response)
@@ -80,10 +80,10 @@ def pad_parts(
     """
     parts = [(row, *part) for row, own in enumerate(breaks) for part in itertools.pairwise([0, *own, lengths[row]])]
     widest = max(last - first for _, first, last in parts)
-    tokens, places = torch.zeros(len(parts), widest, dtype=torch.int64), torch.zeros(len(lengths), width).long()
+    tokens, index = torch.zeros(len(parts), widest, dtype=torch.int64), torch.zeros(len(lengths), width).long()
     for number, (row, first, last) in enumerate(parts):
         tokens[number, : last - first] = row * width + torch.arange(first, last)
-        places[row, first:last] = number * widest + torch.arange(last - first)
+        index[row, first:last] = number * widest + torch.arange(last - first)
     none = torch.zeros(len(lengths), dtype=torch.int64, device=device)
     return Packing(
         lengths=PackedLengths((), ()),
@@ -93,20 +93,24 @@ def pad_parts(
         prompt_starts=none,
         response_starts=none,
         ends=torch.tensor(lengths, device=device) - 1,
-        places=places.to(device),
+        padded_index=index.to(device),
         width=widest,
     )
 
 
-def pack_texts(lengths: Sequence[int], width: int, device: torch.device | str = "cpu") -> Packing:
+def pack_texts(
+    lengths: Sequence[int], width: int, device: torch.device | str = "cpu", breaks: Sequence[Sequence[int]] = ()
+) -> Packing:
     """Lay out texts one after the other.
 
     Args:
         lengths: number of tokens of each of B texts, at least 1.
         width: L, the width of the padded texts.
         device: device of the result.
+        breaks: argument of :func:`pack_responses`.
     """
-    return pack_responses(lengths, [0] * len(lengths), range(len(lengths)), width, device)
+    rows = len(lengths)
+    return pack_responses(lengths, [0] * rows, range(rows), width, device=device, breaks=breaks)
 
 
 def pack_responses(
@@ -139,12 +143,8 @@ def pack_responses(
     starts = [0, *itertools.accumulate(last - first for _, first, last in parts)]
     prompt_starts = dict(zip(rows_of, starts, strict=False))
     response_starts = dict(zip(order, starts[len(rows_of) :], strict=False))
-    bounds = [
-        [first, *(breaks[row] if breaks else ()), last] if not first else [first, last] for row, first, last in parts
-    ]
-    positions = torch.cat(
-        [torch.arange(a, b) - (a if a > own[0] else 0) for own in bounds for a, b in itertools.pairwise(own)]
-    )
+    bounds = [_bounds(part, breaks) for part in parts]
+    positions = torch.cat([_positions(own) for own in bounds])
     tokens = torch.cat([torch.arange(first, last) + row * width for row, first, last in parts])
     by_row = torch.tensor(
         [
@@ -160,13 +160,11 @@ def pack_responses(
         tuple(totals[row] - shared[group] for row in rows if totals[row] > shared[group])
         for group, rows in rows_of.items()
     )
-    if breaks:  # only rows without responses have some
-        texts = [[b - a for a, b in itertools.pairwise(own)] for own in bounds[: len(rows_of)]]
-        responses = tuple(
-            own for part, first in zip(texts, responses, strict=True) for own in [first, *[()] * (len(part) - 1)]
-        )
-    else:
-        texts = [[length] for length in shared.values()]
+    texts = [[last - first for first, last in itertools.pairwise(own)] for own in bounds[: len(rows_of)]]
+    # Only rows without responses have several texts.
+    responses = tuple(
+        own for part, first in zip(texts, responses, strict=True) for own in [first, *[()] * len(part[1:])]
+    )
     return Packing(
         lengths=PackedLengths(tuple(itertools.chain(*texts)), responses),
         tokens=tokens,
@@ -176,3 +174,15 @@ def pack_responses(
         response_starts=response_places,
         ends=ends,
     )
+
+
+def _bounds(part: tuple[int, int, int], breaks: Sequence[Sequence[int]]) -> list[int]:
+    """Return the positions in a row at which its texts begin, and the end; for the rest of a row, begin and end."""
+    row, first, last = part
+    return [first, *(breaks[row] if breaks and first == 0 else ()), last]
+
+
+def _positions(bounds: list[int]) -> Tensor:
+    """Return the positions of tokens in their texts; those of the first text begin at its place in the row."""
+    parts = [torch.arange(first, last) for first, last in itertools.pairwise(bounds)]
+    return torch.cat([parts[0], *(part - part[:1] for part in parts[1:])])

@@ -84,10 +84,9 @@ class TextLayout:
             return pad_parts(batch.total_lengths.tolist(), breaks, width, device) if breaks else None
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is None:
-            lengths = batch.total_lengths.tolist()
-            return pack_responses(lengths, [0] * len(lengths), range(len(lengths)), width, device, breaks)
+            return pack_texts(batch.total_lengths.tolist(), width, device, breaks)
         numbers, prompt_lengths, response_lengths = prompts.tolist()
-        return pack_responses(prompt_lengths, response_lengths, numbers, width, device, breaks)
+        return pack_responses(prompt_lengths, response_lengths, numbers, width, device=device, breaks=breaks)
 
     def check(self) -> None:
         """Pad rows from now on if a model does not separate packed texts. All ranks."""

@@ -221,14 +221,14 @@ class AgentLoop(ConversationLoop):
 
 def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch | None:
     """Return the branch that messages continue, the longest if there are several; None if they begin another one."""
-    found = [
+    matching = [
         branch
         for branch in branches
         if messages[: (known := len(branch.history))] == branch.history
         and len(messages) > known
         and all(message["role"] in ROLES for message in messages[known:])
     ]
-    return max(reversed(found), key=lambda branch: len(branch.history), default=None)
+    return max(reversed(matching), key=lambda branch: len(branch.history), default=None)
 
 
 def messages_of(body: Body) -> list[Message]:

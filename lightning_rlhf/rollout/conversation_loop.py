@@ -72,7 +72,7 @@ class RunningConversation:
         fault: failure of the environment that ended it.
         called_at: time of the call that runs, in seconds of ``time.perf_counter``.
         environment_s: seconds in the environment.
-        text_starts: where further branches of an agent begin; see :class:`ConversationRecord`.
+        text_starts: beginnings of further branches of an agent; see :class:`ConversationRecord`.
     """
 
     index: int

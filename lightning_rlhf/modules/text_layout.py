@@ -112,7 +112,6 @@ class TextLayout:
             return scores
 
 
-@torch.no_grad()
 def breaks_of(batch: TensorBatch) -> list[list[int]]:
     """Return the positions in each row at which a further text begins; an empty list if all rows are single texts."""
     starts = getattr(batch, "text_starts", None)
@@ -125,6 +124,7 @@ def breaks_of(batch: TensorBatch) -> list[list[int]]:
     return [[prompt + token for token in own] for prompt, own in zip(prompts, breaks, strict=True)]
 
 
+@torch.no_grad()
 def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor], is_exact: bool) -> str | None:
     """Return why texts of a packed row would influence each other, else None. All ranks.
 

@@ -130,7 +130,6 @@ def test_skipped_conversations_are_not_trained_on(tmp_path):
     assert trainer.callback_metrics["env/fault_error"] == (~rollout.included).float().mean()
 
 
-@pytest.mark.parametrize("reward", [None, "environment"])
 def one_each(completions):
     return [1.0 for _ in completions]
 
@@ -152,6 +151,7 @@ def test_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_err
     assert of_failed in values
 
 
+@pytest.mark.parametrize("reward", [None, "environment"])
 def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward):
     settings = EnvironmentSettings(worlds.Remembers, timeout_s=None, bridge="plain", max_turn_tokens=3)
     sampling = DynamicSampling(prompts_per_step=1, reward=reward)

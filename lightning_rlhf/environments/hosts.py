@@ -127,8 +127,11 @@ class ProcessHost(Host):
                 replayed = len(call.turns) if ended != slot.ended else 0
                 limit = self._timeout_s * (1 + replayed)
                 future = slot.pool.schedule(worker.advance, args=(self._spec, call), timeout=limit)
-            except (OSError, RuntimeError) as error:  # no process can be started, or the pool broke just now
+            except (OSError, BrokenProcessPool) as error:  # the system starts no further process
                 result.set_result(Fault("died", f"has no worker process: {error}"))
+                return
+            except RuntimeError as error:  # raised where the result is read, such as for a script that is imported
+                result.set_exception(error)
                 return
             self._homes[call.key] = slot, slot.ended
             slot.calls += 1

@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -295,3 +298,25 @@ def test_messages_and_tracebacks_of_failures_are_cut_in_the_middle(host, factory
     assert fault.trace.endswith("xy\n")
     assert len(fault.message) <= 2000
     assert len(fault.trace) <= 20_100
+
+
+SCRIPT = """
+from lightning_rlhf.environments.hosts import ProcessHost
+from lightning_rlhf.environments.worker import Call, Spec
+
+host = ProcessHost(Spec("tests.environments.worlds:Echo"), 30.0, 1)
+print(host.call(Call("a", {}, 0)).result(60).message)
+host.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_its_workers_would_run_again_is_described(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.stdout.startswith("has no worker process: the process ended while it started")
+    assert "if __name__ == '__main__':" in ran.stdout
+    assert "before the\n        current process has finished its bootstrapping phase" in ran.stderr

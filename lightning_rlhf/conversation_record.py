@@ -24,6 +24,8 @@ class ConversationRecord:
         fault: kind of the environment's failure; None without one.
         metrics: numbers that the environment logged, summed over its replies.
         environment_s: seconds in which the environment was called.
+        text_starts: number of tokens behind the prompt before each further branch of an agent, which begins there with
+            its prompt.
     """
 
     prompt_ids: list[int]
@@ -36,3 +38,4 @@ class ConversationRecord:
     fault: str | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     environment_s: float = 0.0
+    text_starts: list[int] = dataclasses.field(default_factory=list)

@@ -174,6 +174,8 @@ class Rollout(TensorBatch):
         temperature: temperature of the sampling distribution, by which the trainer also divides its logits.
         step_rewards: (B, T) float32, part of ``reward`` that an environment gave for a turn before the last, at the
             turn's last token, 0 elsewhere; None without an environment.
+        text_starts: (B, T) bool, True at the first token of a further text in a response, which is computed without the
+            tokens before it: the prompt of another branch of an agent. None without an agent.
     """
 
     prompt_ids: Tensor
@@ -191,12 +193,14 @@ class Rollout(TensorBatch):
     position: Tensor
     temperature: float = 1.0
     step_rewards: Tensor | None = None
+    text_starts: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = len(self.prompt_ids), self.response_ids.shape
         expect_shape("Rollout.response_ids", self.response_ids, (rows, *tokens[-1:]))
         shapes = {"prompt_ids": self.prompt_ids.shape}
-        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version", "step_rewards"), tokens)
+        shapes |= dict.fromkeys(("response_mask", "rollout_logprobs", "policy_version"), tokens)
+        shapes |= dict.fromkeys(("step_rewards", "text_starts"), tokens)
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "response_ids":
                 expect_shape(f"Rollout.{name}", value, shapes.get(name, (rows,)))
@@ -216,13 +220,16 @@ class Rollout(TensorBatch):
     def prompt_numbers(self) -> Tensor:
         """Return the (3, B) number of each row's prompt and the tokens of prompt and response.
 
-        The number is the first row of the group with the same tokens.
+        The number is the first row of the group with the same tokens. A row of several texts does not share its prompt.
         """
         first = (self.group.unsqueeze(1) == self.group).long().argmax(dim=1)
         is_same = (self.prompt_lengths == self.prompt_lengths[first]) & (self.prompt_ids == self.prompt_ids[first]).all(
             dim=1
         )
         own = torch.arange(len(first), device=first.device)
+        if self.text_starts is not None:
+            has_several = self.text_starts.any(dim=1)
+            is_same, own = is_same & ~has_several, own + len(own) * has_several
         return torch.stack([torch.where(is_same, first, own), self.prompt_lengths, self.response_lengths])
 
 

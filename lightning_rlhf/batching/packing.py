@@ -43,6 +43,8 @@ class Packing:
         prompt_starts: (B,) int64, place in the row at which the prompt of each text begins.
         response_starts: (B,) int64, place in the row at which the rest of each text begins.
         ends: (B,) int64, last position of each text.
+        padded_index: (B, L) int64, place of each token of the texts, if they are in padded rows; None: in one row.
+        width: width of the padded rows; None: one row.
     """
 
     lengths: PackedLengths
@@ -52,24 +54,63 @@ class Packing:
     prompt_starts: Tensor
     response_starts: Tensor
     ends: Tensor
+    padded_index: Tensor | None = None
+    width: int | None = None
 
     def row_index(self, index: Tensor) -> Tensor:
         """Return the places in the row of (B, T) positions in the texts, at most the last one of each text."""
         index = torch.minimum(index, self.ends.unsqueeze(1))
+        if self.padded_index is not None:
+            return self.padded_index.gather(1, index)
         in_response = index - self.shared.unsqueeze(1)
         in_prompt = self.prompt_starts.unsqueeze(1) + index
         return torch.where(in_response < 0, in_prompt, self.response_starts.unsqueeze(1) + in_response)
 
 
-def pack_texts(lengths: Sequence[int], width: int, device: torch.device | str = "cpu") -> Packing:
+def pad_parts(
+    lengths: Sequence[int], breaks: Sequence[Sequence[int]], width: int, device: torch.device | str = "cpu"
+) -> Packing:
+    """Lay out the parts of each row in a padded row each, for models that do not separate texts in one row.
+
+    Args:
+        lengths: number of tokens of each of B rows, at least 1.
+        breaks: positions in each row at which a further text begins.
+        width: L, the width of the rows.
+        device: device of the result.
+    """
+    parts = [(row, *part) for row, own in enumerate(breaks) for part in itertools.pairwise([0, *own, lengths[row]])]
+    widest = max(last - first for _, first, last in parts)
+    tokens, index = torch.zeros(len(parts), widest, dtype=torch.int64), torch.zeros(len(lengths), width).long()
+    for number, (row, first, last) in enumerate(parts):
+        tokens[number, : last - first] = row * width + torch.arange(first, last)
+        index[row, first:last] = number * widest + torch.arange(last - first)
+    none = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+    return Packing(
+        lengths=PackedLengths((), ()),
+        tokens=tokens.flatten().to(device),
+        positions=none.unsqueeze(0),
+        shared=none,
+        prompt_starts=none,
+        response_starts=none,
+        ends=torch.tensor(lengths, device=device) - 1,
+        padded_index=index.to(device),
+        width=widest,
+    )
+
+
+def pack_texts(
+    lengths: Sequence[int], width: int, device: torch.device | str = "cpu", breaks: Sequence[Sequence[int]] = ()
+) -> Packing:
     """Lay out texts one after the other.
 
     Args:
         lengths: number of tokens of each of B texts, at least 1.
         width: L, the width of the padded texts.
         device: device of the result.
+        breaks: argument of :func:`pack_responses`.
     """
-    return pack_responses(lengths, [0] * len(lengths), range(len(lengths)), width, device)
+    rows = len(lengths)
+    return pack_responses(lengths, [0] * rows, range(rows), width, device=device, breaks=breaks)
 
 
 def pack_responses(
@@ -78,6 +119,7 @@ def pack_responses(
     groups: Sequence[int],
     width: int,
     device: torch.device | str = "cpu",
+    breaks: Sequence[Sequence[int]] = (),
 ) -> Packing:
     """Lay out each prompt once, and the responses to it; a prompt with one response is laid out as one text.
 
@@ -87,6 +129,8 @@ def pack_responses(
         groups: number of the prompt of each text; texts with the same number have the same prompt.
         width: L, the width of the padded texts, in which a response follows its prompt.
         device: device of the result.
+        breaks: positions in each row at which a further text begins; such a row has its own number of a prompt. Empty
+            for rows of one text.
     """
     rows_of: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -99,7 +143,8 @@ def pack_responses(
     starts = [0, *itertools.accumulate(last - first for _, first, last in parts)]
     prompt_starts = dict(zip(rows_of, starts, strict=False))
     response_starts = dict(zip(order, starts[len(rows_of) :], strict=False))
-    positions = torch.cat([torch.arange(first, last) for _, first, last in parts])
+    bounds = [_bounds(part, breaks) for part in parts]
+    positions = torch.cat([_positions(own) for own in bounds])
     tokens = torch.cat([torch.arange(first, last) + row * width for row, first, last in parts])
     by_row = torch.tensor(
         [
@@ -115,8 +160,13 @@ def pack_responses(
         tuple(totals[row] - shared[group] for row in rows if totals[row] > shared[group])
         for group, rows in rows_of.items()
     )
+    texts = [[last - first for first, last in itertools.pairwise(own)] for own in bounds[: len(rows_of)]]
+    # Only rows without responses have several texts.
+    responses = tuple(
+        own for part, first in zip(texts, responses, strict=True) for own in [first, *[()] * len(part[1:])]
+    )
     return Packing(
-        lengths=PackedLengths(tuple(shared.values()), responses),
+        lengths=PackedLengths(tuple(itertools.chain(*texts)), responses),
         tokens=tokens,
         positions=positions.unsqueeze(0),
         shared=shared_tokens,
@@ -124,3 +174,15 @@ def pack_responses(
         response_starts=response_places,
         ends=ends,
     )
+
+
+def _bounds(part: tuple[int, int, int], breaks: Sequence[Sequence[int]]) -> list[int]:
+    """Return the positions in a row at which its texts begin, and the end; for the rest of a row, begin and end."""
+    row, first, last = part
+    return [first, *(breaks[row] if breaks and first == 0 else ()), last]
+
+
+def _positions(bounds: list[int]) -> Tensor:
+    """Return the positions of tokens in their texts; those of the first text begin at its place in the row."""
+    parts = [torch.arange(first, last) for first, last in itertools.pairwise(bounds)]
+    return torch.cat([parts[0], *(part - part[:1] for part in parts[1:])])

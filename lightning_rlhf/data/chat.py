@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import (
 
 from lightning_rlhf.data.columns import Fields, is_unicode
 from lightning_rlhf.data.row import BadRow
+from lightning_rlhf.data.tool_methods import without_self
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.references import load_function
 
@@ -285,14 +286,15 @@ def tool_schemas(functions: Sequence[str | Callable[..., Any]]) -> list[dict[str
 
     Args:
         functions: functions, or their references ``file.py:name`` or ``module:name``. Type hints and a docstring in
-            Google style with an ``Args`` section describe the arguments.
+            Google style with an ``Args`` section describe the arguments. A class stands for its public methods; see
+            :func:`~lightning_rlhf.data.tool_methods.tool_methods`.
 
     Raises:
         ValueError: a function has no docstring, or an argument has no type hint or no description.
     """
     schemas = []
-    for function in functions:
-        loaded = load_function(function) if isinstance(function, str) else function
+    tools = [load_function(function) if isinstance(function, str) else function for function in functions]
+    for loaded in [own for tool in tools for own in (without_self(tool) if isinstance(tool, type) else [tool])]:
         try:
             schemas.append(get_json_schema(loaded))
         except (DocstringParsingException, TypeHintParsingException) as error:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_rlhf.environments.protocol import ToolError as ToolError
     from lightning_rlhf.environments.protocol import Turn as Turn
     from lightning_rlhf.environments.settings import EnvironmentSettings as EnvironmentSettings
+    from lightning_rlhf.environments.tools import StatefulTools as StatefulTools
     from lightning_rlhf.environments.tools import Tools as Tools
     from lightning_rlhf.environments.vllm_parser import VLLMToolCalls as VLLMToolCalls
 
@@ -27,6 +28,7 @@ _MODULES = {
     "JSONToolCalls": "parsers",
     "MarkedToolCalls": "parsers",
     "Reply": "protocol",
+    "StatefulTools": "tools",
     "TokenizerToolCalls": "parsers",
     "ToolCall": "protocol",
     "ToolCallParser": "parsers",

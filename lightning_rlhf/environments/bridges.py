@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +25,8 @@ _PROBE = {"role": "user", "content": "probe"}
 class Bridge(ABC):
     """Conversion of an environment's messages to tokens.
 
-    Texts of an environment cannot contain special tokens: each is changed by a space behind its first character.
+    Texts of an environment, names and arguments of tool calls, and schemas of tools cannot contain special tokens: each
+    is changed by a space behind its first character.
 
     Args:
         tokenizer: tokenizer of the run.
@@ -71,7 +75,7 @@ class Bridge(ABC):
         return ids
 
     def safe(self, message: Message) -> Message:
-        """Return a message whose text contains no special token and is not too long."""
+        """Return a message whose text is not too long, and which contains no special token."""
         text = message["content"]
         limit = self.max_message_tokens
         if limit is not None and len(text) > limit:
@@ -82,9 +86,18 @@ class Bridge(ABC):
                 space = max(0, limit - len(self.ids(_CUT)))
                 ends = [self.tokenizer.decode(part) for part in (ids[: (space + 1) // 2], ids[len(ids) - space // 2 :])]
                 text = _CUT.join(str(end) for end in ends)
-        return {**message, "content": self._without_markers(text)}
+        parts = {**message, "content": text}
+        return {name: part if name == "role" else self.without_markers(part) for name, part in parts.items()}
 
-    def _without_markers(self, text: str) -> str:
+    def without_markers(self, value: Any) -> Any:
+        """Return a text without special tokens, or a JSON value without them in its texts and keys."""
+        if isinstance(value, str):
+            return self._text_without_markers(value)
+        if isinstance(value, Mapping):
+            return {self.without_markers(key): self.without_markers(part) for key, part in value.items()}
+        return [self.without_markers(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def _text_without_markers(self, text: str) -> str:
         """Insert a space into every special token in a text; leave out those of one character."""
         while present := [marker for marker in self._markers if marker in text]:
             first, rest = present[0][:1], present[0][1:]
@@ -133,9 +146,10 @@ class TemplateBridge(Bridge):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer, max_message_tokens)
-        self._chat = Chat(tokenizer, [dict(tool) for tool in tools] or None, dict(options or {}))
+        self._chat = Chat(tokenizer, self.without_markers(list(tools)) or None, dict(options or {}))
         self._expected_roles = ("user", "tool") if tools else ("user",)
         self._checked_roles: set[str] = set()
+        self._special_ids = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     def prompt(self, text: str, messages: Sequence[Message], written: Sequence[Message]) -> list[int]:
         """See :meth:`Bridge.prompt`."""
@@ -149,15 +163,25 @@ class TemplateBridge(Bridge):
             messages: messages of all roles; texts of the assistant are tokenized again.
             tools: JSON schemas of the tools; empty uses those of the bridge.
         """
-        chat = replace(self._chat, tools=[dict(tool) for tool in tools]) if tools else self._chat
+        chat = replace(self._chat, tools=self.without_markers(list(tools))) if tools else self._chat
         return self.ids(chat.render([self.safe(message) for message in messages], "conversation", generation=True))
 
     def between(self, turn: Sequence[int], written: Sequence[Message], before: Sequence[int] = ()) -> list[int] | None:
-        """See :meth:`Bridge.between`; the template's end token is left out if the policy sampled it."""
+        """See :meth:`Bridge.between`; tokens at the end of an answer are left out if the policy sampled them."""
         for message in written:
             self._check_role(message["role"])  # roles that check() did not expect
         ids = self.ids(self._behind([_PROBE], [self.safe(message) for message in written]))
-        return ids[1:] if turn and ids[:1] == [turn[-1]] else ids
+        pairs = zip(ids, self._end_of_answer, strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        ends = [i for i in range(max(1, shared)) if list(turn[-1:]) == ids[i : i + 1]]
+        is_end = ends and (ends[0] == 0 or turn[-1] in self._special_ids)  # not a line break behind the end token
+        return ids[ends[0] + 1 :] if is_end else ids
+
+    @cached_property
+    def _end_of_answer(self) -> list[int]:
+        """Tokens of the template behind the last answer of a conversation: end tokens, and perhaps a line break."""
+        text = self._chat.render([_PROBE, {"role": "assistant", "content": _SENTINEL}], "conversation")
+        return self.ids(text.rpartition(_SENTINEL)[2])
 
     def check(self) -> None:
         """Validate the template.
@@ -181,15 +205,17 @@ class TemplateBridge(Bridge):
         """Validate the text behind an answer for messages of a role."""
         if role in self._checked_roles:
             return
-        long = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}, _PROBE]
+        answer = {"role": "assistant", "content": "second"}
         written = [{"role": role, "content": _REPLY}]
-        short_text, long_text = (self._behind(history, written) for history in ([_PROBE], long))
-        if short_text != long_text:
-            raise UsageError(
-                f"the chat template renders the text behind an answer differently when more messages precede it, so "
-                f"the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
-                f"{long_text!r} with three. Use another chat template, or set bridge: plain"
-            )
+        short_text = self._behind([_PROBE], written)
+        for behind in ([_PROBE], [{"role": role, "content": "third"}]):
+            long_text = self._behind([{"role": "user", "content": "first"}, answer, *behind], written)
+            if short_text != long_text:
+                raise UsageError(
+                    f"the chat template renders the text behind an answer differently when more messages precede it, "
+                    f"so the tokens of a conversation cannot be continued: {short_text!r} with one message before, "
+                    f"{long_text!r} with three. Use another chat template, or set bridge: plain"
+                )
         if short_text.count(_REPLY) != 1:
             raise UsageError(
                 f"the chat template renders a message of role {role!r} {short_text.count(_REPLY)} times, expected "
@@ -202,7 +228,10 @@ class TemplateBridge(Bridge):
 
         The made-up answer has no tool calls, because the policy's own turn contains them.
         """
-        answer: Message = {"role": "assistant", "content": _SENTINEL}
+        sentinel = _SENTINEL
+        while sentinel in json.dumps([*history, *written]):
+            sentinel += "0"
+        answer: Message = {"role": "assistant", "content": sentinel}
         try:
             text = self._chat.render([*history, answer, *written], "conversation", generation=True)
         except BadRow as error:
@@ -210,9 +239,21 @@ class TemplateBridge(Bridge):
                 f"{error}, in a conversation of an answer and a message of role {written[0]['role']!r}; use a template "
                 f"that has this role, or set bridge: plain"
             ) from error
-        if text.count(_SENTINEL) != 1:
+        if text.count(sentinel) != 1:
             raise UsageError(
-                f"the chat template renders an answer {text.count(_SENTINEL)} times, expected once, so the text behind "
-                f"it is not known: use another chat template, or set bridge: plain"
+                f"the chat template renders an answer {text.count(sentinel)} times, expected once, so the text behind "
+                f"it is not known{self._hint_of_parts()}: use another chat template, or set bridge: plain"
             )
-        return text.split(_SENTINEL)[1]
+        return text.split(sentinel)[1]
+
+    def _hint_of_parts(self) -> str:
+        """Return a hint for a template that reads the contents of messages as lists of parts; empty for others."""
+        parts = [{"type": "text", "text": _SENTINEL}]
+        try:
+            text = self._chat.render([{"role": "assistant", "content": parts}], "conversation")
+        except BadRow:
+            return ""
+        is_for_parts = _SENTINEL in text and str(parts) not in text
+        return (
+            " (it expects lists of texts and images as contents, but contents here are texts)" if is_for_parts else ""
+        )

@@ -77,8 +77,18 @@ class Conversation:
         left = self.limits.max_response_tokens - len(self.token_ids)
         return left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
 
-    def add_turn(self, completion: Completion) -> None:
-        """Append a sampled turn, and end the conversation if a limit cut the turn or no further turn is allowed."""
+    @property
+    def has_all_turns(self) -> bool:
+        """Whether no further turn is allowed."""
+        return len(self.turn_ends) == self.limits.max_turns
+
+    def add_turn(self, completion: Completion, may_be_cut: bool = False) -> None:
+        """Append a sampled turn, and end the conversation if a limit cut the turn.
+
+        Args:
+            completion: the turn.
+            may_be_cut: whether the conversation may continue behind a turn that was cut.
+        """
         self._expect_running()
         if len(completion.token_ids) > self.turn_budget:
             raise UsageError(f"a turn has {len(completion.token_ids)} tokens, at most {self.turn_budget} are allowed")
@@ -87,7 +97,7 @@ class Conversation:
         self.sampled += [True] * len(completion.token_ids)
         self._versions += completion.token_versions
         self.turn_ends.append(len(self.token_ids))
-        if completion.finish_reason == "length":
+        if completion.finish_reason == "length" and not may_be_cut:
             self.stop = "truncated"
 
     def add_written(self, ids: Sequence[int] | None) -> None:
@@ -97,7 +107,7 @@ class Conversation:
             ids: tokens between the last turn and the next one; None if no turn can follow the last one.
         """
         self._expect_running()
-        if len(self.turn_ends) == self.limits.max_turns:
+        if self.has_all_turns:
             self.stop = "max_turns"
         elif ids is None:
             self.stop = "malformed"
@@ -108,6 +118,17 @@ class Conversation:
             self.logprobs += [0.0] * len(ids)
             self.sampled += [False] * len(ids)
             self._versions += [self._versions[-1]] * len(ids)
+
+    def append(self, branch: Conversation) -> int:
+        """Append the turns of another conversation with its prompt as written text, and return where it begins."""
+        end, start = branch.turn_ends[-1], len(self.token_ids)
+        before = len(branch.prompt)
+        self.token_ids += [*branch.prompt, *branch.token_ids[:end]]
+        self.logprobs += [0.0] * before + branch.logprobs[:end]
+        self.sampled += [False] * before + branch.sampled[:end]
+        self._versions += branch._versions[:1] * before + branch._versions[:end]
+        self.turn_ends += [start + before + turn_end for turn_end in branch.turn_ends]
+        return start
 
     def end(self, stop: StopReason) -> None:
         """End the conversation, if it has not ended."""

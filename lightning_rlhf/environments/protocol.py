@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """A complete turn of the policy. A turn that a limit has cut ends the conversation and is not passed on.
+    """A complete turn of the policy; one that a limit has cut ends the conversation and is passed to ``finish`` only.
 
     Args:
         text: text of the turn, without special tokens and without tool calls.
@@ -102,6 +102,19 @@ class Environment:
         """
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
+    def finish(self, *arguments: Any, **named: Any) -> Any:
+        """Return the reward of a conversation that a limit has ended: ``finish(self, stop, turn)``.
+
+        It is called once, before ``close``, if neither ``step`` nor an error has ended the conversation. ``stop`` is
+        ``max_turns``, ``truncated`` (a limit cut the last turn), ``tokens`` (none is left for another turn) or
+        ``malformed`` (the bridge cannot continue the turn). ``turn``, or ``text``, is the last turn; ``step`` has not
+        got it if it was cut.
+
+        Returns:
+            Number, which is added to the reward of the last turn, ``Reply`` with reward and metrics, or None.
+        """
+        return None
+
     def close(self) -> Any:
         """Release resources; called once, also after an error."""
 
@@ -134,24 +147,26 @@ def as_reply(value: Any, method: str) -> Reply:
 
     Args:
         value: returned value.
-        method: method that returned it, ``reset``, ``step`` or ``run`` of an agent.
+        method: method that returned it, ``reset``, ``step``, ``finish``, or ``run`` of an agent.
 
     Raises:
         InvalidReplyError: the value is not a reply, or a part of it has a wrong type or value.
     """
-    if value is None and method in ("reset", "run"):
+    is_last = method in ("run", "finish")  # its messages are not used
+    if value is None and method != "step":
         return Reply()
-    if method == "run" and isinstance(value, Real) and not isinstance(value, bool):
+    if is_last and isinstance(value, Real) and not isinstance(value, bool):
         value = Reply(reward=float(value))
-    if isinstance(value, str) and method != "run":
+    if isinstance(value, str) and not is_last:
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
-        expected = "a Reply, a number or None" if method == "run" else "a Reply or a text"
+        expected = "a Reply, a number or None" if is_last else "a Reply or a text"
         raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
     reward: Any = value.reward
     if not isinstance(reward, Real) or isinstance(reward, bool) or not abs(float(reward)) <= _FLOAT32_MAX:
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
-    if not isinstance(value.done, bool):
+    done = value.done.item() if hasattr(value.done, "item") else value.done  # of numpy
+    if not isinstance(done, bool):
         raise InvalidReplyError(f"{method}() returned done={_shown(value.done)}, expected True or False")
     if not isinstance(value.metrics, Mapping):
         raise InvalidReplyError(f"{method}() returned metrics={_shown(value.metrics)}, expected a mapping")
@@ -162,7 +177,7 @@ def as_reply(value: Any, method: str) -> Reply:
                 f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
             )
         metrics[name] = float(number)
-    return Reply(_bounded(_messages(value.messages, method)), float(reward), value.done, metrics)
+    return Reply(_bounded(_messages(value.messages, method)), float(reward), done, metrics)
 
 
 def _messages(value: Any, method: str) -> str | list[Message]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.bridges import Bridge, PlainBridge, TemplateBridge
 from lightning_rlhf.environments.parsers import ToolCallParser
+from lightning_rlhf.environments.protocol import Environment
 from lightning_rlhf.environments.renderers_bridge import RenderersBridge
 from lightning_rlhf.environments.worker import Spec
 from lightning_rlhf.expected_errors import UsageError
@@ -21,6 +22,7 @@ from lightning_rlhf.references import load_function
 _OF_ENVIRONMENTS: dict[str, tuple[str, ...]] = {
     "reset": ("row", "seed"),
     "step": ("text", "calls", "turn"),
+    "finish": ("stop", "text", "turn"),
     "close": (),
 }
 _OF_AGENTS = {"run": ("base_url", "api_key", "row", "seed")}
@@ -103,6 +105,13 @@ class EnvironmentSettings:
         """Whether the factory is the class of an agent."""
         factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
         return isinstance(factory, type) and hasattr(factory, "run") and not hasattr(factory, "step")
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether the environment may have a method ``finish``, which is not known of those that a function returns."""
+        factory = load_function(self.factory) if isinstance(self.factory, str) else self.factory
+        own = getattr(factory, "finish", None)
+        return not isinstance(factory, type) or own not in (None, Environment.finish)
 
     @property
     def spec(self) -> Spec:

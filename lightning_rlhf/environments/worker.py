@@ -20,6 +20,7 @@ from lightning_rlhf.environments.protocol import InvalidReplyError, Reply, Turn,
 from lightning_rlhf.references import load_function
 from lightning_rlhf.rewards.worker import MAX_OUTPUT, BoundedOutput, initialize_worker
 
+_LARGEST_TRACE = 20_000  # characters
 FaultKind = Literal["error", "invalid", "timeout", "died", "replay"]
 
 
@@ -59,16 +60,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an environment: ``reset`` without turns, else ``step`` with the last of them.
+    """One call of an environment: ``reset`` without turns, else ``step`` with the last of them, or ``finish``.
 
     Args:
         key: identifier of the conversation.
         row: columns of the prompt's row.
         seed: seed of the conversation.
         turns: turns of the policy so far.
-        replies: digests of the replies to ``reset`` and to all turns but the last.
+        replies: digests of the replies to ``reset`` and to all turns but the last; for ``finish`` to all turns.
         base_url: address of the endpoint, for a call of an agent; empty for a call of an environment.
         api_key: key of the conversation at the endpoint.
+        stop: reason of the end, for a call of ``finish``; empty for other calls.
+        last: last turn of the conversation, for a call of ``finish``; not among ``turns`` if it was cut.
     """
 
     key: str
@@ -78,6 +81,18 @@ class Call:
     replies: Sequence[str] = ()
     base_url: str = ""
     api_key: str = ""
+    stop: str = ""
+    last: Turn | None = None
+
+    @property
+    def seen(self) -> int:
+        """Number of turns that the environment has got before this call; -1 before ``reset``."""
+        return len(self.turns) if self.stop else len(self.turns) - 1
+
+    @property
+    def finish_arguments(self) -> dict[str, Any]:
+        """Arguments of ``finish``."""
+        return {"stop": self.stop, "turn": self.last, "text": self.last.text if self.last else ""}
 
     @property
     def run_arguments(self) -> dict[str, Any]:
@@ -114,30 +129,34 @@ def advance(spec: Spec, call: Call) -> Reply | Fault:
         if call.base_url:
             return as_reply(_call(spec.make(), "run", call.run_arguments), "run")
         live = _live.get(call.key)
-        if live is not None and live.steps == len(call.turns) - 1:
-            return _step(live, call.turns[-1])
-        release(call.key)
-        live = _live[call.key] = _Live(spec.make())
-        reply = Reply()
-        if hasattr(live.environment, "reset"):
-            reply = as_reply(_call(live.environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
-        for turn, digest in zip(call.turns, call.replies, strict=True):
-            if digest_of(reply) != digest:
-                return Fault(
-                    "replay",
-                    "gave another reply when a conversation was repeated in a new process: its replies must depend "
-                    "only on the row, the seed and the turns",
-                )
-            reply = _step(live, turn)
-        return reply
-    except KeyboardInterrupt:
-        raise
-    except InvalidReplyError as error:
+        if live is None or live.steps != call.seen:
+            release(call.key)
+            live = _live[call.key] = _Live(spec.make())
+            reply = _reset(live, call)
+            if call.seen < 0:
+                return reply
+            for number, digest in enumerate(call.replies):
+                if digest_of(reply) != digest:
+                    return Fault(
+                        "replay",
+                        "gave another reply when a conversation was repeated in a new process: its replies must depend "
+                        "only on the row, the seed and the turns",
+                    )
+                if number < call.seen:
+                    reply = _step(live, call.turns[number])
+        return _finish(live, call) if call.stop else _step(live, call.turns[-1])
+    except BaseException as error:  # an environment may raise any class; the signal of Ctrl-C does not reach it
+        return fault_of(error)
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Describe the error of an environment; long texts, which may come from a server, are cut."""
+    if isinstance(error, InvalidReplyError):
         return Fault("invalid", str(error))
-    except BaseException as error:  # an environment may raise any class
-        return Fault(
-            "error", f"raised {type(error).__name__}: {error}"[:2000], "".join(traceback.format_exception(error))
-        )
+    trace = "".join(traceback.format_exception(error))
+    if len(trace) > _LARGEST_TRACE:
+        trace = f"{trace[: _LARGEST_TRACE // 2]}\n...\n{trace[-_LARGEST_TRACE // 2 :]}"
+    return Fault("error", f"raised {type(error).__name__}: {error}"[:2000], trace)
 
 
 def release(key: str) -> None:
@@ -146,17 +165,31 @@ def release(key: str) -> None:
     if live is not None and hasattr(live.environment, "close"):
         try:
             _call(live.environment, "close", {})
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             print(f"an environment's close() raised {type(error).__name__}: {error}", file=sys.stderr)
 
 
+def _reset(live: _Live, call: Call) -> Reply:
+    if not hasattr(live.environment, "reset"):
+        return Reply()
+    return as_reply(_call(live.environment, "reset", {"row": call.row, "seed": call.seed}), "reset")
+
+
 def _step(live: _Live, turn: Turn) -> Reply:
-    offered = {"turn": turn, "text": turn.text, "calls": turn.calls}
-    reply = as_reply(_call(live.environment, "step", offered), "step")
+    reply = as_reply(_call(live.environment, "step", step_arguments(turn)), "step")
     live.steps += 1
     return reply
+
+
+def _finish(live: _Live, call: Call) -> Reply:
+    if not hasattr(live.environment, "finish"):
+        return Reply()
+    return as_reply(_call(live.environment, "finish", call.finish_arguments), "finish")
+
+
+def step_arguments(turn: Turn) -> dict[str, Any]:
+    """Return the arguments that ``step`` may have."""
+    return {"turn": turn, "text": turn.text, "calls": turn.calls}
 
 
 def digest_of(reply: Reply) -> str:

@@ -110,8 +110,11 @@ def hidden_states(lm: Any, input_ids: Tensor, packing: Packing | None) -> Tensor
         input_ids: (B, L) int64, right-padded.
         packing: layout of the texts in one row; None computes padded rows, with N = B x L.
     """
-    if packing is None:
-        states: Tensor = backbone_of(lm)(input_ids=input_ids, use_cache=False).last_hidden_state
+    if packing is None or packing.width is not None:
+        rows = input_ids
+        if packing is not None and packing.width is not None:
+            rows = input_ids.flatten()[packing.tokens].view(-1, packing.width)
+        states: Tensor = backbone_of(lm)(input_ids=rows, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
     lengths = {"packed_lengths": packing.lengths} if lm.config._attn_implementation == NAME else {}
     ids = input_ids.flatten()[packing.tokens].unsqueeze(0)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.batching.micro import shared_prompt_batches, token_budget_batches
-from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts
+from lightning_rlhf.batching.packing import Packing, pack_responses, pack_texts, pad_parts
 from lightning_rlhf.batching.sequences import join
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
@@ -64,9 +65,17 @@ class TextLayout:
         """Return the row numbers of each micro-batch, whose texts fit into the token budget.
 
         Texts with different rotary frequencies are in different micro-batches, longer ones first.
+
+        Raises:
+            ValueError: a row of several texts is so long that their rotary frequencies may differ.
         """
         if not self.rotary_lengths:
             return self._split(batch)
+        if breaks_of(batch) and int(batch.total_lengths.max()) > self.rotary_lengths[0]:
+            raise UsageError(
+                f"a conversation with several branches has more than {self.rotary_lengths[0]} tokens, from which on "
+                f"the model has other rotary frequencies (longrope): set max_response_tokens so that it has fewer"
+            )
         kinds = torch.bucketize(batch.total_lengths.cpu(), torch.tensor(self.rotary_lengths))
         micro_batches = []
         for kind in kinds.unique().flip(0):
@@ -95,18 +104,20 @@ class TextLayout:
     def pack(self, batch: TensorBatch, width: int) -> Packing | None:
         """Return the layout of the texts of a micro-batch in one row, with each prompt once; None if they are padded.
 
+        Rows of several texts are split into them, also if they are padded.
+
         Args:
             batch: rows of the micro-batch.
             width: width of the padded texts.
         """
+        device, breaks = self.module.device, breaks_of(batch)
         if not self.packed:
-            return None
-        device = self.module.device
+            return pad_parts(batch.total_lengths.tolist(), breaks, width, device) if breaks else None
         prompts = batch.prompt_numbers() if self.shares_prompts else None
         if prompts is None:
-            return pack_texts(batch.total_lengths.tolist(), width, device)
+            return pack_texts(batch.total_lengths.tolist(), width, device, breaks)
         numbers, prompt_lengths, response_lengths = prompts.tolist()
-        return pack_responses(prompt_lengths, response_lengths, numbers, width, device)
+        return pack_responses(prompt_lengths, response_lengths, numbers, width, device=device, breaks=breaks)
 
     @torch.no_grad()
     def check(self) -> None:
@@ -144,6 +155,18 @@ class TextLayout:
                 return logprobs
             scores: Tensor = role(input_ids, index, packing=packing)
             return scores
+
+
+def breaks_of(batch: TensorBatch) -> list[list[int]]:
+    """Return the positions in each row at which a further text begins; an empty list if all rows are single texts."""
+    starts = getattr(batch, "text_starts", None)
+    if starts is None or not starts.any():
+        return []
+    breaks: list[list[int]] = [[] for _ in range(len(starts))]
+    for row, token in starts.nonzero().tolist():
+        breaks[row].append(token)
+    prompts = getattr(batch, "prompt_lengths").tolist()  # noqa: B009 (only rollouts have starts)
+    return [[prompt + token for token in own] for prompt, own in zip(prompts, breaks, strict=True)]
 
 
 @torch.no_grad()

@@ -322,7 +322,7 @@ class BoundedOutput(io.TextIOBase):
             self._stream.write(text[: self.remaining])
             self.remaining -= len(text)
             if self.remaining <= 0:
-                self._stream.write("\n[a reward function printed too much; the rest of this call is omitted]\n")
+                self._stream.write("\n[this call printed too much; the rest of its output is omitted]\n")
         return len(text)
 
     def flush(self) -> None:

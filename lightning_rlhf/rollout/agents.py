@@ -13,11 +13,24 @@ from typing import Any
 from lightning_rlhf.environments.bridges import TemplateBridge
 from lightning_rlhf.environments.conversation import Conversation
 from lightning_rlhf.environments.protocol import ROLES, Message, Reply, Turn
-from lightning_rlhf.environments.worker import Call, Fault
+from lightning_rlhf.environments.worker import Fault
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.conversation_loop import ConversationLoop, RunningConversation
 from lightning_rlhf.rollout.endpoint import AgentEndpoint, Body, RefusedRequest
 from lightning_rlhf.types import Completion
+
+
+@dataclass(eq=False)
+class _Branch:
+    """Requests of which each continues the one before.
+
+    Args:
+        history: messages of the last answered request, with the answer.
+        conversation: tokens.
+    """
+
+    history: list[Message]
+    conversation: Conversation
 
 
 @dataclass
@@ -26,30 +39,29 @@ class _Agent:
 
     Args:
         api_key: key of the conversation.
-        history: messages of the last answered request, with the answer.
+        branches: branches with at least one turn, that of the last turn last.
         messages: messages of the request that is being answered.
         answer: future of the response to that request; None while no turn is generated.
         max_tokens: limit of the turn in that request; None without one.
         waiting: requests that arrived meanwhile.
         outcome: result of the agent; None while it runs.
-        branches: number of times that the agent changed earlier messages.
     """
 
     api_key: str = ""
-    history: list[Message] = field(default_factory=list)
+    branches: list[_Branch] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     answer: Future[Body] | None = None
     max_tokens: int | None = None
     waiting: list[tuple[Body, Future[Body]]] = field(default_factory=list)
     outcome: Reply | Fault | None = None
-    branches: int = 0
 
 
 class AgentLoop(ConversationLoop):
     """Runs the conversations of agents.
 
-    Messages that continue the last ones continue the row of tokens. If an agent changes earlier messages, a new row
-    begins, whose prompt contains all of its messages; the policy learns from the last row.
+    Messages that continue those of an earlier request and its answer continue its tokens. Other messages begin a
+    branch, whose prompt contains all of them. The row of a conversation consists of its branches, one behind the other;
+    each is computed without the tokens of those before it.
 
     Args:
         endpoint: endpoint that agents send their requests to.
@@ -67,10 +79,7 @@ class AgentLoop(ConversationLoop):
         """Start an agent."""
         agent = self._agents[own.index] = _Agent()
         agent.api_key = self._endpoint.register(partial(self._receive, own))
-        own.called_at = time.perf_counter()
-        self._calls += 1
-        call = Call(own.key, own.request.row, own.request.seed, base_url=self._endpoint.url, api_key=agent.api_key)
-        self._notify(self._on_outcome, own, self._host.call(call))
+        self._call_host(own, self._on_outcome, base_url=self._endpoint.url, api_key=agent.api_key)
 
     def _release(self, own: RunningConversation) -> None:
         """Reject further requests of a conversation."""
@@ -124,24 +133,22 @@ class AgentLoop(ConversationLoop):
         if len(own.turns) == self._settings.max_turns:
             own.conversation.end("max_turns")
             raise RefusedRequest(f"max_turns of the environment is {self._settings.max_turns}", "max_turns")
-        known = len(agent.history)
-        new = messages[known:]
-        continues = known and messages[:known] == agent.history and new and all(m["role"] in ROLES for m in new)
-        if continues and own.conversation.stop is None:
-            turn, before = own.conversation.last_turn
-            own.conversation.add_written(self._bridge.between(turn, new, before))
-            if own.conversation.stop == "malformed":
+        branch = _continued(agent.branches, messages)
+        if branch is not None:
+            own.conversation = conversation = branch.conversation
+            if conversation.stop is not None:
+                raise _too_long("the last turn was cut, and cannot be continued")
+            turn, before = conversation.last_turn
+            conversation.add_written(self._bridge.between(turn, messages[len(branch.history) :], before))
+            if conversation.stop == "malformed":
                 raise RefusedRequest("the last turn is malformed, and cannot be continued")
-            if own.conversation.stop is not None:
+            if conversation.stop is not None:
                 raise _too_long("no token is left for another turn")
             return
-        if continues:
-            raise _too_long("the last turn was cut, and cannot be continued")
         prompt = self._bridge.conversation(messages, tools)
         left = len(own.request.prompt_ids) + own.request.sampling.max_tokens - len(prompt)
         if left < 1:
             raise _too_long(f"the messages have {len(prompt)} tokens")
-        agent.branches += bool(known)
         own.conversation = Conversation(prompt, replace(self._limits(own.request), max_response_tokens=left))
 
     def _turn_budget(self, own: RunningConversation) -> int:
@@ -157,12 +164,15 @@ class AgentLoop(ConversationLoop):
             super()._on_turn(own, completion)
             return
         self._check.check_one(completion)
-        own.conversation.add_turn(completion)
+        is_agents_limit = self._turn_budget(own) < own.conversation.turn_budget
+        own.conversation.add_turn(completion, may_be_cut=is_agents_limit)
         turn = self._turn_of(own, completion)
         own.turns.append(turn)
         own.malformed += turn.malformed is not None
         body = response_of(turn, completion, own.conversation)
-        own.messages = agent.history = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        own.messages = [*agent.messages, _normalised(body["choices"][0]["message"])]
+        others = [branch for branch in agent.branches if branch.conversation is not own.conversation]
+        agent.branches = [*others, _Branch(own.messages, own.conversation)]
         answer, agent.answer = agent.answer, None
         self._calls += 1
         own.called_at = time.perf_counter()
@@ -191,13 +201,34 @@ class AgentLoop(ConversationLoop):
             self._on_fault(own, outcome)
             return
         own.rewards[0] = outcome.reward
-        own.metrics = {**outcome.metrics, "branches": float(self._agents[own.index].branches)}
+        own.metrics = {**outcome.metrics, "branches": float(len(self._agents[own.index].branches) - 1)}
         own.conversation.end("done")
         self._finish(own)
+
+    def _finish(self, own: RunningConversation) -> None:
+        """Store the branches of a conversation as one row."""
+        branches = [branch.conversation for branch in self._agents[own.index].branches]
+        if branches:
+            stop, row = own.conversation.stop, branches[0]
+            own.text_starts = [row.append(branch) for branch in branches[1:]]
+            row.stop, own.conversation = stop, row
+        super()._finish(own)
 
     def _turn_rewards(self, own: RunningConversation) -> list[float]:
         """Return the reward of each turn: that of the agent belongs to the last one."""
         return [0.0] * (len(own.conversation.turn_ends) - 1) + [own.rewards[0]]
+
+
+def _continued(branches: Sequence[_Branch], messages: list[Message]) -> _Branch | None:
+    """Return the branch that messages continue, the longest if there are several; None if they begin another one."""
+    matching = [
+        branch
+        for branch in branches
+        if messages[: (known := len(branch.history))] == branch.history
+        and len(messages) > known
+        and all(message["role"] in ROLES for message in messages[known:])
+    ]
+    return max(reversed(matching), key=lambda branch: len(branch.history), default=None)
 
 
 def messages_of(body: Body) -> list[Message]:

@@ -131,7 +131,7 @@ class Collector:
         columns = self._columns(range(len(completions)), completions)
         finish = self._executor.begin(columns, self._state, self._started)
         if self._environment is not None:
-            finish = partial(with_environment, finish, completions)
+            finish = partial(with_environment, finish, completions, self._environment.on_error == "zero")
         skips = self._environment is not None and self._environment.on_error == "skip"
         rollout = Rollout(
             prompt_ids=prompt_ids,
@@ -149,6 +149,7 @@ class Collector:
             position=torch.tensor([prompt * size + k for prompt in prompts for k in range(size)]),
             temperature=temperature,
             step_rewards=self._step_rewards(completions, response_ids.shape[1]),
+            text_starts=self._text_starts(completions, response_ids.shape[1]),
         )
         return rollout, finish
 
@@ -162,6 +163,16 @@ class Collector:
                 for end, value in zip(record.turn_ends[:-1], record.turn_rewards, strict=False):
                     rewards[row, end - 1] = self._environment.weight * value
         return rewards
+
+    def _text_starts(self, completions: Sequence[Completion], width: int) -> Tensor | None:
+        """Return (B, T) bool, the starts of further branches; None without an agent."""
+        if self._environment is None or not self._environment.is_agent:
+            return None
+        starts = torch.zeros(len(completions), width, dtype=torch.bool)
+        for row, completion in enumerate(completions):
+            if completion.conversation is not None:
+                starts[row, completion.conversation.text_starts] = True
+        return starts
 
     def _columns(self, indices: Sequence[int], completions: Sequence[Completion]) -> dict[str, list[Any]]:
         """Return the values that reward functions can have as arguments, for the completions with these indices."""
@@ -231,17 +242,23 @@ def last_turn(completion: Completion) -> list[int]:
     return completion.token_ids[last_turn_start(completion.conversation.turn_ends, completion.sampled or ()) :]
 
 
-def with_environment(finish: Callable[[], RolloutRewards], completions: Sequence[Completion]) -> RolloutRewards:
+def with_environment(
+    finish: Callable[[], RolloutRewards], completions: Sequence[Completion], zero_failed: bool = False
+) -> RolloutRewards:
     """Add the rewards of the environment, and metrics of the conversations, to those of the reward functions.
 
     Args:
         finish: function that waits for the reward functions.
         completions: conversations.
+        zero_failed: whether all rewards of conversations whose environment failed become 0.
     """
     scored = finish()
     records = [each.conversation for each in completions if each.conversation is not None]
-    rewards = torch.tensor([sum(own.turn_rewards) for own in records])
-    return RolloutRewards({**scored.rewards, ENVIRONMENT: rewards}, scored.metrics | conversation_metrics(completions))
+    rewards = {**scored.rewards, ENVIRONMENT: torch.tensor([sum(own.turn_rewards) for own in records])}
+    if zero_failed:
+        failed = torch.tensor([own.fault is not None for own in records])
+        rewards = {name: values.masked_fill(failed, 0.0) for name, values in rewards.items()}
+    return RolloutRewards(rewards, scored.metrics | conversation_metrics(completions))
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> MetricSums:

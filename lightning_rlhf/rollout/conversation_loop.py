@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.bridges import Bridge
 from lightning_rlhf.environments.conversation import Conversation, Limits
-from lightning_rlhf.environments.hosts import Host
+from lightning_rlhf.environments.host import Host
 from lightning_rlhf.environments.parsers import ParsedTurn
 from lightning_rlhf.environments.protocol import Message, Reply, Turn
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.environments.worker import Call, Fault, digest_of
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.engine import CompletionCheck, OnFinished, RolloutEngine
 from lightning_rlhf.types import Completion, SamplingParams
 
@@ -72,6 +72,7 @@ class RunningConversation:
         fault: failure of the environment that ended it.
         called_at: time of the call that runs, in seconds of ``time.perf_counter``.
         environment_s: seconds in the environment.
+        text_starts: beginnings of further branches of an agent; see :class:`ConversationRecord`.
     """
 
     index: int
@@ -87,6 +88,7 @@ class RunningConversation:
     fault: Fault | None = None
     called_at: float = 0.0
     environment_s: float = 0.0
+    text_starts: list[int] = field(default_factory=list)
 
 
 class ConversationLoop:
@@ -211,7 +213,7 @@ class ConversationLoop:
         if conversation.stop is not None:
             own.messages.append({"role": "assistant", "content": turn.text})
             own.rewards += [0.0] * (len(conversation.turn_ends) + 1 - len(own.rewards))
-            self._finish(own)
+            self._end(own, turn)
             return
         own.turns.append(turn)
         own.malformed += turn.malformed is not None
@@ -235,17 +237,33 @@ class ConversationLoop:
 
     def _call_environment(self, own: RunningConversation) -> None:
         """Start the environment, or pass it the last turn."""
+        self._call_host(own, self._on_reply)
+
+    def _call_host(
+        self, own: RunningConversation, handle: Callable[[RunningConversation, Any], None], **call: Any
+    ) -> None:
+        """Start a call of a conversation's environment or agent.
+
+        Args:
+            own: conversation.
+            handle: method that gets the result.
+            **call: further arguments of :class:`Call`.
+        """
         own.called_at = time.perf_counter()
         self._calls += 1
-        call = Call(own.key, own.request.row, own.request.seed, tuple(own.turns), tuple(own.replies))
-        self._notify(self._on_reply, own, self._host.call(call))
+        request = own.request
+        made = Call(own.key, request.row, request.seed, tuple(own.turns), tuple(own.replies), **call)
+        self._notify(handle, own, self._host.call(made))
 
     def _on_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
         """Append the messages of an environment, and request the next turn if the conversation continues."""
         self._calls -= 1
         own.environment_s += time.perf_counter() - own.called_at
-        if isinstance(reply, Reply) and not own.turns:
-            reply = self._begin(own, reply)
+        if isinstance(reply, Reply):
+            try:
+                reply = self._append(own, reply) if own.turns else self._begin(own, reply)
+            except UsageError as error:  # the chat template rejects the messages
+                reply = Fault("invalid", f"returned messages that cannot be appended to the conversation: {error}")
         if isinstance(reply, Fault):
             self._on_fault(own, reply)
             return
@@ -254,21 +272,31 @@ class ConversationLoop:
             own.rewards.append(reply.reward)
         else:
             own.rewards[0] = reply.reward
-        for name, value in reply.metrics.items():
-            own.metrics[name] = own.metrics.get(name, 0.0) + value
-        if reply.done:
-            own.conversation.end("done")
-        elif own.turns:
-            role = "tool" if own.turns[-1].calls else "user"
-            written = _as_messages(reply.messages, role)
-            turn, before = own.conversation.last_turn
-            own.conversation.add_written(self._bridge.between(turn, written, before) if written else [])
-            if own.conversation.stop is None:
-                own.messages += written
+        _add_metrics(own, reply)
         self._continue(own)
 
+    def _append(self, own: RunningConversation, reply: Reply) -> Reply:
+        """Append the messages of a reply to a turn, or end the conversation; a reply without messages has an empty one.
+
+        Raises:
+            UsageError: the bridge does not allow the messages.
+        """
+        conversation = own.conversation
+        if reply.done:
+            conversation.end("done")
+        elif conversation.has_all_turns:  # messages behind the last turn need not suit the template
+            conversation.end("max_turns")
+        else:
+            role = "tool" if own.turns[-1].calls else "user"
+            written = _as_messages(reply.messages, role) or [{"role": role, "content": ""}]
+            turn, before = conversation.last_turn
+            conversation.add_written(self._bridge.between(turn, written, before))
+            if conversation.stop is None:
+                own.messages += written
+        return reply
+
     def _begin(self, own: RunningConversation, reply: Reply) -> Reply | Fault:
-        """Append the messages of ``reset`` to the prompt."""
+        """Append the messages of ``reset`` to the prompt; arguments and errors are those of :meth:`_append`."""
         if reply.done:
             return Fault("invalid", "reset() returned done=True: a conversation has at least one turn")
         written = _as_messages(reply.messages, "user")
@@ -289,15 +317,23 @@ class ConversationLoop:
 
     def _on_fault(self, own: RunningConversation, fault: Fault) -> None:
         """End a conversation whose environment failed; one without a turn gets one."""
+        self._count_fault(own, fault)
+        if own.turns:
+            own.conversation.end("fault")
+            own.rewards.append(0.0)
+        self._continue(own)
+
+    def _count_fault(self, own: RunningConversation, fault: Fault) -> None:
+        """Store the failure of an environment.
+
+        Raises:
+            RunError: the settings allow no failure, or not as many.
+        """
         self._faults.append((own.index, fault))
         allowed = self._settings.max_error_rate * self._count
         if self._settings.on_error == "raise" or len(self._faults) > allowed:
             self._raise(fault if self._settings.on_error == "raise" else self._faults[0][1])
         own.fault = fault
-        if own.turns:
-            own.conversation.end("fault")
-            own.rewards.append(0.0)
-        self._continue(own)
 
     def _raise(self, fault: Fault) -> None:
         name = self._settings.factory
@@ -318,11 +354,30 @@ class ConversationLoop:
         )
 
     def _continue(self, own: RunningConversation) -> None:
-        """Request the next turn, or finish the conversation."""
+        """Request the next turn, or end the conversation."""
         if own.conversation.stop is None:
             self._ready.append(own)
         else:
+            self._end(own, own.turns[-1])
+
+    def _end(self, own: RunningConversation, last: Turn) -> None:
+        """Pass the last turn of a conversation that a limit has ended to ``finish`` of its environment."""
+        stop = str(own.conversation.stop)
+        if stop == "done" or own.fault is not None or not self._settings.may_finish:
             self._finish(own)
+            return
+        self._call_host(own, self._on_final_reply, stop=stop, last=last)
+
+    def _on_final_reply(self, own: RunningConversation, reply: Reply | Fault) -> None:
+        """Add the reward of ``finish`` to that of the last turn; the reason of the end remains, also at a failure."""
+        self._calls -= 1
+        own.environment_s += time.perf_counter() - own.called_at
+        if isinstance(reply, Fault):
+            self._count_fault(own, reply)
+        else:
+            own.rewards[-1] += reply.reward
+            _add_metrics(own, reply)
+        self._finish(own)
 
     def _finish(self, own: RunningConversation) -> None:
         """Store the completion of a conversation that has ended, and close its environment."""
@@ -341,6 +396,7 @@ class ConversationLoop:
             fault=None if own.fault is None else own.fault.kind,
             metrics=own.metrics,
             environment_s=own.environment_s,
+            text_starts=own.text_starts,
         )
         completion = replace(own.conversation.completion, conversation=record)
         self._completions[own.index] = completion
@@ -351,6 +407,11 @@ class ConversationLoop:
         """Return the reward of each turn."""
         first, *later = own.rewards
         return [first + later[0], *later[1:]]
+
+
+def _add_metrics(own: RunningConversation, reply: Reply) -> None:
+    for name, value in reply.metrics.items():
+        own.metrics[name] = own.metrics.get(name, 0.0) + value
 
 
 def _as_messages(messages: str | Sequence[Message], role: str) -> list[Message]:

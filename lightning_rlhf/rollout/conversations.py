@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.bridges import Bridge
-from lightning_rlhf.environments.hosts import Host, make_host
+from lightning_rlhf.environments.host import Host
+from lightning_rlhf.environments.hosts import make_host
 from lightning_rlhf.environments.protocol import Message
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import UsageError

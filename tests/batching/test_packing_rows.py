@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.batching.packing import pack_responses, pack_texts
+from lightning_rlhf.batching.packing import pack_responses, pack_texts, pad_parts
 from tests.helpers import properties
 
 
@@ -28,6 +28,25 @@ def test_a_shared_prompt_worked_by_hand():
     assert packing.lengths.tokens == 7
     places = packing.row_index(torch.tensor([[0, 1, 2], [0, 1, 2], [1, 2, 3]]))
     assert places.tolist() == [[0, 1, 4], [2, 3, 3], [1, 5, 6]]
+
+
+def test_rows_of_several_texts_worked_by_hand():
+    """The texts of row 0 are 5 6 | 7, those of row 1 are 8 | 9 1; rows 2 and 3 share their prompt, 2."""
+    ids = torch.tensor([[5, 6, 7], [8, 9, 1], [2, 3, 0], [2, 4, 0]])
+    packing = pack_responses([1, 1, 1, 1], [2, 2, 1, 1], [4, 5, 2, 2], 3, breaks=[[2], [1], [], []])
+    assert ids.flatten()[packing.tokens].tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
+    assert packing.positions.tolist() == [[0, 1, 0, 0, 0, 1, 0, 1, 1]]
+    assert packing.lengths == ((2, 1, 1, 2, 1), ((), (), (), (), (1, 1)))
+    places = packing.row_index(torch.tensor([[0, 1, 2]] * 4))
+    assert places.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 7], [6, 8, 8]]
+
+
+def test_padded_texts_of_rows_worked_by_hand():
+    ids = torch.tensor([[5, 6, 7, 8], [9, 1, 0, 0]])
+    packing = pad_parts([4, 2], [[3], []], 4)
+    rows = ids.flatten()[packing.tokens].view(-1, packing.width)
+    assert [row[:length].tolist() for row, length in zip(rows, (3, 1, 2), strict=True)] == [[5, 6, 7], [8], [9, 1]]
+    assert packing.row_index(torch.tensor([[0, 2, 3], [0, 1, 3]])).tolist() == [[0, 2, 3], [6, 7, 7]]
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=9)

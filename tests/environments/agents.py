@@ -66,6 +66,17 @@ class Rewrites(Agent):
         return 1.0
 
 
+class Alternates(Agent):
+    """Asks for two agents in turn, and for the first once more."""
+
+    def run(self, base_url, api_key, row):
+        client = client_of(base_url, api_key)
+        histories = [[user("a")], [user("g")]]
+        for number in (0, 1, 0, 1, 0):
+            histories[number] += [ask(client, histories[number]).choices[0].message, user("h")]
+        return 1.0
+
+
 class Streams(Agent):
     """Reads the answer as a stream."""
 

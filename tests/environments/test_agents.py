@@ -1,7 +1,11 @@
 """Agents with OpenAI's client: rows, branches, refusals, failures."""
 
+import contextlib
 import json
 import os
+import re
+import socket
+import time
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -9,12 +13,13 @@ from http.client import HTTPConnection
 
 import pytest
 
-from lightning_rlhf import GRPOModule, PromptDataModule
+from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings, MarkedToolCalls
 from lightning_rlhf.environments.bridges import TemplateBridge
+from lightning_rlhf.rollout import endpoint as endpoint_module
 from lightning_rlhf.rollout.conversations import ConversationRequest, ConversationSampler
 from lightning_rlhf.rollout.endpoint import AgentEndpoint
 from lightning_rlhf.rollout.engine import CompletionCheck
@@ -78,17 +83,38 @@ def test_a_row_is_what_the_engine_was_sent_and_returned(converse, agent, timeout
     assert [message["role"] for message in record.messages] == ["user", "assistant", "user", "assistant"]
 
 
-def test_an_edited_history_begins_a_row_whose_prompt_contains_it(converse):
+def test_an_edited_history_begins_a_branch_whose_prompt_contains_it(converse):
     engine = Spy(LETTERS, ["bd"])
     (own,) = converse(engine, requests(1), factory=agents.Rewrites, max_turns=8)
     said = [*ids("bd"), END]
     edited = [*ids("a"), *ids("c"), END, *ids("gh"), *said, *ids("gh")]
     assert engine.prompts[2:] == [edited, [*edited, *said, *ids("h")]]
-    assert own.conversation.prompt_ids == edited
-    assert own.token_ids == [*said, *ids("h"), *said]
-    assert own.sampled == (True,) * 3 + (False,) + (True,) * 3
-    assert (own.conversation.turn_ends, own.conversation.turn_rewards) == ([3, 7], [0.0, 1.0])
+    first = [*said, *ids("gh"), *said]
+    assert own.conversation.prompt_ids == ids("a")
+    assert own.token_ids == [*first, *edited, *said, *ids("h"), *said]
+    assert (
+        own.sampled
+        == (True,) * 3 + (False,) * 2 + (True,) * 3 + (False,) * len(edited) + (True,) * 3 + (False,) + (True,) * 3
+    )
+    start = len(first) + len(edited)
+    assert own.conversation.text_starts == [len(first)]
+    assert own.conversation.turn_ends == [3, 8, start + 3, start + 7]
+    assert own.conversation.turn_rewards == [0.0, 0.0, 0.0, 1.0]
+    assert own.logprobs == [-1.0 if sampled else 0.0 for sampled in own.sampled]
     assert own.conversation.metrics == {"branches": 1.0}
+
+
+def test_requests_of_two_agents_in_turn_continue_their_branches(converse):
+    """That with the last turn is the last one of the row."""
+    engine = Spy(LETTERS, ["b"])
+    (own,) = converse(engine, requests(1), factory=agents.Alternates, max_turns=8)
+    said = [*ids("b"), END]
+    first, second = ([*ids(text), *said, *ids("h"), *said] for text in ("a", "g"))
+    assert engine.prompts == [ids("a"), ids("g"), first[:-2], second[:-2], [*first, *ids("h")]]
+    assert own.conversation.prompt_ids == ids("g")
+    assert own.token_ids == [*second[1:], *first, *ids("h"), *said]
+    assert (own.conversation.text_starts, own.conversation.metrics) == ([len(second) - 1], {"branches": 1.0})
+    assert own.conversation.turn_rewards == [0.0] * 4 + [1.0]
 
 
 def test_a_stream_contains_the_whole_answer(converse):
@@ -111,7 +137,7 @@ def test_tool_calls(converse):
     [
         ({"code": "max_turns"}, 3, 3, "max_turns"),
         ({"code": "context_length_exceeded"}, 8, 6, "tokens"),  # 24 tokens: 3 for each turn, 1 between
-        ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 1, "truncated"),
+        ({"code": "context_length_exceeded", "max_tokens": 2}, 8, 6, "tokens"),  # 2 for each turn, 2 between
     ],
 )
 def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, stop):
@@ -119,6 +145,22 @@ def test_requests_beyond_a_limit_are_refused(converse, row, max_turns, turns, st
     assert (len(own.conversation.turn_ends), own.conversation.stop) == (turns, stop)
     assert own.conversation.turn_rewards[-1] == turns
     assert len(own.token_ids) <= 24
+
+
+def test_a_turn_that_the_agent_limits_is_continued_behind_its_missing_end(converse):
+    engine = Spy(LETTERS, ["bcd"])
+    row = {"code": "max_turns", "max_tokens": 2}
+    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=2)
+    assert engine.prompts == [ids("a"), [*ids("abc"), END, *ids("b")]]
+    assert own.token_ids == [*ids("bc"), END, *ids("b"), *ids("bc")]
+    assert own.sampled == (True,) * 2 + (False,) * 2 + (True,) * 2
+
+
+def test_a_turn_that_a_limit_of_the_run_cuts_ends_the_conversation(converse):
+    row = {"code": "context_length_exceeded", "max_tokens": 5}
+    engine = Spy(LETTERS, ["bcd"])
+    (own,) = converse(engine, requests(1, row), factory=agents.TooMany, max_turns=8, max_turn_tokens=2)
+    assert (own.conversation.stop, own.conversation.turn_ends) == ("truncated", [2])
 
 
 def test_a_request_behind_a_turn_that_cannot_be_continued_is_refused(converse, monkeypatch):
@@ -152,7 +194,7 @@ def test_several_parallel_requests_are_all_answered_or_refused(converse):
 
 def test_parallel_requests_are_answered_one_after_the_other(converse):
     (own,) = converse(Spy(LETTERS, ["bc"]), requests(1), factory=agents.Parallel)
-    assert own.conversation.turn_rewards == [2.0]
+    assert own.conversation.turn_rewards == [0.0, 2.0]
     assert own.conversation.metrics == {"branches": 1.0}
 
 
@@ -192,6 +234,34 @@ def test_training_with_agents(tmp_path):
     trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
     trainer.fit(GRPOModule(TinyModel(), minibatch_size=4), datamodule=data)
     assert trainer.callback_metrics["env/turns"] >= 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_path, packed, kind):
+    data = PromptDataModule(
+        InMemory([{"prompt": [{"role": "user", "content": "a"}]}] * 8),
+        CharacterTokenizer("abcdefg", chat=True),
+        batch_size=2,
+        max_tokens=8,
+    )
+    settings = EnvironmentSettings(agents.Rewrites, max_turns=4, max_turn_tokens=4, on_error="end", max_error_rate=1.0)
+    loop = RolloutLoop(
+        [], TransformersEngine(), group_size=2, max_response_tokens=48, environment=settings, validate_at_ends=False
+    )
+    more = {"critic": TinyModel(seed=1)} if kind is PPOModule else {}
+    trainer = quiet_trainer(callbacks=[loop], default_root_dir=tmp_path, max_steps=1)
+    module = kind(TinyModel(), minibatch_size=4, packing=packed, **more)
+    trainer.fit(module, datamodule=data)
+    experience, rollout = module.experience, module.experience.rollout
+    branched = rollout.text_starts.any(1)
+    assert branched.any()
+    assert len(rollout) == 4  # a conversation is one row of its group
+    assert rollout.group.tolist() == [0, 0, 1, 1]
+    behind = rollout.text_starts.cumsum(1) > 0
+    assert (rollout.response_mask & behind).any()
+    gap = (experience.old_logprobs - rollout.rollout_logprobs)[rollout.response_mask]
+    assert gap.abs().max() < 1e-4
 
 
 # -- the endpoint itself ----------------------------------------------------------------------------------------------
@@ -241,3 +311,89 @@ def test_requests_that_are_not_chats_are_rejected(endpoint, method, path, body, 
     key = endpoint.register(lambda body: pytest.fail("called"))
     assert send(endpoint, method, path, body, key, headers)[0] == status
     assert send(endpoint, "GET", "/v1/models", key=key)[1]["data"][0]["id"] == "policy"
+
+
+def responses(endpoint, payload, seconds=5.0):
+    """Send bytes, and return the status of each response until the connection is closed or no more arrives."""
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=seconds) as connection:
+        connection.sendall(payload)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while part := connection.recv(65536):
+                received += part
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", received)]
+
+
+def post(body, key="wrong", length=None, headers=""):
+    length = len(body) if length is None else length
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {length}\r\n{headers}"
+    return f"{head}\r\n".encode() + body
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"", b"[" * 1000])
+def test_a_bad_request_with_a_wrong_key_has_one_answer_and_the_next_one_its_own(endpoint, body):
+    asked = []
+    key = endpoint.register(lambda body: asked.append(body) or pytest.fail("called"))
+    second = f"GET /v1/models HTTP/1.1\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n".encode()
+    assert responses(endpoint, post(body) + second) == [401, 200]
+    assert responses(endpoint, post(b"", length=99_000_000)) == [401]
+    assert responses(endpoint, post(b"", length="x")) == [401]
+
+
+def test_a_body_without_the_key_of_a_conversation_is_not_kept_in_memory(endpoint, monkeypatch):
+    read = []
+    monkeypatch.setattr(endpoint_module.json, "loads", lambda text: read.append(text))
+    last = post(b'{"a": 1}' * 1_000_000, headers="Connection: close\r\n")
+    assert responses(endpoint, last) == [401]
+    assert read == []
+
+
+@pytest.mark.parametrize("length", [5, 50])
+def test_a_request_that_does_not_arrive_is_given_up(endpoint, monkeypatch, length):
+    monkeypatch.setattr(endpoint_module._Handler, "timeout", 0.3)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    began = time.monotonic()
+    assert responses(endpoint, post(b'{"a', key, length)) in ([], [408])
+    assert responses(endpoint, b"POST /v1/chat") == []
+    assert time.monotonic() - began < 4.0
+
+
+def test_a_body_that_arrives_slowly_is_given_up(endpoint, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_BODY_SECONDS", 0.5)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(post(b"", key, 1000))
+        connection.settimeout(0.1)
+        for _ in range(40):
+            with contextlib.suppress(TimeoutError):
+                if connection.recv(1) == b"":
+                    break
+            connection.sendall(b" ")
+        else:
+            pytest.fail("the connection is still open")
+
+
+def test_connections_beyond_the_limit_are_closed(endpoint, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_MOST_CONNECTIONS", 2)
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    host, port = endpoint.url.removeprefix("http://").removesuffix("/v1").split(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=5.0))
+        time.sleep(0.2)
+        with socket.create_connection((host, int(port)), timeout=5.0) as third:
+            assert third.recv(1) == b""
+    deadline = time.monotonic() + 10
+    while endpoint._server.connections and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert send(endpoint, "GET", "/v1/models", key=key)[0] == 200
+
+
+def test_values_that_are_nested_too_deeply_are_refused(endpoint):
+    key = endpoint.register(lambda body: pytest.fail("called"))
+    for levels in (200, 900):
+        deep = '{"tools": ' + "[" * levels + "]" * levels + "}"
+        status, body = send(endpoint, "POST", "/v1/chat/completions", deep, key)
+        assert (status, body["error"]["message"]) == (400, "the body is nested more than 100 levels deep")

@@ -251,3 +251,128 @@ def test_a_thousand_conversations_leave_nothing_behind(options):
             time.sleep(0.1)
     assert present() == before
     assert worker._live == {}
+
+
+# -- the chat template ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat():
+    """Runs conversations whose environment writes messages of a chat template in which roles must alternate."""
+    tokenizer = CharacterTokenizer("abcdefgh<>u", chat=True).load()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'assistant' and loop.index0 is odd %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if m.role == 'assistant' %}{{ m.content }}</s>{% else %}<u>{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    samplers = []
+
+    def chat(factory, asked, texts=("ab",), **settings):
+        settings = EnvironmentSettings(factory, **({"max_turns": 3, "timeout_s": None} | settings))
+        samplers.append(ConversationSampler(settings, settings.make_bridge(tokenizer, {}), tokenizer))
+        engine = Spy(tokenizer, list(texts))
+        check = partial(samplers[-1], check=CompletionCheck(100, engine.version, 10**6))
+        return engine.serve(asked, check, None).completions(), tokenizer
+
+    yield chat
+    for sampler in samplers:
+        sampler.close()
+
+
+@pytest.mark.parametrize("empty", ["", "reply", "list"])
+def test_an_empty_reply_is_an_empty_message(chat, empty):
+    (own,), tokenizer = chat(worlds.Empty, requests(1, {"reply": empty}, max_tokens=64))
+    assert own.conversation.stop == "max_turns"
+    text = tokenizer.decode(own.token_ids, clean_up_tokenization_spaces=False)
+    assert text == "ab</s><u></s><a>ab</s><u></s><a>ab</s>"
+    roles = [(message["role"], message["content"]) for message in own.conversation.messages]
+    assert roles == [("assistant", "ab"), ("user", "")] * 2 + [("assistant", "ab")]
+
+
+def test_an_empty_reply_to_a_tool_call_is_an_empty_result(converse):
+    parser = MarkedToolCalls("t", "x", start="a", end="b")
+    (own,) = converse(
+        Spy(LETTERS, ["acb"]), requests(1, {"reply": ""}), factory=worlds.Empty, parser=parser, max_turns=2
+    )
+    assert own.conversation.messages[1] == {"role": "tool", "content": ""}
+
+
+def test_messages_that_the_template_rejects_are_a_failure_of_the_environment(chat):
+    asked = [replace(own, row={"count": 1 + i % 2}) for i, own in enumerate(requests(4, max_tokens=64))]
+    rows, _ = chat(worlds.SeveralMessages, asked, on_error="end")
+    assert [own.conversation.fault for own in rows] == [None, "invalid"] * 2
+    assert [len(own.conversation.turn_ends) for own in rows] == [3, 1, 3, 1]
+    assert rows[1].conversation.turn_rewards == [0.0]
+    with pytest.raises(RuntimeError, match=r"SeveralMessages returned messages that cannot .* roles must alternate"):
+        chat(worlds.SeveralMessages, asked)
+
+
+def test_messages_at_the_start_that_the_template_rejects_are_a_failure(chat):
+    asked = [replace(own, messages=[{"role": "user", "content": "a"}], row={"greeting": "b"}) for own in requests(1)]
+    (own,), _ = chat(worlds.Greets, asked, on_error="zero", max_error_rate=1.0)
+    assert (own.conversation.fault, own.conversation.stop) == ("invalid", "fault")
+
+
+# -- the last call ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "timeout_s"),
+    [
+        (worlds.Counts, 30.0),
+        (worlds.Counts, None),
+        (worlds.CountsInLoop, 30.0),
+        (worlds.make_counts, None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("text", "limits", "stop", "reward"),
+    [
+        ("aa", {"max_turns": 2}, "max_turns", 4.0),
+        ("aaa", {"max_turns": 9}, "tokens", 15.0),  # 24 tokens: 4 for each turn, 1 between
+        ("aab", {"max_turns": 9, "max_turn_tokens": 3}, "truncated", 200.0),
+    ],
+)
+def test_a_conversation_that_a_limit_ended_is_judged_by_its_environment(
+    converse, factory, timeout_s, text, limits, stop, reward
+):
+    (own,) = converse(Spy(LETTERS, [text]), requests(1), factory=factory, timeout_s=timeout_s, **limits)
+    record = own.conversation
+    assert (record.stop, sum(record.turn_rewards), record.turn_rewards[-1]) == (stop, reward, reward)
+    assert record.metrics == {"asked": 1.0, stop: 1.0}
+    assert len(record.turn_rewards) == len(record.turn_ends)
+
+
+def test_a_conversation_that_the_environment_ended_has_no_last_call(converse):
+    (own,) = converse(Spy(LETTERS, ["g"]), requests(1), factory=worlds.Counts)
+    assert (own.conversation.stop, own.conversation.metrics) == ("done", {})
+
+
+@pytest.mark.parametrize(("on_error", "reward"), [("end", 0.0), ("zero", 0.0), ("skip", 0.0)])
+def test_a_failure_of_the_last_call_keeps_the_reason_of_the_end(converse, on_error, reward):
+    settings = {"factory": worlds.Counts, "arguments": {"fault": True}, "max_turns": 2, "max_error_rate": 1.0}
+    (own,) = converse(Spy(LETTERS, ["aa"]), requests(1), on_error=on_error, **settings)
+    record = own.conversation
+    assert (record.stop, record.fault, record.turn_rewards) == ("max_turns", "error", [0.0, reward])
+    with pytest.raises(RuntimeError, match="Counts raised ValueError: no end max_turns"):
+        converse(Spy(LETTERS, ["aa"]), requests(1), **settings)
+
+
+@pytest.mark.parametrize(("value", "fault"), [(None, None), (2, None), ("text", "invalid"), (True, "invalid")])
+def test_the_last_call_returns_a_number_a_reply_or_nothing(converse, value, fault):
+    asked = requests(1, {"value": value})
+    (own,) = converse(
+        Spy(LETTERS, ["aa"]), asked, factory=worlds.FinishesWith, max_turns=1, on_error="end", max_error_rate=1.0
+    )
+    assert own.conversation.fault == fault
+    assert own.conversation.turn_rewards == [2.0 if value == 2 else 0.0]
+
+
+def test_a_conversation_is_judged_after_its_process_was_lost(converse):
+    asked = [replace(own, seed=i) for i, own in enumerate(requests(4))]
+    rows = converse(
+        Spy(LETTERS, ["aa"]), asked, factory=worlds.DiesOnce, concurrency=1, max_turns=2, on_error="end"
+    )  # fmt: skip
+    assert [own.conversation.fault for own in rows] == [None, "died", None, None]
+    assert [sum(own.conversation.turn_rewards) for own in rows] == [4.0, 0.0, 4.0, 4.0]

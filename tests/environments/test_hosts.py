@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_rlhf.environments import Environment, Reply, Turn
-from lightning_rlhf.environments.hosts import LoopHost, ProcessHost, ThreadHost, make_host
+from lightning_rlhf.environments.hosts import ProcessHost, ThreadHost, make_host
+from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 from tests.environments import worlds
 
@@ -200,3 +204,119 @@ class Counting(Environment):
 
     async def step(self, text):
         return text
+
+
+class Interrupts(Environment):
+    """Raises KeyboardInterrupt where its row names it."""
+
+    def __init__(self, at="step"):
+        if at == "made":
+            raise KeyboardInterrupt("made")
+        self.at = at
+
+    def reset(self):
+        if self.at == "reset":
+            raise KeyboardInterrupt("reset")
+
+    def step(self, text):
+        raise KeyboardInterrupt("step")
+
+
+class InterruptsLoop(Interrupts):
+    """The same, with an ``async`` step."""
+
+    async def step(self, text):
+        raise KeyboardInterrupt("step")
+
+
+@pytest.mark.parametrize("at", ["made", "reset", "step"])
+@pytest.mark.parametrize(
+    ("factory", "timeout_s"), [(Interrupts, 30.0), (Interrupts, None), (InterruptsLoop, 30.0), (InterruptsLoop, None)]
+)
+def test_an_interrupt_that_an_environment_raises_is_its_failure(host, factory, timeout_s, at):
+    own = host(factory, timeout_s, at=at)
+    digests = (digest_of(Reply()),) if at == "step" else ()
+    if at == "step":
+        assert own.call(Call("a", {}, 0)).result(10) == Reply()
+    fault = own.call(Call("a", {}, 0, (Turn("x"),) if digests else (), digests)).result(10)
+    assert (fault.kind, fault.message) == ("error", f"raised KeyboardInterrupt: {at}")
+    again = own.call(Call("b", {}, 0)).result(10)
+    assert again == Reply() if at == "step" else again.kind == "error"
+
+
+STARTS_SOMETIMES = """
+import os
+from pathlib import Path
+
+if Path(__file__).with_name("broken").exists():
+    os._exit(3)
+
+
+class Echo:
+    def step(self, text):
+        return text
+"""
+
+
+def test_a_process_that_cannot_start_is_a_failure_and_a_later_call_starts_another(tmp_path, monkeypatch):
+    (tmp_path / "world.py").write_text(STARTS_SOMETIMES)
+    (tmp_path / "broken").touch()
+    own = ProcessHost(Spec(f"{tmp_path / 'world.py'}:Echo"), 30.0, 1)
+    try:
+        began = time.monotonic()
+        first = [own.call(Call(str(i), {}, 0)) for i in range(4)]
+        faults = [call.result(60) for call in first]
+        assert {fault.kind for fault in faults} == {"died"}
+        assert "if __name__ == '__main__'" in faults[0].message
+        assert time.monotonic() - began < 30
+        (tmp_path / "broken").unlink()
+        assert talk(own, "a", "xyz")[1:] == [Reply("xyz")]
+    finally:
+        own.close()
+
+
+class RaisesLong(Environment):
+    """Raises an error with a very long text."""
+
+    def step(self, text):
+        raise ValueError("x" * 10**7 + "y")
+
+
+class RaisesLongInLoop(RaisesLong):
+    """The same, with an ``async`` step."""
+
+    async def step(self, text):
+        raise ValueError("x" * 10**7 + "y")
+
+
+@pytest.mark.parametrize(("factory", "timeout_s"), [(RaisesLong, 30.0), (RaisesLong, None), (RaisesLongInLoop, 30.0)])
+def test_messages_and_tracebacks_of_failures_are_cut_in_the_middle(host, factory, timeout_s):
+    fault = talk(host(factory, timeout_s), "a", "b")[-1]
+    assert fault.message.startswith("raised ValueError: xxx")
+    assert fault.trace.startswith("Traceback")
+    assert "in step" in fault.trace
+    assert fault.trace.endswith("xy\n")
+    assert len(fault.message) <= 2000
+    assert len(fault.trace) <= 20_100
+
+
+SCRIPT = """
+from lightning_rlhf.environments.hosts import ProcessHost
+from lightning_rlhf.environments.worker import Call, Spec
+
+host = ProcessHost(Spec("tests.environments.worlds:Echo"), 30.0, 1)
+print(host.call(Call("a", {}, 0)).result(60).message)
+host.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_its_workers_would_run_again_is_described(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.stdout.startswith("has no worker process: the process ended while it started")
+    assert "if __name__ == '__main__':" in ran.stdout
+    assert "before the\n        current process has finished its bootstrapping phase" in ran.stderr

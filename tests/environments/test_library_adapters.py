@@ -1,17 +1,25 @@
 """Environments of other libraries: fakes with their interfaces, and the libraries themselves where installed."""
 
 import asyncio
+import contextlib
+import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_rlhf.environments import Reply, ToolCall, Turn
+from lightning_rlhf.environments.adapters import line_limit
+from lightning_rlhf.environments.adapters import mcp as mcp_adapter
 from lightning_rlhf.environments.adapters.gymnasium import Gymnasium, TextArena
 from lightning_rlhf.environments.adapters.mcp import MCP
 from lightning_rlhf.environments.adapters.peers import SkyRLEnvironment, TRLEnvironment
 from lightning_rlhf.environments.adapters.reasoning_gym import ReasoningGym, score
-from lightning_rlhf.environments.hosts import LoopHost
+from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -209,3 +217,128 @@ def test_a_turn_without_a_call_ends_the_conversation_with_an_mcp_server():
     assert asyncio.run(own.step(Turn("5"))) == Reply(done=True)
     malformed = asyncio.run(own.step(Turn("", malformed="call 1: no JSON")))
     assert malformed.messages[0]["content"] == "Error: the tool call could not be read: call 1: no JSON"
+
+
+HOSTILE = [sys.executable, str(Path(__file__).with_name("hostile_mcp_server.py"))]
+
+
+def called(mode, timeout_s=None):
+    """Return the content of the only message after a call of a tool, or the error, with a server that misbehaves."""
+    pytest.importorskip("mcp", reason="needs mcp")
+
+    async def run():
+        own = MCP(["act"], command=[*HOSTILE, mode], timeout_s=timeout_s)
+        try:
+            return (await own.step(Turn("", (ToolCall("act", {}),)))).messages[0]["content"]
+        finally:
+            await own.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("well", "done"),
+        ("image", "a\n(a result of type image was left out: only texts can be read)"),
+        ("resource", "inside"),
+    ],
+)
+def test_results_of_an_mcp_server_as_texts(mode, text):
+    assert called(mode) == text
+
+
+def test_a_call_of_an_mcp_server_that_takes_too_long_is_a_message():
+    assert called("slow", timeout_s=0.3) == "Error: act took longer than its time limit of 0.3 s"
+
+
+def test_an_mcp_server_that_ends_is_named_with_the_cause():
+    with pytest.raises(RuntimeError, match=r"the MCP server .*hostile_mcp_server.py exit failed: .*[Cc]losed"):
+        called("exit")
+
+
+def test_an_mcp_server_that_writes_without_end_is_ended():
+    began, before = time.monotonic(), psutil.Process().memory_info().rss
+    with pytest.raises(RuntimeError, match=r"the MCP server .*hostile_mcp_server.py endless failed"):
+        called("endless")
+    assert time.monotonic() - began < 15
+    assert psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_a_server_that_writes_too_long_a_line_is_ended_and_others_end_themselves():
+    def run(limit, program):
+        command = [sys.executable, line_limit.__file__, str(limit), sys.executable, "-c", program]
+        return subprocess.run(command, input="abc\n", capture_output=True, text=True, timeout=20)
+
+    good = run(4, "import sys; print(input()); print(input() if 0 else 'de', end=''); sys.exit(5)")
+    assert (good.stdout, good.returncode) == ("abc\nde", 5)
+    long = run(3, "print(input()); input()")
+    assert (long.stdout, long.returncode) == ("", 1)
+    assert "the MCP server wrote a line of more than 3 bytes, and was ended" in long.stderr
+
+
+def test_tools_on_later_pages_of_an_mcp_server_are_found():
+    pytest.importorskip("mcp", reason="needs mcp")
+    (schema,) = MCP(["act"], command=[*HOSTILE, "pages"]).schemas
+    assert schema["function"]["description"] == "acts"
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("long", r"endless_name describes the tool 'act' with 300\d+ characters, at most 100000 are allowed"),
+        ("silent", r"the MCP server .* silent cannot be used: it did not list its tools within 0.5 s"),
+    ],
+)
+def test_descriptions_of_an_mcp_server_are_bounded(mode, message, monkeypatch):
+    pytest.importorskip("mcp", reason="needs mcp")
+    monkeypatch.setattr(mcp_adapter, "_LIST_SECONDS", 0.5 if mode == "silent" else 30.0)
+    with pytest.raises((ValueError, RuntimeError), match=message.replace("endless_name", ".* long")):
+        _ = MCP(["act"], command=[*HOSTILE, mode]).schemas
+
+
+def test_a_command_of_an_mcp_server_that_is_absent_is_named():
+    pytest.importorskip("mcp", reason="needs mcp")
+    with pytest.raises(ValueError, match="the program 'no-such-program' of the MCP server was not found"):
+        _ = MCP(["act"], command=["no-such-program"]).schemas
+
+
+@contextlib.contextmanager
+def http_server(answer):
+    """Serve POST requests with a function of the handler; yield the address."""
+    handler = type("Handler", (BaseHTTPRequestHandler,), {"do_POST": answer, "log_message": lambda *_: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/mcp"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def redirect(handler):
+    handler.send_response(302)
+    handler.send_header("Location", "http://127.0.0.1:9/other")
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+
+
+def endless(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.end_headers()
+    with contextlib.suppress(OSError):
+        for _ in range(3000):
+            handler.wfile.write(b"x" * 65536)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"), [(redirect, "Redirect"), (endless, "sent a response of more than 10000000 bytes")]
+)
+def test_an_mcp_server_over_http_that_misbehaves_is_named_with_the_cause(answer, cause):
+    pytest.importorskip("mcp", reason="needs mcp")
+    with (
+        http_server(answer) as url,
+        pytest.raises(RuntimeError, match=rf"(?s)the MCP server {url} cannot be used: .*{cause}"),
+    ):
+        _ = MCP(["act"], url=url).schemas

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_rlhf.environments import Reply, Turn
 from lightning_rlhf.environments.adapters.openenv import OpenEnv
-from lightning_rlhf.environments.hosts import LoopHost
+from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
 
 websockets = pytest.importorskip("websockets", reason="needs websockets")
@@ -73,6 +73,7 @@ class FakeServer:
                     "errors": [{"type": "missing", "loc": ["move"]}],
                 },
             },
+            "long": {"type": "error", "data": {"message": "x" * 10**7, "code": "y" * 10**6, "errors": ["z" * 10**6]}},
             "other": observation({"board": 3}, 0.0, False),
             "board": observation({"text": [1, "ä"]}, 1, False),
             "empty": observation({"text": None}, True, True),
@@ -132,6 +133,13 @@ def play(own, *texts, seed=7):
     return asyncio.run(run())
 
 
+def wait_until_closed(server, count):
+    """Wait until a server has read the last messages of some connections."""
+    deadline = time.monotonic() + 10
+    while server.closed < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_a_session_on_a_server(server):
     own = OpenEnv(f"{server.url}/", action="command", observation="text")
     assert play(own, "walk", "board", "empty", "end", seed=2**31 + 7) == [
@@ -144,6 +152,7 @@ def test_a_session_on_a_server(server):
     assert server.paths == ["/ws"]
     assert server.received[0] == {"type": "reset", "data": {"seed": 7}}
     assert server.received[1] == {"type": "step", "data": {"command": "walk"}}
+    wait_until_closed(server, 1)
     assert server.received[-1] == {"type": "close"}
 
 
@@ -161,6 +170,12 @@ def test_a_session_on_a_server(server):
 def test_failures_name_the_server(server, text, message):
     with pytest.raises(RuntimeError, match=message):
         play(OpenEnv(server.url, "command", "text"), text)
+
+
+def test_errors_of_a_server_are_cut(server):
+    with pytest.raises(RuntimeError, match=r"rejected 'step': x{1000} ") as caught:
+        play(OpenEnv(server.url, "command", "text"), "long")
+    assert len(str(caught.value)) < 3000
 
 
 def test_a_server_without_a_free_session(server):
@@ -202,9 +217,7 @@ def test_conversations_of_a_run_have_a_session_each(server):
         assert conversation(host, "b", "leave")[-1].kind == "error"
         assert conversation(host, "c", "nan")[-1].kind == "invalid"
         host.release("a")
-        deadline = time.monotonic() + 10
-        while server.closed < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until_closed(server, 3)
         assert (len(server.paths), server.closed) == (3, 3)
         assert conversation(host, "d", "go")[-1].messages == "you go"  # open when the host is closed
     finally:

@@ -1,10 +1,15 @@
 """Functions as tools: results, mistakes of the policy, failures, schemas."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 
-from lightning_rlhf.environments import ToolCall, Tools, Turn
+from lightning_rlhf.data.chat import tool_schemas
+from lightning_rlhf.environments import Reply, StatefulTools, ToolCall, Tools, Turn
+from lightning_rlhf.environments.hosts import ProcessHost
+from lightning_rlhf.environments.worker import Call, Spec, digest_of
 from tests.environments import worlds
 
 
@@ -114,3 +119,148 @@ def test_functions_that_cannot_be_tools(functions, message):
 def test_a_function_without_a_description_has_no_schema():
     with pytest.raises(ValueError, match="the tool untyped has no schema for the chat template"):
         _ = Tools([untyped]).schemas
+
+
+# -- time limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [worlds.sleep, worlds.sleep_async])
+@pytest.mark.parametrize("limit", [0.2, {"sleep": 0.2, "sleep_async": 0.2}])
+def test_a_tool_that_takes_too_long_is_a_message(function, limit):
+    own, name = Tools([worlds.sleep, worlds.sleep_async], timeout_s=limit), function.__name__
+    began = time.monotonic()
+    reply = own.step(Turn("", (ToolCall(name, {"seconds": 30}), ToolCall(name, {"seconds": 0}))))
+    assert time.monotonic() - began < 5
+    contents = [message["content"] for message in reply.messages]
+    assert contents == [f"Error: {name} took longer than its time limit of 0.2 s", "slept"]
+    assert reply.metrics == {"tool_errors": 1.0}
+
+
+def test_a_limit_in_a_worker_process():
+    host = ProcessHost(Spec(Tools, {"functions": [worlds.sleep], "timeout_s": 0.2}), 30.0, 1)
+    try:
+        digest = digest_of(host.call(Call("k", {}, 0)).result(30))
+        turn = Turn("", (ToolCall("sleep", {"seconds": 30}),))
+        reply = host.call(Call("k", {}, 0, (turn,), (digest,))).result(10)
+        assert reply.messages[0]["content"] == "Error: sleep took longer than its time limit of 0.2 s"
+    finally:
+        host.close()
+
+
+def test_a_tool_without_a_limit_of_its_own_has_none():
+    own = Tools([worlds.sleep, worlds.add], timeout_s={"add": 0.01})
+    assert own.step(Turn("", (ToolCall("sleep", {"seconds": 0.1}),))).messages[0]["content"] == "slept"
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (0, "timeout_s of a tool must be positive, got 0"),
+        ({"add": -1}, "timeout_s of a tool must be positive, got -1"),
+        ({"ad": 1}, "timeout_s has a limit for 'ad', but the tools are add"),
+    ],
+)
+def test_limits_that_cannot_be_meant(limit, message):
+    with pytest.raises(ValueError, match=message):
+        Tools([worlds.add], timeout_s=limit)
+
+
+def test_a_limit_in_a_thread_is_refused():
+    errors = []
+
+    def run():
+        try:
+            Tools([worlds.add], timeout_s=1.0).step(Turn("", (ToolCall("add", {"a": 1, "b": 2}),)))
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert errors == ["time limits of tools need worker processes: set timeout_s of the environment, too"]
+
+
+# -- tools with a state -----------------------------------------------------------------------------------------------
+
+ROW = {"balances": {"a": 3, "b": 0}, "wanted": {"a": 1, "b": 2}}
+
+
+def test_methods_of_an_object_are_tools_with_a_state():
+    own = StatefulTools(worlds.Bank)
+    own.reset(ROW, 7)
+    move = ToolCall("transfer", {"source": "a", "target": "b", "amount": 2}, "c")
+    reply = own.step(Turn("", (move, ToolCall("balance", {"account": "a"}), ToolCall("balance", {"account": "x"}))))
+    assert [message["content"] for message in reply.messages] == ["done", "1", "Error: no account 'x'"]
+    assert reply.messages[0]["tool_call_id"] == "c"
+    assert (reply.reward, reply.done, reply.metrics) == (0.0, False, {"tool_errors": 1.0})
+    assert own.finish(Turn("")) == 1.0  # a limit ends the conversation
+    assert own.step(Turn("ready")) == Reply("", 1.0, True, {})
+    assert own._object.seed == 7
+    assert ROW["balances"] == {"a": 3, "b": 0}
+
+
+@pytest.mark.parametrize("name", ["_audit", "reward", "close", "done", "__init__", "balances"])
+def test_hooks_and_private_methods_are_no_tools(name):
+    own = StatefulTools(worlds.Bank)
+    own.reset(ROW, 0)
+    (message,) = own.step(Turn("", (ToolCall(name, {}),))).messages
+    assert message["content"] == f"Error: there is no tool {name!r}, only balance, transfer"
+
+
+def test_an_object_may_end_the_conversation_and_read_the_last_text():
+    own = StatefulTools(worlds.Counter, role="user")
+    own.reset({}, 0)
+    add = ToolCall("add", {})
+    assert own.step(Turn("abc", (add, ToolCall("twice", {"x": 4})))) == Reply(
+        [{"role": "user", "content": "1"}, {"role": "user", "content": "8"}], metrics={"tool_errors": 0.0}
+    )
+    last = own.step(Turn("abcde", (add, add)))
+    assert (last.done, last.reward) == (True, 0.5)
+
+
+def test_schemas_of_a_class_are_those_of_its_methods():
+    schemas = StatefulTools("tests.environments.worlds:Bank", {"fee": 1}).schemas
+    assert schemas == tool_schemas([worlds.Bank]) == tool_schemas(["tests.environments.worlds:Bank"])
+    assert [schema["function"]["name"] for schema in schemas] == ["balance", "transfer"]
+    assert schemas[1]["function"]["parameters"]["required"] == ["source", "target"]
+    assert [schema["function"]["name"] for schema in StatefulTools(worlds.Counter).schemas] == ["add", "twice"]
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "message"),
+    [
+        (worlds.add, {}, "factory of StatefulTools must be a class"),
+        (dict, {}, "dict has no public method that could be a tool"),
+        (worlds.Bank, {"fees": 1}, "Bank: got an unexpected keyword argument 'fees'; only row, seed and arguments"),
+        (worlds.Misbehaves, {"log": 1, "seed": 2}, "Misbehaves: got an unexpected keyword argument 'seed'"),
+    ],
+)
+def test_classes_that_cannot_be_tools(factory, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        StatefulTools(factory, arguments)
+
+
+def test_every_conversation_has_its_object_also_in_a_new_process(tmp_path):
+    row = {**ROW, "log": str(tmp_path / "log")}
+    spec = Spec(StatefulTools, {"factory": "tests.environments.worlds:Bank", "arguments": {"fee": 1}})
+    move, ask = (Turn("", (call,)) for call in (
+        ToolCall("transfer", {"source": "a", "target": "b"}), ToolCall("balance", {"account": "a"}),
+    ))  # fmt: skip
+    digests = []
+    for host in (ProcessHost(spec, 30.0, 1), ProcessHost(spec, 30.0, 1)):  # the second repeats the turns
+        try:
+            digests = digests or [digest_of(host.call(Call("k", row, 0)).result(30))]
+            if len(digests) == 1:
+                digests.append(digest_of(host.call(Call("k", row, 0, (move,), tuple(digests))).result(30)))
+            reply = host.call(Call("k", row, 0, (move, ask), tuple(digests))).result(30)
+            assert reply.messages[0]["content"] == "1"
+            other = host.call(Call("other", row, 0, (ask,), tuple(digests[:1]))).result(30)
+            assert other.messages[0]["content"] == "3"
+            host.release("k")
+            deadline = time.monotonic() + 10
+            while not (tmp_path / "log").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert (tmp_path / "log").read_text() == "closed\n"
+            (tmp_path / "log").unlink()
+        finally:
+            host.close()

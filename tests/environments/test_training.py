@@ -130,6 +130,27 @@ def test_skipped_conversations_are_not_trained_on(tmp_path):
     assert trainer.callback_metrics["env/fault_error"] == (~rollout.included).float().mean()
 
 
+def one_each(completions):
+    return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(("on_error", "of_failed"), [("zero", 0.0), ("end", 1.0)])
+def test_zero_sets_all_rewards_of_a_failed_conversation_to_zero(tmp_path, on_error, of_failed):
+    settings = EnvironmentSettings(
+        Breaks, max_turns=3, max_turn_tokens=3, timeout_s=None, bridge="plain", on_error=on_error, max_error_rate=1.0,
+        weight=0.0,
+    )  # fmt: skip
+    module, trainer = run(tmp_path, settings, rewards=[RewardFunction(one_each)], steps=1)
+    rollout = module.experience.rollout
+    values, counts = rollout.reward.unique(return_counts=True)
+    failed = round(float(trainer.callback_metrics["env/fault_error"]) * len(rollout))
+    assert 0 < failed < len(rollout)
+    assert rollout.included.all()
+    assert torch.equal(rollout.reward, rollout.rewards["one_each"])
+    assert int(counts[values == 0].sum()) == (failed if on_error == "zero" else 0)
+    assert of_failed in values
+
+
 @pytest.mark.parametrize("reward", [None, "environment"])
 def test_dynamic_sampling_compares_the_rewards_of_environments(tmp_path, reward):
     settings = EnvironmentSettings(worlds.Remembers, timeout_s=None, bridge="plain", max_turn_tokens=3)

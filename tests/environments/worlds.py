@@ -66,6 +66,26 @@ class Greets(Echo):
         return row["greeting"]
 
 
+class Empty(Environment):
+    """Has nothing to reply."""
+
+    def reset(self, row):
+        self.kind = row["reply"]
+
+    def step(self, text):
+        return {"": "", "reply": Reply(), "list": Reply([])}[self.kind]
+
+
+class SeveralMessages(Environment):
+    """Replies with as many messages as its row names; each turn has a reward."""
+
+    def reset(self, row):
+        self.count = row["count"]
+
+    def step(self, text):
+        return Reply([{"role": "user", "content": "h"}] * self.count, reward=1.0)
+
+
 class Misbehaves(Environment):
     """Does at its second turn what its row names; other rows echo."""
 
@@ -295,3 +315,159 @@ def lookup(key: str) -> str:
 def crash() -> str:
     """Crash."""
     raise RuntimeError("the tool is broken")
+
+
+class Counts(Environment):
+    """Has seen some letters a when a limit ends the conversation; counts how often it was asked for the reward.
+
+    Args:
+        fault: whether the last call fails.
+    """
+
+    def __init__(self, fault=False):
+        self.fault, self.seen, self.asked = fault, 0, 0
+
+    def reset(self, seed):
+        self.seed = seed
+
+    def step(self, text):
+        self.seen += text.count("a")
+        return Reply(text[:1], done=text == "g")
+
+    def finish(self, stop, turn, text):
+        if self.fault:
+            raise ValueError(f"no end {stop}")
+        assert turn.text == text
+        self.asked += 1
+        cut = 100 if stop == "truncated" else 0  # the turn that was cut counts alone
+        return Reply(reward=self.seen + cut * text.count("a"), metrics={"asked": self.asked, stop: 1.0})
+
+
+class CountsInLoop(Counts):
+    """The same, with an ``async`` method."""
+
+    async def finish(self, stop, turn, text):
+        return super().finish(stop, turn, text)
+
+    async def step(self, text):
+        return super().step(text)
+
+
+class FinishesWith(Echo):
+    """Returns the value of its row at the end."""
+
+    def reset(self, row):
+        self.value = row["value"]
+
+    def finish(self):
+        return self.value
+
+
+def make_counts():
+    return Counts()
+
+
+class DiesOnce(Counts):
+    """Ends its process at the end of another conversation, so that this one is repeated in a new process."""
+
+    def finish(self, stop, turn, text):
+        if self.seed == 1:
+            os._exit(1)
+        return super().finish(stop, turn, text)
+
+
+class Bank:
+    """Accounts of a row, between which the policy moves money.
+
+    Args:
+        row: row with the balances and the wanted ones.
+        seed: seed of the conversation.
+        fee: fee of a transfer.
+    """
+
+    def __init__(self, row, seed, fee=0):
+        self.balances, self.wanted, self.seed, self.fee = dict(row["balances"]), row["wanted"], seed, fee
+        self._log = row.get("log")
+
+    def balance(self, account: str) -> int:
+        """Return the balance of an account.
+
+        Args:
+            account: name of the account
+        """
+        if account not in self.balances:
+            raise ToolError(f"no account {account!r}")
+        return self.balances[account]
+
+    def transfer(self, source: str, target: str, amount: int = 1) -> str:
+        """Move money.
+
+        Args:
+            source: account that pays
+            target: account that receives
+            amount: amount of money
+        """
+        self.balances[source] -= amount + self.fee
+        self.balances[target] += amount
+        return "done"
+
+    def reward(self):
+        return self.balances == self.wanted
+
+    def close(self):
+        if self._log:
+            with open(self._log, "a") as log:
+                log.write("closed\n")
+
+    def _audit(self):
+        raise AssertionError
+
+
+class Counter:
+    """Adds ones until there are three; the reward is a tenth of the length of the last text."""
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self) -> int:
+        """Add one."""
+        self.count += 1
+        return self.count
+
+    @staticmethod
+    def twice(x: int) -> int:
+        """Double a number.
+
+        Args:
+            x: number
+        """
+        return 2 * x
+
+    def done(self):
+        return self.count >= 3
+
+    def reward(self, text):
+        return len(text) / 10
+
+
+def sleep(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: time
+    """
+    try:
+        time.sleep(seconds)
+    except Exception:
+        return "woken"
+    return "slept"
+
+
+async def sleep_async(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: time
+    """
+    await asyncio.sleep(seconds)
+    return "slept"

@@ -88,8 +88,8 @@ def test_positions_that_do_not_start_again_are_seen(attention, monkeypatch, capl
     padded, _ = gradients(module, texts(), False)
     correct = layouts.pack_responses
 
-    def running_on(*arguments):
-        packing = correct(*arguments)
+    def running_on(*arguments, **options):
+        packing = correct(*arguments, **options)
         return replace(packing, positions=torch.arange(packing.positions.shape[1]).unsqueeze(0))
 
     monkeypatch.setattr(layouts, "pack_responses", running_on)

@@ -1,5 +1,6 @@
 """Updates on packed rollouts, whose responses share their prompts, are those on padded ones."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -118,3 +119,74 @@ def test_prompt_numbers_name_the_first_row_with_the_same_prompt():
     rollout: Rollout = rollout_of([Response([1, 2], [3]), Response([1, 2], [4, 5]), Response([1], [6])])
     rollout.group[:] = torch.tensor([7, 7, 7])
     assert rollout.prompt_numbers().tolist() == [[0, 0, 2], [2, 2, 1], [1, 2, 1]]
+
+
+def branched(joined=True):
+    """Rows of two texts each, and every third of one; or the texts themselves."""
+    rows, starts, texts = [], [], []
+    parts = responses(24, seed=7)
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        if len(rows) % 3 == 2:
+            rows.append(Response(parts[0].prompt, first.tokens, first.reward))
+            starts.append(None)
+            texts.append(rows[-1])
+            continue
+        mask = [True] * len(first.tokens) + [False] * len(second.prompt) + [True] * len(second.tokens)
+        tokens = [*first.tokens, *second.prompt, *second.tokens]
+        rows.append(Response(first.prompt, tokens, first.reward, policy=mask))
+        starts.append(len(first.tokens))
+        texts += [Response(first.prompt, first.tokens), Response(second.prompt, second.tokens)]
+    if not joined:
+        return rollout_of(texts)
+    rollout = rollout_of(rows)
+    rollout.group[:] = torch.arange(len(rows)) // GROUP
+    marks = torch.zeros_like(rollout.response_mask)
+    for row, start in enumerate(starts):
+        if start is not None:
+            marks[row, start] = True
+    return replace(rollout, text_starts=marks)
+
+
+def sampled_scores(module, rollout):
+    """Log-probabilities and values of the sampled tokens in order, and the gradient of a sum of the first."""
+    logprobs = module.actor_scores("actor", rollout).logprobs[rollout.response_mask]
+    values = module.critic_values(rollout)[0][rollout.response_mask]
+    wanted = [p for p in module.actor.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad((logprobs * torch.linspace(-1, 2, len(logprobs))).sum(), wanted)
+    return logprobs, values, torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_texts_in_one_row_are_computed_as_if_they_were_apart(packed):
+    module = module_of(PPOModule, packing=packed, minibatch_size=6)
+    fit(module, [grouped()])
+    assert module.layout.packed == packed
+    apart, joined = branched(joined=False), branched()
+    assert len(apart) == 20
+    for one, other in zip(sampled_scores(module, apart), sampled_scores(module, joined), strict=True):
+        assert_close(other, one, rtol=0, atol=2e-5)
+        assert other.abs().max() > 0.1
+    last = torch.cat([apart.truncated.new_tensor([False, True] * 2 + [True]).repeat(4)])
+    assert_close(module.scores(joined), module.scores(apart)[last], rtol=0, atol=2e-5)
+    without = module.actor_scores("actor", replace(joined, text_starts=None)).logprobs[joined.response_mask]
+    assert (without - sampled_scores(module, apart)[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("budget", [1, 17, 1000])
+@pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
+def test_a_step_on_rows_of_several_texts_is_that_on_padded_ones(kind, budget):
+    padded, weights, _ = step(kind, branched(), packing=False, minibatch_size=6)
+    metrics, packed, _ = step(kind, branched(), micro_batch_tokens=budget, minibatch_size=6)
+    for name, value in padded.items():
+        assert_close(torch.tensor(metrics[name]), torch.tensor(value), rtol=1e-4, atol=1e-4, equal_nan=True)
+    for name, value in weights.items():
+        assert_close(packed[name], value, rtol=0, atol=2e-6)
+
+
+def test_all_texts_of_a_row_have_its_advantage():
+    rollout = branched()
+    _, _, module = step(GRPOModule, rollout, minibatch_size=12)
+    advantages, group = module.experience.advantages, rollout.reward.view(-1, GROUP)
+    expected = (group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-6)
+    mask = rollout.response_mask
+    assert_close(advantages, expected.flatten().unsqueeze(1) * mask, rtol=1e-3, atol=1e-3)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.environments.protocol import Environment, Message, Reply, ToolCall, Turn
+from lightning_rlhf.environments.tools import time_limits
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
+
+_LARGEST_RESPONSE = 10_000_000  # bytes
+_LARGEST_SCHEMA = 100_000  # characters
+_LIST_SECONDS = 60.0  # time in which a server must list its tools
+_MOST_PAGES = 100  # of the list of tools
 
 
 class MCP(Environment):
@@ -23,6 +34,8 @@ class MCP(Environment):
         command: command with arguments that starts a server, which communicates over its standard streams.
         variables: environment variables of the command, in addition to a few that every server gets.
         role: role of the messages with results; ``user`` for a chat template that has no tools.
+        timeout_s: time limit of a call of a tool, seconds, or of each by name, after which the policy reads an error;
+            None is limited by ``timeout_s`` of the environment only, which ends the conversation.
     """
 
     def __init__(
@@ -32,6 +45,7 @@ class MCP(Environment):
         command: Sequence[str] | None = None,
         variables: Mapping[str, str] | None = None,
         role: Literal["tool", "user"] = "tool",
+        timeout_s: float | Mapping[str, float] | None = None,
     ) -> None:
         if (url is None) == (command is None):
             raise UsageError("MCP needs either the url of a server or the command that starts one")
@@ -42,6 +56,8 @@ class MCP(Environment):
         self._command = list(command or [])
         self._variables = dict(variables or {})
         self._role = role
+        self._limits = time_limits(timeout_s, self._tools)
+        self._name = url or " ".join(self._command)
         self._requests: asyncio.Queue[tuple[ToolCall, asyncio.Future[Any]] | None] | None = None
         self._connection: asyncio.Task[None] | None = None
 
@@ -54,28 +70,40 @@ class MCP(Environment):
             RuntimeError: the server cannot be reached.
         """
         try:
-            return asyncio.run(self._schemas())
+            return asyncio.run(asyncio.wait_for(self._schemas(), _LIST_SECONDS))
         except UsageError:
             raise
+        except asyncio.TimeoutError as error:
+            reason = f"it did not list its tools within {_LIST_SECONDS:g} s"
+            raise RunError(f"the MCP server {self._name} cannot be used: {reason}") from error
         except Exception as error:  # the package groups the errors of its tasks
-            raise RunError(f"the MCP server {self._url or ' '.join(self._command)} cannot be used: {error}") from error
+            raise RunError(f"the MCP server {self._name} cannot be used: {_causes(error)}") from error
 
     async def _schemas(self) -> list[dict[str, Any]]:
+        known: dict[str, Any] = {}
         async with self._client() as client:
-            known = {tool.name: tool for tool in (await client.list_tools()).tools}
+            cursor = None
+            for _ in range(_MOST_PAGES):
+                page = await client.list_tools(cursor=cursor)
+                known |= {tool.name: tool for tool in page.tools}
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
         if missing := [name for name in self._tools if name not in known]:
-            raise UsageError(f"the MCP server has no tool {missing[0]!r}, only {', '.join(sorted(known))}")
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "description": known[name].description or "",
-                    "parameters": known[name].input_schema,
-                },
-            }
-            for name in self._tools
-        ]
+            names = ", ".join(sorted(known))[:1000]
+            raise UsageError(f"the MCP server has no tool {missing[0]!r}, only {names}")
+        return [self._schema(known[name]) for name in self._tools]
+
+    def _schema(self, tool: Any) -> dict[str, Any]:
+        """Return the schema of a tool, if it is not too long."""
+        function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        length = len(json.dumps(function))
+        if length > _LARGEST_SCHEMA:
+            raise UsageError(
+                f"the MCP server {self._name} describes the tool {tool.name!r} with {length} characters, at most "
+                f"{_LARGEST_SCHEMA} are allowed"
+            )
+        return {"type": "function", "function": function}
 
     async def step(self, turn: Turn) -> Reply:
         """Run the calls of a turn."""
@@ -93,8 +121,12 @@ class MCP(Environment):
         if call.name not in self._tools:
             text, is_error = f"there is no tool {call.name!r}, only {', '.join(sorted(self._tools))}", True
         else:
-            result = await self._answer(call)
-            text, is_error = "\n".join(getattr(part, "text", "") for part in result.content), bool(result.is_error)
+            limit = self._limits.get(call.name)
+            try:
+                result = await asyncio.wait_for(self._answer(call), limit)
+                text, is_error = "\n".join(map(_text_of, result.content)), bool(result.is_error)
+            except asyncio.TimeoutError:
+                text, is_error = f"{call.name} took longer than its time limit of {limit:g} s", True
         return {"role": self._role, **identity, "content": f"Error: {text}" if is_error else text}, is_error
 
     async def _answer(self, call: ToolCall) -> Any:
@@ -105,26 +137,33 @@ class MCP(Environment):
         assert self._requests is not None
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((call, answer))
-        await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            self._connection.result()  # raises its error
-            raise RunError("the connection to the MCP server has ended")
+        try:
+            await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                error = self._connection.exception()
+                reason = "the connection has ended" if error is None else _causes(error)
+                raise RunError(f"the MCP server {self._name} failed: {reason}") from error
+        finally:
+            answer.cancel()  # at a time limit
         return answer.result()
 
     async def _connect(self, requests: asyncio.Queue[tuple[ToolCall, asyncio.Future[Any]] | None]) -> None:
         async with self._client() as client:
             while (request := await requests.get()) is not None:
                 call, answer = request
-                result = await client.call_tool(call.name, call.arguments)
+                calling = asyncio.ensure_future(client.call_tool(call.name, call.arguments))
+                answer.add_done_callback(partial(_cancel, calling))  # at a time limit
+                await asyncio.wait([calling])
                 if not answer.done():
-                    answer.set_result(result)
+                    answer.set_result(calling.result())
 
     def _client(self) -> Any:
         if self._url is not None:
-            return _mcp().Client(self._url)
-        program, *arguments = self._command
-        parameters = _mcp().StdioServerParameters(command=program, args=arguments, env=self._variables or None)
+            return _mcp().Client(_http_transport(self._url))
+        if shutil.which(self._command[0]) is None:
+            raise UsageError(f"the program {self._command[0]!r} of the MCP server was not found")
+        limited = ["-I", str(Path(__file__).with_name("line_limit.py")), str(_LARGEST_RESPONSE), *self._command]
+        parameters = _mcp().StdioServerParameters(command=sys.executable, args=limited, env=self._variables or None)
         return _mcp().Client(_mcp().stdio_client(parameters))
 
     async def close(self) -> None:
@@ -133,6 +172,59 @@ class MCP(Environment):
             self._requests.put_nowait(None)
             with contextlib.suppress(Exception):  # the call that met it has reported it
                 await self._connection
+
+
+def _cancel(calling: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
+    calling.cancel()
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a part of a result, or a note in place of an image, for example."""
+    text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
+    if isinstance(text, str):
+        return text
+    kind = str(getattr(part, "type", "unknown"))[:100]
+    return "" if kind == "text" else f"(a result of type {kind} was left out: only texts can be read)"
+
+
+def _causes(error: BaseException) -> str:
+    """Describe the errors in a group of errors."""
+    inner = getattr(error, "exceptions", ())  # of ExceptionGroup, of Python 3.11 or of a package
+    return "; ".join(map(_causes, inner))[:2000] if inner else f"{type(error).__name__}: {error}"[:1000]
+
+
+@contextlib.asynccontextmanager
+async def _http_transport(url: str) -> AsyncIterator[Any]:
+    """Connect to a server over HTTP, with a limit of the length of its responses."""
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async def limit(response: Any) -> None:
+        if response.headers.get("content-type", "").startswith("application/json"):
+            response.stream = _bounded(response.stream)
+
+    client = create_mcp_http_client()
+    client.event_hooks = {"response": [limit]}
+    async with client, streamable_http_client(url, http_client=client) as streams:
+        yield streams
+
+
+def _bounded(stream: Any) -> Any:
+    """Return a stream of bytes that raises an error when it becomes too long."""
+    from httpx2 import AsyncByteStream
+
+    class Bounded(AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in stream:
+                size += len(part)
+                if size > _LARGEST_RESPONSE:
+                    raise RunError(f"it sent a response of more than {_LARGEST_RESPONSE} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
 
 
 def _mcp() -> Any:

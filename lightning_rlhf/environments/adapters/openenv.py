@@ -70,7 +70,7 @@ class OpenEnv(Environment):
         data = content["data"] if isinstance(content.get("data"), dict) else {}
         if content.get("type") == "error":
             details = f": {json.dumps(data['errors'])}"[:1000] if data.get("errors") else ""
-            reason = f"{data.get('message')} ({data.get('code')}){details}"
+            reason = f"{str(data.get('message'))[:1000]} ({str(data.get('code'))[:100]}){details}"
             raise RunError(f"the OpenEnv server {self._url} rejected {kind!r}: {reason}")
         observation, reward = data.get("observation"), data.get("reward")
         if not isinstance(observation, dict) or self._observation not in observation:

@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with Python 3.10 to 3.13:
+# Two commands do everything on a fresh machine with Python 3.11 to 3.13:
 #   make quickstart     trains a tiny model by SFT, a reward model, and PPO with both
 #   make test           runs the tests
 # Both install what they need into .venv first. A GPU is used where there is one.

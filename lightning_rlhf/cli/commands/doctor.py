@@ -363,7 +363,7 @@ def check_engine(report: Report) -> None:
             fault = f"vLLM is installed but cannot be imported ({reason}): reinstall it, or use TransformersEngine"
             report.add("engine", "vLLM", "cannot be imported", fault)
         if unusable := unusable_build():
-            report.add("engine", "vLLM's device", "CUDA, but torch finds no GPU", unusable)
+            report.add("engine", "vLLM", "cannot run here", unusable)
     auto = "TransformersEngine, because vLLM is not installed"
     if vllm_installed():
         auto = "VLLMEngine"

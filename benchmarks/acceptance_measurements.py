@@ -28,6 +28,7 @@ from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.setup import Role, Run, Work, strategy
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype
+from tests.distributed.launch import python_path
 from tests.stand_ins import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -341,7 +342,7 @@ def quickstart(device: str, folder: Path) -> Figures:
     for name, path in _quickstart_files(folder, device).items():
         began = time.monotonic()
         command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name} ended with code {done.returncode}: {' '.join(done.stderr.split())[-400:]}")

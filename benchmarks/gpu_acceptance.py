@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from lightning_rlhf.cli import separate_process
 
 ROOT = Path(__file__).resolve().parents[1]
 # Number of a point to its name and the most seconds that it may take, in the order of what each can find.
@@ -38,7 +38,6 @@ POINTS = {
     11: ("resume", 150),
     12: ("quickstart", 300),
 }
-_RESULT = "result of the point: "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +71,8 @@ def run_here(number: int, device: str) -> int:
             figures = point(device, Path(folder))
         except Exception as error:
             traceback.print_exc()
-            figures = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-    print(_RESULT + json.dumps(figures), flush=True)
+            figures = {"ok": False, "error": separate_process.error_line(error)}
+    separate_process.print_result(figures)
     return 0
 
 
@@ -97,22 +96,9 @@ def run_apart(number: int, device: str, end: float) -> dict[str, Any]:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", device, "--in-this-process", str(number)]
     environment = {**os.environ, **hidden}
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {**line, "seconds": round(time.monotonic() - began, 1), "error": f"killed after {limit:.0f} s"}
-    line["seconds"] = round(time.monotonic() - began, 1)
-    results = [text.removeprefix(_RESULT) for text in output.splitlines() if text.startswith(_RESULT)]
-    if not results:
-        return {**line, "error": f"exit code {process.returncode}; {' '.join(output.split())[-500:]}"}
-    return {**line, **json.loads(results[-1])}
+    figures, failure, seconds = separate_process.run_apart(command, limit, environment, ROOT)
+    line["seconds"] = round(seconds, 1)
+    return {**line, "error": failure} if figures is None else {**line, **figures}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import acceptance_measurements, acceptance_points, gpu_acceptance
+from lightning_rlhf.cli import separate_process
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,14 +31,14 @@ def test_every_point_has_its_code():
 def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys):
     answers = {
         1: "raise SystemExit(3)",
-        2: f"print('noise'); print({gpu_acceptance._RESULT + json.dumps({'ok': True, 'figure': 4})!r})",
+        2: f"print('noise'); print({separate_process._RESULT + json.dumps({'ok': True, 'figure': 4})!r})",
         3: "import time; time.sleep(60)",
         4: "print('never reached')",
     }
     monkeypatch.setattr(gpu_acceptance, "POINTS", {n: (f"point{n}", 10 if n != 3 else 2) for n in answers})
     popen = subprocess.Popen
     monkeypatch.setattr(
-        gpu_acceptance.subprocess,
+        separate_process.subprocess,
         "Popen",
         lambda command, **options: popen([sys.executable, "-c", answers[int(command[-1])]], **options),
     )
@@ -49,7 +50,7 @@ def test_a_point_that_fails_is_a_line_and_the_next_one_runs(monkeypatch, capsys)
     assert [line["ok"] for line in lines] == [False, True, False]
     assert lines[0]["error"].startswith("exit code 3")
     assert lines[1]["figure"] == 4
-    assert lines[2]["error"] == "killed after 2 s"
+    assert lines[2]["error"] == "killed after 2 s; no output"
     assert gpu_acceptance.main(["--points", "4", "--seconds", "1"]) == 1
     lines, _ = block(capsys.readouterr().out)
     assert lines[0]["error"] == "not run: the time for all points is over"
@@ -61,7 +62,7 @@ def test_an_error_in_a_point_is_its_result(monkeypatch, capsys):
 
     monkeypatch.setattr(acceptance_points, "machine", broken)
     assert gpu_acceptance.run_here(1, "cpu") == 0
-    last = capsys.readouterr().out.splitlines()[-1].removeprefix(gpu_acceptance._RESULT)
+    last = capsys.readouterr().out.splitlines()[-1].removeprefix(separate_process._RESULT)
     assert json.loads(last) == {"ok": False, "error": "RuntimeError: CUDA error: device-side assert triggered"}
 
 

@@ -49,6 +49,17 @@ def machine(tmp_path):
     return machine
 
 
+@pytest.mark.parametrize(("doctor", "tests", "code"), [(0, 0, 0), (1, 0, 2), (0, 1, 2), (1, 1, 2)])
+def test_the_tests_on_a_gpu_run_even_if_doctor_finds_faults(tmp_path, doctor, tests, code):
+    for name, status in (("lightning-rlhf", doctor), ("python", tests)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit {status}\n')
+        (tmp_path / name).chmod(0o755)
+    command = ["make", "--no-print-directory", "--assume-old=install", "test-gpu", f"BIN={tmp_path}", "ARGS=-x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[:2] == ["lightning-rlhf doctor --try", "python -m pytest -m gpu tests/gpu -x"]
+    assert done.returncode == code
+
+
 def test_a_machine_that_has_everything_begins_to_install(machine):
     assert "-m venv' failed" in machine("580.95.05, 9.0")
 

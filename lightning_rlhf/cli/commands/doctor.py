@@ -87,7 +87,9 @@ class Report:
         try:
             check(self)
         except Exception as error:
-            self.add(section, "check failed", type(error).__name__, f"the check of {section} failed: {error_line(error)}")
+            self.add(
+                section, "check failed", type(error).__name__, f"the check of {section} failed: {error_line(error)}"
+            )
 
     def extend(self, section: str, findings: Iterable[Finding]) -> None:
         """Add several rows."""

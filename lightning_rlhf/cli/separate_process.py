@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,6 @@ def run_apart(
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
     """Kill a process and those that it started, unless they left its session."""
-    try:
+    with suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
     process.wait()

@@ -457,6 +457,14 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
             VLLMEngine(**options).check(SamplingParams(1))
 
 
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"arguments": {"tensor_parallel_size": 2}}])
+def test_a_push_within_the_gpu_to_an_engine_on_several_gpus_is_an_error(installed, options):
+    with pytest.raises(ValueError, match="push_within_gpu needs an engine on one GPU, got tensor_parallel_size 2"):
+        VLLMEngine(push_within_gpu=True, **options)
+    VLLMEngine(**options)
+    VLLMEngine(push_within_gpu=True)
+
+
 def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
     assert VLLMEngine().gpu_share == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -8,7 +8,6 @@ from importlib import metadata
 import torch
 from packaging.version import Version
 
-
 OLDEST = "0.32"  # setup.cfg has the same bound, with its reason
 
 

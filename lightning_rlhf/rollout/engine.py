@@ -155,7 +155,7 @@ def engine_dtype(precision: str, source_dtype: str) -> Literal["float32", "bfloa
 def reserved_gpu_bytes(total: int) -> int:
     """Return the bytes of a GPU that trainer and engine leave free, for CUDA contexts, NCCL and CUDA graphs.
 
-    Neither counts these in its share; a context takes about 0.5 GiB, NCCL 0.5 to 2 GiB. An allowance, not a measurement.
+    Neither counts these in its share. A context takes about 0.5 GiB, NCCL 0.5 to 2 GiB: an allowance, not measured.
 
     Args:
         total: bytes of the GPU.

@@ -50,10 +50,9 @@ class VLLMEngine(RolloutEngine):
             where this is always the case. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
-        push_within_gpu: whether weights are pushed through a buffer on the GPU that trainer and engine share (256 MiB,
-            or the size of the largest parameter), with ``max_staleness`` of 0 and ``tensor_parallel_size`` of 1. If the
-            engine cannot map it, weights are pushed through memory of the host, with a warning. Must be False on a CPU.
-            Not tested on a GPU yet.
+        push_within_gpu: whether weights are pushed through a buffer on the one GPU that trainer and engine share (256
+            MiB, or the largest parameter), with ``max_staleness`` of 0. If the engine cannot map it, they are pushed
+            through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
         unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
             ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
             loads them at once, and the responses continue with the new weights and the keys and values of the old
@@ -144,9 +143,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
-        gpu_options["push_within_gpu"] = self._within_gpu
-        for option, enabled in gpu_options.items():
+        gpu_options = ("deterministic", self._deterministic), ("sleep_while_learning", self._sleeps)
+        for option, enabled in (*gpu_options, ("push_within_gpu", self._within_gpu)):
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():

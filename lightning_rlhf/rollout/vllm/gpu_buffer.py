@@ -32,8 +32,8 @@ def check_one_gpu(tensor_parallel_size: int) -> None:
     if tensor_parallel_size > 1:
         raise UsageError(
             f"push_within_gpu needs an engine on one GPU, got tensor_parallel_size {tensor_parallel_size}: the buffer "
-            f"is on the GPU of one rank, and the engine's other GPUs cannot load from it. Remove push_within_gpu, so that "
-            f"weights are pushed through memory of the host"
+            f"is on the GPU of one rank, and the engine's other GPUs cannot load from it. Remove push_within_gpu, so "
+            f"that weights are pushed through memory of the host"
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_rlhf.functional.logprobs import CHUNK_BYTES, KEEP_BYTES
+from lightning_rlhf.functional import logprobs
 from lightning_rlhf.planning.architecture import Architecture, Layer
 from lightning_rlhf.planning.setup import Precision
 
 _FLOAT = 4  # norms, attention's normalizers and logits are float32 in every precision
+_CHUNK_BYTES, _KEEP_BYTES = logprobs.CHUNK_BYTES, logprobs.KEEP_BYTES  # of the head on a GPU
 _CHUNK_COPIES = 3  # logits, their exponentials, and the gradient of the logits
 _INDEX_BYTES = 36  # indices and weights of one expert that a token passes
 
@@ -61,8 +62,8 @@ class Pass:
     def logits_bytes(self) -> int:
         """Compute the bytes of the head: probabilities that are kept, logits of a chunk, gradient of the weight."""
         logits = _FLOAT * self.tokens * self.model.vocabulary
-        stored = min(logits, KEEP_BYTES)
-        chunks = _CHUNK_COPIES * min(logits, CHUNK_BYTES)
+        stored = min(logits, _KEEP_BYTES)
+        chunks = _CHUNK_COPIES * min(logits, _CHUNK_BYTES)
         return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:

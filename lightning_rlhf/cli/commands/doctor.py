@@ -52,7 +52,8 @@ _SECONDS = 180  # time limit of other programs; the import of vLLM takes half a 
 CUDA_13_DRIVER = 580
 CUDA_13_CAPABILITY = (7, 5)
 SMI_QUERY = ("nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader")
-_GPU = re.compile(r"(\d+)[\d.]*, *(\d+)\.(\d+)")
+_GPU = re.compile(r"(\d+)[\d.]*, *(?:(\d+)\.(\d+)|\[N/A\])")
+_AMD = Path("/dev/kfd")
 # In Lightning's order; the last applies if no other does.
 _LAUNCHERS: dict[type[ClusterEnvironment], str] = {
     TorchElasticEnvironment: "torchrun",
@@ -242,6 +243,11 @@ def check_devices(report: Report) -> None:
     report.add("gpus", str(count), "", fault if machine.has_gpu and not count else "")
     if machine.has_gpu:
         report.extend("gpus", driver_findings(_output(*SMI_QUERY), torch.version.cuda))
+    if _AMD.exists():
+        report.add("gpus", "AMD", "not used: ROCm is not supported")
+    if count:
+        rounding = "TF32, 10 bits" if torch.get_float32_matmul_precision() != "highest" else "float32"
+        report.add("gpus", "float32 products", f"in {rounding}; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 selects TF32")
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -277,7 +283,7 @@ def driver_findings(output: str, cuda: str | None) -> list[Finding]:
                 f"torch is built for CUDA {cuda}, which needs NVIDIA driver {CUDA_13_DRIVER} or newer, but this "
                 f"machine has {gpu[0].partition(',')[0]}: update the driver"
             )
-        elif needs_13 and (int(gpu[2]), int(gpu[3])) < CUDA_13_CAPABILITY:
+        elif needs_13 and gpu[2] and (int(gpu[2]), int(gpu[3])) < CUDA_13_CAPABILITY:
             fault = (
                 f"torch is built for CUDA {cuda}, which needs GPUs of compute capability 7.5 (Turing) or newer, "
                 f"but GPU {number} has {gpu[2]}.{gpu[3]}: use a newer GPU, or install for the CPU with make DEVICE=cpu"

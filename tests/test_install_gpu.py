@@ -59,7 +59,6 @@ def machine(tmp_path):
         )
         assert done.returncode == 1
         assert "integer expression" not in done.stderr
-        assert ".lock" not in done.stdout or "packages of constraints/" in done.stdout
         machine.output = done.stdout + done.stderr
         return done.stderr.strip().splitlines()[-1]
 
@@ -131,8 +130,8 @@ def test_a_gpu_in_mig_mode_begins_to_install(machine):
     assert "-m venv' failed" in machine("580.95.05, 9.0", devices=["nvidia0", "nvidia-caps"])
 
 
-@pytest.mark.parametrize(("devices", "said"), [(["kfd"], True), ([], False)])
-def test_a_machine_without_an_nvidia_gpu_installs_for_the_cpu(machine, devices, said):
+@pytest.mark.parametrize(("devices", "noted"), [(["kfd"], True), ([], False)])
+def test_a_machine_without_an_nvidia_gpu_installs_for_the_cpu(machine, devices, noted):
     assert "-m venv' failed" in machine(None, devices=devices)
     assert "constraints/cpu.lock" in machine.output
-    assert ("ROCm is not supported" in machine.output) == said
+    assert ("ROCm is not supported" in machine.output) == noted

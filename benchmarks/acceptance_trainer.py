@@ -235,7 +235,7 @@ def _buffers_of(device: str) -> Iterator[None]:
 
 
 def _receive_parts(pipe: Any, device: str) -> None:
-    """Be the other process: map buffers and return the sum of the bytes of each parameter."""
+    """Map buffers in the other process, and send back the sum of the bytes of each parameter."""
     torch.zeros(1, device=device)
     buffer = torch.empty(0)
     while (message := pipe.recv()) is not None:

@@ -69,13 +69,13 @@ def missing(installed: str, python: str) -> list[str]:
 
 def _needs(name: str, requirement: Requirement) -> list[Requirement]:
     """Return the requirements of a package, with those of the extras that a requirement names."""
-    found = []
+    listed = []
     for needed in map(Requirement, metadata.requires(name) or ()):
         extras = [extra for extra in requirement.extras if needed.marker is not None]
         if any(needed.marker.evaluate({"extra": extra}) for extra in extras if needed.marker is not None):
             needed.marker = None
-        found.append(needed)
-    return found
+        listed.append(needed)
+    return listed
 
 
 if __name__ == "__main__":

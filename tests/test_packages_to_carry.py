@@ -44,7 +44,7 @@ def test_a_package_that_is_too_old_is_carried():
 
 @pytest.mark.parametrize(("version", "has"), [(None, "none"), ("2.4.0", "2.4.0")])
 def test_a_machine_without_a_usable_torch_is_an_error(tmp_path, capsys, version, has):
-    (tmp_path / "installed.txt").write_text(installed("torch", **({} if version is None else {"torch": version})))
+    (tmp_path / "installed.txt").write_text(installed(*([] if version else ["torch"]), torch=version))
     assert main([str(tmp_path / "installed.txt")]) == 2
     assert f"it has {has}: use another image" in capsys.readouterr().err
 

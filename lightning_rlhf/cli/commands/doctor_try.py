@@ -58,12 +58,12 @@ def checks() -> dict[str, tuple[Callable[[], str], float]]:
     They run kernels, then two steps of PPO with the engine that ``auto`` selects. The engine is compared with the actor
     in both steps, after each sync of the weights.
     """
-    found: dict[str, tuple[Callable[[], str], float]] = {}
+    limited: dict[str, tuple[Callable[[], str], float]] = {}
     for dtype in _TOLERANCE:
-        found[f"kernels in {str(dtype).removeprefix('torch.')}"] = partial(kernels, dtype), _KERNELS_SECONDS
+        limited[f"kernels in {str(dtype).removeprefix('torch.')}"] = partial(kernels, dtype), _KERNELS_SECONDS
     for precision in ("32-true", "bf16-mixed"):
-        found[f"PPO in {precision}"] = partial(steps, precision), _STEPS_SECONDS
-    return found
+        limited[f"PPO in {precision}"] = partial(steps, precision), _STEPS_SECONDS
+    return limited
 
 
 def try_out() -> Iterator[Finding]:

@@ -324,7 +324,9 @@ def notes(plan: Plan) -> list[str]:
 
 def bounds_of(plan: Plan) -> list[str]:
     """Return lines on the host memory of a node, and on the least seconds of a push and of a step."""
-    run, gpus, each, speeds = plan.run, plan.gpus, plan.gpus_per_node, Speeds()
+    run, gpus = plan.run, plan.gpus
+    each = plan.gpus_per_node
+    speeds = Speeds()
     node = bounds.node_memory(run, plan.host, each)
     lines = [
         f"host memory of the first node ({counted(each, 'GPU')}): {node.training / GIB:.1f} GiB while training, "

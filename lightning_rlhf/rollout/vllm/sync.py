@@ -164,7 +164,7 @@ class SharedMemory:
         if locks:  # pages are locked by address: map once, without allocating pages that are not written
             self.bytes = map_memory(self.path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
-    def place(self, slot: Slot) -> Slot:
+    def make_room(self, slot: Slot) -> Slot:
         """Make room for a parameter; return its slot, which may begin later."""
         if self.is_locked and slot.end > self._end:
             slot = replace(slot, offset=self._end)
@@ -256,12 +256,12 @@ class WeightSender:
         for name, tensor in parameters:
             if shared is None:
                 self._shared = shared = SharedMemory(locks=tensor.is_cuda)
-            slot = shared.place(Slot.for_tensor(name, tensor, self._slots[-1].end if self._slots else 0))
+            slot = shared.make_room(Slot.for_tensor(name, tensor, self._slots[-1].end if self._slots else 0))
             slot.view(shared.bytes).copy_(tensor, non_blocking=shared.is_locked)
             self._slots.append(slot)
             del tensor  # free it before the next one is gathered
         if shared is None:
-            raise RunError("a push without parameters")
+            raise RunError("the model has no parameters to push")
         shared.finish()
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -18,16 +18,19 @@ from torch import Tensor
 from torch import multiprocessing as processes
 
 from benchmarks.acceptance_runs import LETTERS, accelerator, data_of, module_of, trainer_on
+from lightning_rlhf.batching.packing import pack_responses
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.callbacks.throughput import PEAKS
 from lightning_rlhf.cli.commands.doctor_try import share_of_a
 from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.models.loading import FromConfig
+from lightning_rlhf.modules.role_module import use_fused_kernels
 from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.setup import Role, Run, Work, strategy
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.vllm.sync import WeightSender, in_dtype
+from tests.distributed.launch import python_path
 from tests.stand_ins import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,39 +53,81 @@ _SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 class Worker:
-    """A model that learns from random tokens, a forward and backward pass at a time.
+    """A model that learns from random tokens on the path of training: responses packed behind their shared prompts.
 
     Args:
-        device: ``cuda`` or ``cpu``; on a CPU the model is small.
-        tokens: tokens of a micro-batch on a GPU, in rows of 1,024.
+        device: ``cuda`` or ``cpu``; on a CPU the texts are short.
+        source: model; None: 1.5 billion parameters on a GPU, a small one on a CPU.
+        rows: number of responses of a micro-batch.
+        lengths: tokens of a prompt and of a response on a GPU.
+        per_prompt: number of responses to a prompt.
     """
 
-    def __init__(self, device: str, tokens: int = 8192) -> None:
+    def __init__(
+        self,
+        device: str,
+        source: FromConfig | None = None,
+        rows: int = 8,
+        lengths: tuple[int, int] = (256, 768),
+        per_prompt: int = 4,
+    ) -> None:
         self.device, self.small = device, device == "cpu"
-        self.source = FromConfig(_SMALL if self.small else _LARGE, seed=0)
+        self.source = source or FromConfig(_SMALL if self.small else _LARGE, seed=0)
         self.model: Any = self.source.causal().train().to(device)
         self.model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.rows, self.width = (2, 16) if self.small else (tokens // 1024, 1024)
-        vocabulary = self.model.lm.config.vocab_size
-        self.ids = torch.randint(0, vocabulary, (self.rows, self.width), device=device)
-        self.index = torch.arange(self.width - 1, device=device).expand(self.rows, -1)
-        self.mask = torch.ones_like(self.index, dtype=torch.bool)
+        prompt, response = (6, 10) if self.small else lengths
+        self.rows, self.scored = rows, rows * response
+        ids = torch.randint(3, self.model.lm.config.vocab_size, (rows, prompt + response), device=device)
+        groups = [row // per_prompt for row in range(rows)]
+        ids[:, :prompt] = ids[[group * per_prompt for group in groups], :prompt]
+        self.packing = pack_responses([prompt] * rows, [response] * rows, groups, prompt + response, device)
+        self.tokens = self.packing.lengths.tokens
+        index = torch.arange(prompt - 1, prompt + response - 1, device=device).expand(rows, -1)
+        targets = ids[:, prompt:]
+        self.inputs = ids, index, targets, torch.ones_like(targets, dtype=torch.bool)
+
+    def logprobs(self) -> Tensor:
+        """Return the log-probabilities of all responses."""
+        with torch.autocast(self.device, torch.bfloat16):
+            return cast(Tensor, self.model(*self.inputs, packing=self.packing).logprobs)
 
     def forward_backward(self) -> None:
         """Add the gradients of one micro-batch."""
-        with torch.autocast(self.device, torch.bfloat16):
-            scores = self.model(self.ids, self.index, self.ids[:, 1:], self.mask, 1.0)
-        (-scores.logprobs.mean()).backward()
+        (-self.logprobs().mean()).backward()
 
     def seconds(self, action: Callable[[], object], times: int = 3) -> float:
         """Return the mean seconds of an action, after one run that is not counted."""
+        return timed(self.device, action, times)
+
+    def operations(self) -> int:
+        """Count the operations of a forward and a backward pass, without attention and recomputation."""
+        config = self.model.lm.config
+        head = config.vocab_size * config.hidden_size
+        matrices = sum(parameter.numel() for parameter in self.model.parameters())
+        matrices -= head * (1 if config.tie_word_embeddings else 2)
+        return 6 * (matrices * self.tokens + head * self.scored)
+
+    def host_waits(self) -> int:
+        """Count the synchronizations of the host with the GPU in a micro-batch."""
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.forward_backward()
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def timed(device: str, action: Callable[[], object], times: int = 3) -> float:
+    """Return the mean seconds of an action, after one run that is not counted."""
+    action()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(times):
         action()
-        synchronize(self.device)
-        began = time.perf_counter()
-        for _ in range(times):
-            action()
-        synchronize(self.device)
-        return (time.perf_counter() - began) / times
+    synchronize(device)
+    return (time.perf_counter() - began) / times
 
 
 def synchronize(device: str) -> None:
@@ -91,7 +136,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _peak(device: str, reset: bool = False) -> float:
+def peak_bytes(device: str, reset: bool = False) -> float:
     """Return the most bytes allocated since the last reset; 0 on a CPU, where torch does not count them."""
     if device == "cpu":
         return 0.0
@@ -105,26 +150,28 @@ def memory(device: str, folder: Path) -> Figures:
     """Compare the memory of two steps of a 1.5B model with ``plan`` (15 %), and look for a leak and fragmentation."""
     worker = Worker(device)
     adam, peaks = torch.optim.AdamW(worker.model.parameters(), lr=1e-6), list[float]()
+    use_fused_kernels(adam)
     for _ in range(3):
         worker.forward_backward()
         torch.nn.utils.clip_grad_norm_(worker.model.parameters(), 1.0)
         adam.step()
         adam.zero_grad()
-        peaks.append(_peak(device, reset=True))
+        peaks.append(peak_bytes(device, reset=True))
     role = Role("actor", architecture(worker.source.hf_config(), False, 1, "actor"), trained=True)
-    work = Work(worker.rows, worker.rows, 1, worker.width, worker.rows * worker.width, evaluates_old=False)
+    longest = -(-worker.tokens // worker.rows)  # prompts are counted once
+    work = Work(worker.rows, worker.rows, 1, longest, worker.rows * longest, evaluates_old=False)
     kind = strategy("rlhf_single", checkpointing=True)
     planned, _, when = terms.memory(Run([role], kind, work), 1)
     expected = planned.total() - planned[terms.RUNTIME]
     tokens, vocabulary, width = (64, 500, 64) if worker.small else (8192, 152_000, 1536)
     del adam, worker
-    _peak(device, reset=True)
-    base = _peak(device)
+    peak_bytes(device, reset=True)
+    base = peak_bytes(device)
     hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16)
     targets = torch.randint(0, vocabulary, (tokens,), device=device)
     chunked_token_scores(hidden, head, None, targets).logprobs.sum().backward()
-    scores = _peak(device) - base
+    scores = peak_bytes(device) - base
     figures = {
         "step_gib": [round(peak / GIB, 2) for peak in peaks],
         "plan_gib": round(expected / GIB, 2),
@@ -139,32 +186,20 @@ def memory(device: str, folder: Path) -> Figures:
 
 
 def speed(device: str, folder: Path) -> Figures:
-    """Measure tokens per second, their share of the GPU's peak, AdamW, waits of the host, and the share of the head."""
+    """Measure tokens per second, their share of the GPU's peak, the forward pass, AdamW, and waits of the host."""
     worker = Worker(device)
-    tokens = worker.rows * worker.width
     whole = worker.seconds(worker.forward_backward)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        body = worker.seconds(lambda: worker.model.lm.base_model(input_ids=worker.ids, use_cache=False))
-        full = worker.seconds(lambda: worker.model(worker.ids, worker.index, worker.ids[:, 1:], worker.mask, 1.0))
-    parameters = sum(parameter.numel() for parameter in worker.model.parameters())
-    figures: Figures = {
-        "tokens_per_s": round(tokens / whole),
-        "share_of_the_head_in_forward": round(1 - body / full, 3),
-    }
+        full = worker.seconds(worker.logprobs)
+    figures: Figures = {"tokens_per_s": round(worker.tokens / whole), "forward_share": round(full / whole, 3)}
     for name, options in (("foreach", {"foreach": True}), ("fused", {"fused": True})):
         adam = torch.optim.AdamW(worker.model.parameters(), lr=1e-6, **options)
         figures[f"adamw_{name}_s"] = round(worker.seconds(adam.step), 4)
         del adam
     if device == "cuda":
         peak = next((value for part, value in PEAKS.items() if part in torch.cuda.get_device_name()), None)
-        figures["mfu"] = None if peak is None else round(6 * parameters * tokens / whole / peak / 1e12, 3)
-        torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        worker.forward_backward()
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("default")
-    figures["host_waits_of_a_micro_batch"] = sum("synchroniz" in str(warning.message) for warning in caught)
+        figures["mfu"] = None if peak is None else round(worker.operations() / whole / peak / 1e12, 3)
+    figures["host_waits_of_a_micro_batch"] = worker.host_waits()
     return {"ok": figures["tokens_per_s"] > 0, **figures}
 
 
@@ -341,7 +376,7 @@ def quickstart(device: str, folder: Path) -> Figures:
     for name, path in _quickstart_files(folder, device).items():
         began = time.monotonic()
         command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", str(path)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name} ended with code {done.returncode}: {' '.join(done.stderr.split())[-400:]}")

@@ -32,6 +32,7 @@ from lightning_rlhf.callbacks import RunCheckpoint
 from lightning_rlhf.callbacks.checks import gap_statistics
 from lightning_rlhf.cli.commands.doctor import SMI_QUERY, compiler_findings
 from lightning_rlhf.cli.commands.doctor_try import digest
+from lightning_rlhf.cli.separate_process import error_line
 from lightning_rlhf.models.loading import Pretrained, save_architecture
 from lightning_rlhf.models.tensors import whole_tensors
 from lightning_rlhf.modules.sft import SFTModule
@@ -115,12 +116,16 @@ def steps(device: str, folder: Path) -> Figures:
     for name in RUNS:
         reference, expected = one_step(name, "cpu", folder, "32-true", False)
         for precision, checkpointing in kinds:
-            module, metrics = one_step(name, device, folder, precision, checkpointing)
+            kind = f"{name}, {precision}, checkpointing {checkpointing}"
+            try:
+                module, metrics = one_step(name, device, folder, precision, checkpointing)
+            except Exception as error:  # the other runs are still of interest
+                wrong.append(f"{kind}: {error_line(error)}")
+                continue
             role = module.trained_roles[0]
             weights, start = getattr(module, role), module_of(name).sources[role]
             fresh = start.scalar() if role == "reward_model" else start.causal()
             finite = all(bool(p.isfinite().all()) for p in weights.parameters())
-            kind = f"{name}, {precision}, checkpointing {checkpointing}"
             if not finite or digest(weights) == digest(fresh):
                 wrong.append(f"{kind}: weights {'did not move' if finite else 'are not finite'}")
             learnt = [key for key in expected if key.startswith(("loss/", "train/", "grad_norm/", "kl/"))]
@@ -129,7 +134,9 @@ def steps(device: str, folder: Path) -> Figures:
             if precision == "32-true" and worst[kind] > 1e-4:
                 wrong.append(f"{kind}: metrics differ from the CPU's by {worst[kind]:.2g}")
         del reference
-    largest = {p: max(gap for kind, gap in worst.items() if p in kind) for p in ("32-true", "bf16-mixed")}
+    largest = {
+        p: max((gap for kind, gap in worst.items() if p in kind), default=None) for p in ("32-true", "bf16-mixed")
+    }
     return {"ok": not wrong, "runs": len(worst), "largest_metric_difference": largest, "wrong": wrong}
 
 

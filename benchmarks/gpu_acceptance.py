@@ -1,4 +1,4 @@
-"""Check and measure a machine with an NVIDIA GPU: twelve points in at most ten minutes, and one block to send back.
+"""Check and measure a machine with an NVIDIA GPU: eighteen points, and one block to send back.
 
     .venv/bin/python -m benchmarks.gpu_acceptance
 
@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from lightning_rlhf.cli import separate_process
 
 ROOT = Path(__file__).resolve().parents[1]
 # Number of a point to its name and the most seconds that it may take, in the order of what each can find.
 POINTS = {
-    1: ("machine", 60),
+    1: ("machine", 120),
     2: ("building", 60),
     3: ("steps", 150),
     4: ("engine_gap", 90),
@@ -37,8 +38,15 @@ POINTS = {
     10: ("start_order", 60),
     11: ("resume", 150),
     12: ("quickstart", 300),
+    13: ("attention", 100),
+    14: ("attention_speed", 60),
+    15: ("head", 100),
+    16: ("ipc", 100),
+    17: ("layers", 120),
+    18: ("loops", 60),
 }
-_RESULT = "result of the point: "
+# The files of the points, each with the number of its last one.
+_PARTS = {"acceptance_points": 6, "acceptance_measurements": 12, "acceptance_trainer": 18}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_acceptance", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--points", type=int, nargs="+", default=list(POINTS), choices=list(POINTS), metavar="N")
-    parser.add_argument("--seconds", type=float, default=570.0, help="time for all points (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1170.0, help="time for all points (default: %(default)s)")
     parser.add_argument("--in-this-process", type=int, choices=list(POINTS), metavar="N", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.in_this_process is not None:
@@ -63,18 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_here(number: int, device: str) -> int:
     """Run one point in this process and print its figures as the last line."""
-    from benchmarks import acceptance_measurements, acceptance_points
-
     name = POINTS[number][0]
-    point = getattr(acceptance_points, name, None) or getattr(acceptance_measurements, name)
     with tempfile.TemporaryDirectory(prefix=f"acceptance_{name}_") as folder:
         try:
-            figures = point(device, Path(folder))
+            figures = point_of(number)(device, Path(folder))
         except Exception as error:
             traceback.print_exc()
-            figures = {"ok": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
-    print(_RESULT + json.dumps(figures), flush=True)
+            figures = {"ok": False, "error": separate_process.error_line(error)}
+    separate_process.print_result(figures)
     return 0
+
+
+def point_of(number: int) -> Callable[[str, Path], dict[str, Any]]:
+    """Return the function of a point."""
+    part = next(part for part, last in _PARTS.items() if number <= last)
+    point: Callable[[str, Path], dict[str, Any]] = getattr(import_module(f"benchmarks.{part}"), POINTS[number][0])
+    return point
 
 
 def run_apart(number: int, device: str, end: float) -> dict[str, Any]:
@@ -97,22 +109,9 @@ def run_apart(number: int, device: str, end: float) -> dict[str, Any]:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     command = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--device", device, "--in-this-process", str(number)]
     environment = {**os.environ, **hidden}
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return {**line, "seconds": round(time.monotonic() - began, 1), "error": f"killed after {limit:.0f} s"}
-    line["seconds"] = round(time.monotonic() - began, 1)
-    results = [text.removeprefix(_RESULT) for text in output.splitlines() if text.startswith(_RESULT)]
-    if not results:
-        return {**line, "error": f"exit code {process.returncode}; {' '.join(output.split())[-500:]}"}
-    return {**line, **json.loads(results[-1])}
+    figures, failure, seconds = separate_process.run_apart(command, limit, environment, ROOT)
+    line["seconds"] = round(seconds, 1)
+    return {**line, "error": failure} if figures is None else {**line, **figures}
 
 
 if __name__ == "__main__":

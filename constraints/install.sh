@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the locked packages and this project into it; does nothing where that is already done.
 #   PYTHON=python3.12   the interpreter to use (default: python3)
-#   DEVICE=cpu          install for a CPU even where there is an NVIDIA GPU (default: gpu where nvidia-smi finds one)
+#   DEVICE=cpu          install for a CPU even where there is an NVIDIA GPU (default: gpu where there is one)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -11,11 +11,16 @@ fail() { echo "make: $*" >&2; exit 1; }
 command -v "$python" > /dev/null || fail "there is no command '$python'; name a Python with make PYTHON=/path/to/python"
 version=$("$python" -c 'import platform; print(platform.python_version())') || fail "'$python' does not run"
 case $version in
-    3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
-    *) fail "Python 3.10 to 3.13 is needed, '$python' is $version; name another one with make PYTHON=/path/to/python" ;;
+    3.11.* | 3.12.* | 3.13.*) ;;
+    *) fail "Python 3.11 to 3.13 is needed, '$python' is $version; name another one with make PYTHON=/path/to/python" ;;
 esac
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the locked packages are for Linux on x86_64, this is $(uname -sm)"
-device=${DEVICE:-$(nvidia-smi -L > /dev/null 2>&1 && echo gpu || echo cpu)}
+# Containers without NVIDIA's "utility" capability have the GPU's device file and no nvidia-smi.
+has_nvidia() { nvidia-smi -L > /dev/null 2>&1 || compgen -G "/dev/nvidia[0-9]*" > /dev/null; }
+device=${DEVICE:-$(has_nvidia && echo gpu || echo cpu)}
+if [ -z "${DEVICE:-}" ] && [ "$device" = cpu ] && [ -e /dev/kfd ]; then
+    echo "make: the AMD GPU of this machine is not used, because ROCm is not supported: installing for the CPU" >&2
+fi
 lock=constraints/$device.lock
 [ -f "$lock" ] || fail "DEVICE is cpu or gpu, not '$device'"
 
@@ -30,15 +35,25 @@ installed=$(cat "$stamp" 2> /dev/null || true)
 [ "$installed" != "$key" ] || exit 0
 rm -f "$stamp"
 
-# The packages for GPUs are built for CUDA 13, and Triton compiles at run time. Without nvidia-smi, as where an image is
-# built, neither is known. lightning_rlhf/cli/commands/doctor.py has the same requirements.
-if [ "$device" = gpu ] && command -v nvidia-smi > /dev/null; then
+# The packages for GPUs are built for CUDA 13, and Triton compiles at run time. Without a GPU, as where an image is built,
+# neither is known. lightning_rlhf/cli/commands/doctor.py has the same requirements.
+gpus() {
+    if command -v nvidia-smi > /dev/null; then
+        nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader || true
+    elif [ -f /sys/module/nvidia/version ]; then
+        cat /sys/module/nvidia/version
+    fi
+}
+if [ "$device" = gpu ] && has_nvidia; then
     while IFS=', ' read -r driver capability; do
+        [[ $driver =~ ^[0-9]+(\.|$) ]] || fail "nvidia-smi reports no driver ('$driver $capability'); install NVIDIA driver" \
+            "580 or newer, or install for the CPU with make DEVICE=cpu"
         [ "${driver%%.*}" -ge 580 ] || fail "the packages of $lock are built for CUDA 13, which needs NVIDIA driver 580" \
             "or newer, and this machine has $driver; update the driver, or install for the CPU with make DEVICE=cpu"
+        [[ $capability =~ ^[0-9]+\.[0-9]+$ ]] || continue  # "[N/A]" with some virtual GPUs
         [ "$(tr -d . <<< "$capability")" -ge 75 ] || fail "the packages of $lock are built for CUDA 13, which needs GPUs" \
             "of compute capability 7.5 (Turing) or newer, and this one has $capability; use make DEVICE=cpu"
-    done < <(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader)
+    done < <(gpus)
     command -v "${CC:-gcc}" > /dev/null || command -v clang > /dev/null || fail "a C compiler is missing, with which" \
         "Triton compiles on a GPU at run time; on Debian and Ubuntu: apt-get install gcc"
     header=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h

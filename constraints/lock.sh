@@ -7,9 +7,9 @@ unset UV_FIND_LINKS
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# compile EXTRA [OPTION...]: one resolution for all of Python 3.10 to 3.13; the platform is set in pyproject.toml
+# compile EXTRA [OPTION...]: one resolution for all of Python 3.11 to 3.13; the platform is set in pyproject.toml
 compile() {
-    .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.10 --annotation-style line --no-header \
+    .venv/bin/uv pip compile --quiet --universal --upgrade --python-version 3.11 --annotation-style line --no-header \
         --extra "$1" --extra dev --extra math --extra peft --extra deepspeed --extra judge --extra serve --extra docs \
         --extra completion "${@:2}" setup.cfg
 }
@@ -18,10 +18,10 @@ compile() {
 tidy() {
     cat <<HEADER
 # $1: made by "make lock" from setup.cfg; do not edit.
-# For CPython 3.10 to 3.13 on Linux x86_64. Install with: uv pip install --no-deps -r constraints/$1
+# For CPython 3.11 to 3.13 on Linux x86_64. Install with: uv pip install --no-deps -r constraints/$1
 HEADER
     sed -E "
-        s/ --override [^ ]*,//
+        s/ (--override|-c) [^ ]*,//
         s/ and implementation_name == 'cpython' and platform_machine == 'x86_64'//g
         s/ and platform_python_implementation != 'PyPy'//g
         s/ and sys_platform == 'linux'//g
@@ -29,10 +29,12 @@ HEADER
         s/ ; python_full_version < '3.14'( |\$)/\1/"
 }
 
-compile vllm > "$work/gpu"
+# Both locks have the torch of vLLM's CPU build, with which the tests run.
+torch=$(sed -n 's/^ *torch==\([0-9.]*\)$/\1/p' setup.cfg)
+echo "torch==$torch" > "$work/constraints"
+compile vllm --constraint "$work/constraints" > "$work/gpu"
 
 # PyPI has only the CUDA build of torch: resolve with that one, leave out what it needs for CUDA, write down the CPU build.
-torch=$(sed -n 's/^ *torch==\([0-9.]*\)$/\1/p' setup.cfg)
 {
     cat constraints/cpu-overrides.txt
     echo "torch==$torch"

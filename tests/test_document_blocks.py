@@ -42,7 +42,7 @@ BASE = {
     },
     "trainer": {"max_steps": 1},
 }
-PROGRAMS = {"cd", "mlflow", "source", "tensorboard"}  # of others
+PROGRAMS = {"cd", "export", "mlflow", "source", "tensorboard"}  # of others
 
 
 def blocks(*languages, but=None):
@@ -133,7 +133,7 @@ def test_commands_and_their_options_exist(words, tmp_path, monkeypatch, capsys):
 
 def assert_module_or_file_exists(arguments):
     if arguments[0] == "-m":
-        assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or arguments[1] in ("pytest", VLLM)
+        assert (ROOT / f"{arguments[1].replace('.', '/')}.py").is_file() or arguments[1] in ("pip", "pytest", VLLM)
     else:
         assert (ROOT / arguments[0]).is_file()
     assert all((ROOT / own).exists() for own in arguments if own.startswith(("tests/", "benchmarks/")))

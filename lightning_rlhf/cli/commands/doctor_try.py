@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.cli.errors import one_line
+from lightning_rlhf.cli.separate_process import error_line, print_result, run_apart
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
@@ -45,37 +46,55 @@ ARCHITECTURE = {
 }
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # for results near 1; large enough for TF32
 _STEPS = 2
+# Time limits in seconds; a first start of vLLM compiles kernels.
+_KERNELS_SECONDS = 120.0
+_STEPS_SECONDS = 300.0
+Finding = tuple[str, str, str]  # name, finding, and a fault or an empty string
 
 
-def try_out() -> Iterator[tuple[str, str, str]]:
-    """Run the kernels, then two steps of PPO with the engine that ``auto`` selects; yield one finding for each.
+def checks() -> dict[str, tuple[Callable[[], str], float]]:
+    """Return the checks by name, each with its time limit in seconds.
 
-    The engine is compared with the actor in both steps, after each sync of the weights.
+    They run kernels, then two steps of PPO with the engine that ``auto`` selects. The engine is compared with the actor
+    in both steps, after each sync of the weights.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    limited: dict[str, tuple[Callable[[], str], float]] = {}
     for dtype in _TOLERANCE:
-        yield _finding(f"kernels in {str(dtype).removeprefix('torch.')}", partial(kernels, device, dtype))
+        limited[f"kernels in {str(dtype).removeprefix('torch.')}"] = partial(kernels, dtype), _KERNELS_SECONDS
     for precision in ("32-true", "bf16-mixed"):
-        with tempfile.TemporaryDirectory() as folder:
-            yield _finding(f"PPO in {precision}", partial(steps, device, precision, Path(folder)))
+        limited[f"PPO in {precision}"] = partial(steps, precision), _STEPS_SECONDS
+    return limited
 
 
-def _finding(name: str, check: Callable[[], str]) -> tuple[str, str, str]:
-    """Run a check; an error of CUDA, vLLM or this package becomes a fault, and the next check still runs."""
+def try_out() -> Iterator[Finding]:
+    """Run each check in a separate process and yield its finding; one that crashes or hangs does not end the others."""
+    for name, (_, seconds) in checks().items():
+        result, failure, _ = run_apart([sys.executable, "-m", __name__, name], seconds)
+        yield (name, "failed", f"{name}: {failure}") if result is None else tuple(result)
+
+
+def run_check(name: str) -> Finding:
+    """Run a check in this process; any error of CUDA, vLLM, torch or this package becomes a fault."""
     began = time.monotonic()
     try:
-        finding = check()
-    except (RuntimeError, ValueError, OSError, ArithmeticError, ImportError) as error:
-        return name, "failed", f"{name}: {type(error).__name__}: {one_line(error)}"
+        finding = checks()[name][0]()
+    except Exception as error:
+        traceback.print_exc()
+        return name, "failed", f"{name}: {error_line(error)}"
     return name, f"{finding}; {time.monotonic() - began:.1f} s", ""
 
 
-def kernels(device: torch.device, dtype: torch.dtype) -> str:
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def kernels(dtype: torch.dtype) -> str:
     """Compare a matrix product, attention and their gradients on a device with float64 on the CPU.
 
     Raises:
         ArithmeticError: a result differs by more than rounding.
     """
+    device = _device()
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 2, 64, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
     expected = _attention(inputs)
@@ -96,7 +115,7 @@ def _attention(inputs: list[Tensor]) -> list[Tensor]:
     return [result.detach(), *(values.grad for values in (query, key, value) if values.grad is not None)]
 
 
-def steps(device: torch.device, precision: str, folder: Path) -> str:
+def steps(precision: str) -> str:
     """Run two steps of PPO on a random model with the engine that ``auto`` selects.
 
     Raises:
@@ -108,9 +127,9 @@ def steps(device: torch.device, precision: str, folder: Path) -> str:
     rows = InMemory([{"prompt": "abc"}] * 8 * _STEPS)
     data = PromptDataModule(rows, CharacterTokenizer("abcdefg"), batch_size=8, max_tokens=8)
     loop = RolloutLoop([RewardFunction(share_of_a)], max_response_tokens=16, check_rows=8, validate_at_ends=False)
-    with _quiet():
+    with tempfile.TemporaryDirectory() as folder, _quiet():
         trainer = Trainer(
-            accelerator="gpu" if device.type == "cuda" else "cpu",
+            accelerator="gpu" if torch.cuda.is_available() else "cpu",
             devices=1,
             strategy="rlhf_single",
             precision=precision,  # type: ignore[arg-type]
@@ -165,3 +184,7 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+if __name__ == "__main__":
+    print_result(run_check(sys.argv[1]))

@@ -24,8 +24,9 @@ from lightning_rlhf.modules.kto import KTOModule
 from lightning_rlhf.modules.pairs import PairModule
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.text_layout import GPU_TOKENS
-from lightning_rlhf.planning import memory
+from lightning_rlhf.planning import bounds, memory
 from lightning_rlhf.planning.architecture import architecture
+from lightning_rlhf.planning.bounds import Speeds
 from lightning_rlhf.planning.plan import GIB, Plan, misfit_message, plan
 from lightning_rlhf.planning.setup import Engine, Role, Run, Strategy, Work, Zero, strategy
 from lightning_rlhf.rollout.engine import engine_dtype
@@ -88,6 +89,7 @@ def run(arguments: list[str]) -> int:
     result = plan(run_of(config), config["gpus"])
     if config["nodes"] is not None:
         check_nodes(result, config["nodes"])
+        result = replace(result, gpus_per_node=config["gpus"] // config["nodes"])
     Console().print(table(result), *notes(result), sep="\n")
     if not result.fits:
         raise UsageError(misfit_message(result))
@@ -182,6 +184,7 @@ def work_of(module: Any, data: Namespace, loop: Namespace | None, mixed: bool) -
         reuses_first=FirstForward.suits(module),
         turns=0 if environment is None else environment["max_turns"],
         environment_processes=environment["concurrency"] if environment and environment["timeout_s"] else 0,
+        response_tokens=loop["max_response_tokens"],
     )
 
 
@@ -313,8 +316,32 @@ def notes(plan: Plan) -> list[str]:
             f"each engine has up to {work.environment_processes} environment processes, whose host memory is "
             "not planned"
         )
+    lines += bounds_of(plan)
     if plan.fits:
         lines.append(f"it fits: each GPU of {run.capacity / GIB:g} GiB needs {plan.total / GIB:.2f} GiB")
+    return lines
+
+
+def bounds_of(plan: Plan) -> list[str]:
+    """Return lines on the host memory of a node, and on the least seconds of a push and of a step."""
+    run, gpus = plan.run, plan.gpus
+    each = plan.gpus_per_node
+    speeds = Speeds()
+    node = bounds.node_memory(run, plan.host, each)
+    lines = [
+        f"host memory of the first node ({counted(each, 'GPU')}): {node.training / GIB:.1f} GiB while training, "
+        f"{node.loading / GIB:.1f} GiB to load the largest role, {node.exporting / GIB:.1f} GiB more for an export; "
+        f"at most {node.peak / GIB:.1f} GiB at a time"
+    ]
+    arithmetic, communication = bounds.learning_seconds(run, plan.traffic, gpus, each, speeds)
+    parts = [
+        f"learning {max(arithmetic, communication):.2g} s ({arithmetic:.2g} of arithmetic, {communication:.2g} sent)"
+    ]
+    if run.engine is not None and run.engine.share:
+        push = bounds.push_seconds(run, plan.traffic, gpus, each, speeds)
+        generation = bounds.generation_seconds(run, gpus, plan.cached_texts, speeds)
+        parts = [f"a push {push:.2g} s", f"generation {generation:.2g} s", *parts]
+    lines.append(f"no step is faster than: {', '.join(parts)}; with the peak of an H100 ({speeds})")
     return lines
 
 

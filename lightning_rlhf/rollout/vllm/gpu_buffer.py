@@ -16,11 +16,25 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.rollout.vllm.sync import Slot
 
 BUFFER_BYTES = 256 << 20
 _PROBE = torch.arange(251, dtype=torch.uint8).repeat(4)  # first bytes of a new buffer, which the engine compares
+
+
+def check_one_gpu(tensor_parallel_size: int) -> None:
+    """Validate that the engine is on one GPU.
+
+    Raises:
+        ValueError: it is on several.
+    """
+    if tensor_parallel_size > 1:
+        raise UsageError(
+            f"push_within_gpu needs an engine on one GPU, got tensor_parallel_size {tensor_parallel_size}: the buffer "
+            f"is on the GPU of one rank, and the engine's other GPUs cannot load from it. Remove push_within_gpu, so "
+            f"that weights are pushed through memory of the host"
+        )
 
 
 def push_within_gpu(

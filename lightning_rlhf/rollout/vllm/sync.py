@@ -10,7 +10,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 DIRECTORY_VERSION = -1  # policy version of weights that an engine has loaded from its directory
 SHARED_MEMORY = "shared_memory"  # name of this transfer in the configuration of a vLLM server
 _ALIGNMENT = 64
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LEAST_LOCKED = 1 << 20  # bytes that are locked together, so that norms do not need one call each
 
 
 class PublishedNames:
@@ -143,14 +145,68 @@ def read_slots(memory: Tensor, layout: list[dict[str, Any]]) -> Iterator[tuple[s
         yield slot["name"], Slot(**slot).view(memory)
 
 
+class SharedMemory:
+    """Anonymous memory that grows by one parameter at a time, because the total size is unknown.
+
+    Memory for the weights of a GPU is page-locked as it grows, in pieces of whole parameters, so that the GPU copies to
+    it directly.
+
+    Args:
+        locks: whether to lock pages.
+    """
+
+    def __init__(self, locks: bool) -> None:
+        self._file = os.memfd_create("lightning_rlhf_weights")
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.is_locked = locks
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._pieces: list[Tensor] = []
+        self._end = 0
+        if locks:  # pages are locked by address: map once, without allocating pages that are not written
+            self.bytes = map_memory(self.path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+    def make_room(self, slot: Slot) -> Slot:
+        """Make room for a parameter; return its slot, which may begin later."""
+        if self.is_locked and slot.end > self._end:
+            slot = replace(slot, offset=self._end)
+            nbytes = -(-max(slot.end - slot.offset, _LEAST_LOCKED) // _PAGE) * _PAGE
+            piece = self.bytes[self._end : self._end + nbytes]
+            if page_lock(piece):
+                self._pieces.append(piece)
+                self._end += nbytes
+                return slot
+            self._unlock()
+        if not self.is_locked:
+            self._end = slot.end
+            if len(self.bytes) < slot.end:
+                os.truncate(self._file, slot.end)
+                self.bytes = map_memory(self.path, slot.end)
+        return slot
+
+    def finish(self) -> None:
+        """Remove the part of the mapping that was not used."""
+        os.truncate(self._file, self._end)
+        self.bytes = self.bytes[: self._end]
+
+    def _unlock(self) -> None:
+        for piece in self._pieces:
+            torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
+        self._pieces.clear()
+        self.is_locked = False
+
+    def close(self) -> None:
+        """Unmap and free the memory."""
+        self._unlock()
+        os.close(self._file)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
 class WeightSender:
     """The trainer's side of the shared memory. After :meth:`close` the next write allocates new memory."""
 
     def __init__(self) -> None:
-        self._file = -1
         self._slots: list[Slot] = []
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._pinned = False  # whether the memory is page-locked, so that a GPU copies to it directly
+        self._shared: SharedMemory | None = None
 
     def write(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Copy all parameters into the memory.
@@ -169,62 +225,61 @@ class WeightSender:
             self._replace_all(parameters)
         else:
             self._append_all(parameters)
-        if self._pinned:
+        if self._shared is not None and self._shared.is_locked:
             torch.cuda.synchronize()  # copies from the GPU do not wait
         return self.message
 
     @property
     def message(self) -> dict[str, Any]:
         """Arguments of :func:`map_memory` and :func:`read_slots`: ``path``, ``nbytes``, ``layout``."""
-        layout = [asdict(slot) for slot in self._slots]
-        return {"path": f"/proc/{os.getpid()}/fd/{self._file}", "nbytes": len(self._memory), "layout": layout}
+        shared = self._written
+        return {"path": shared.path, "nbytes": len(shared.bytes), "layout": [asdict(slot) for slot in self._slots]}
+
+    @property
+    def _written(self) -> SharedMemory:
+        if self._shared is None:
+            raise RunError("no weights were written: call write() first")
+        return self._shared
 
     def _replace_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        slots = iter(self._slots)
+        slots, shared = iter(self._slots), self._written
         for name, tensor in parameters:
             slot = next(slots, None)
             if slot is None or slot != Slot.for_tensor(name, tensor, slot.offset):
                 raise _changed_parameter(Slot.for_tensor(name, tensor), slot)
-            slot.view(self._memory).copy_(tensor, non_blocking=self._pinned)
+            slot.view(shared.bytes).copy_(tensor, non_blocking=shared.is_locked)
             del tensor  # free it before the next one is gathered
         if (missing := next(slots, None)) is not None:
             raise _changed_parameter(None, missing)
 
     def _append_all(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        # The total size is unknown: parameters of a sharded role are gathered one at a time.
-        self._file = os.memfd_create("lightning_rlhf_weights")
-        end = 0
+        shared = None
         for name, tensor in parameters:
-            slot = Slot.for_tensor(name, tensor, offset=end)
-            end = slot.end
-            os.truncate(self._file, end)
-            self._memory = map_memory(f"/proc/{os.getpid()}/fd/{self._file}", end)
-            slot.view(self._memory).copy_(tensor)
+            if shared is None:
+                self._shared = shared = SharedMemory(locks=tensor.is_cuda)
+            slot = shared.make_room(Slot.for_tensor(name, tensor, self._slots[-1].end if self._slots else 0))
+            slot.view(shared.bytes).copy_(tensor, non_blocking=shared.is_locked)
             self._slots.append(slot)
-            from_gpu = tensor.is_cuda
-            del tensor
-        if self._slots and from_gpu:
-            self._pinned = page_lock(self._memory)
+            del tensor  # free it before the next one is gathered
+        if shared is None:
+            raise RunError("the model has no parameters to push")
+        shared.finish()
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """Return the name of the first parameter that differs from the last write; None if all are equal."""
-        written = {slot.name: slot for slot in self._slots}
+        written, memory = {slot.name: slot for slot in self._slots}, self._written.bytes
         for name, tensor in parameters:
-            if name not in written or not torch.equal(written.pop(name).view(self._memory), tensor.cpu()):
+            if name not in written or not torch.equal(written.pop(name).view(memory), tensor.cpu()):
                 return name
             del tensor
         return next(iter(written), None)
 
     def close(self) -> None:
         """Unmap and free the memory."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-            self._pinned = False
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            self._slots = []
-            self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = None
+        self._slots = []
 
 
 def page_lock(memory: Tensor) -> bool:

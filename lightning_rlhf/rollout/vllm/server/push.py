@@ -6,6 +6,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -127,13 +128,13 @@ class NCCLPush(WeightPush):
         address, port = _rendezvous(self._server)
         # Not packed, because packing needs two buffers of 1 GB.
         info = NCCLTrainerInitInfo(address, port, 1 + workers, packed=False, rank=0)
-        self._source = _chunk_source()
         self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            info, client=_ChunkClient(self._server), source=self._source
+            info, client=_ChunkClient(self._server), source=_chunk_source([])
         )
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for self._source.pairs in chunks(weights, _CHUNK_BYTES):
+        for pairs in chunks(weights, _CHUNK_BYTES):
+            self._engine.source = _chunk_source(pairs)
             self._engine.send_weights()
 
     def close(self) -> None:
@@ -162,20 +163,17 @@ class _ChunkClient:
         pass
 
 
-def _chunk_source() -> Any:
-    """Return a ``WeightSource`` of vLLM whose ``pairs`` are set for each chunk."""
+def _chunk_source(pairs: list[tuple[str, Tensor]]) -> Any:
+    """Return a ``WeightSource`` of vLLM with the tensors of one chunk."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-    class Chunk(WeightSource):
-        pairs: list[tuple[str, Tensor]]
-
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.pairs]
-
-        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return iter(self.pairs)
-
-    return Chunk()
+    declared = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+    members: dict[str, Any]
+    if hasattr(WeightSource, "iter_full"):  # vLLM 0.33
+        members = {"metadata": cached_property(lambda source: declared), "iter_full": lambda source: iter(pairs)}
+    else:
+        members = {"metadata": lambda source: declared, "__iter__": lambda source: iter(pairs)}
+    return type("Chunk", (WeightSource,), members)()
 
 
 def chunks(parameters: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -70,7 +70,8 @@ def scalar_model_class(config: PretrainedConfig) -> Any:
     family = next(kind for kind in backbone.__mro__ if PreTrainedModel in kind.__bases__)
     name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
     members = {"base_model_prefix": "model", "config_class": type(config), "__module__": __name__}
-    auto.register(type(config), type(name, (GenericForSequenceClassification, family), members))
+    # Without exist_ok, transformers leaves its own configurations out.
+    auto.register(type(config), type(name, (GenericForSequenceClassification, family), members), exist_ok=True)
     return auto
 
 

@@ -29,6 +29,7 @@ _DIVISORS = {
     "minicpm3": "logits_scaling",
 }
 _CAPS = {
+    "gemma3": None,  # with images, transformers does not apply the cap of the text model
     "recurrent_gemma": "logits_soft_cap",
     "xlstm": "output_logit_soft_cap",
 }
@@ -68,7 +69,8 @@ def head_of(lm: Any) -> Head:
         weight, bias = weight[:tokens], None if bias is None else bias[:tokens]
     kind = config.model_type
     scale = _number(config, _FACTORS.get(kind), 1.0) / _number(config, _DIVISORS.get(kind), 1.0)
-    softcap = getattr(config, _CAPS.get(kind, _CAP), None)
+    cap = _CAPS.get(lm.config.model_type, _CAPS.get(kind, _CAP))
+    softcap = None if cap is None else getattr(config, cap, None)
     transform = lm.lm_head if kind == "modernbert-decoder" else None
     return Head(transform, weight, bias, scale, None if softcap is None else float(softcap))
 
@@ -78,35 +80,46 @@ def _number(config: object, name: str | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def check_head(name: str, role: str, ours: Tensor, again: Tensor, models: Tensor, is_exact: bool) -> None:
-    """Validate that the log-probs of :class:`CausalLM` are those of the model's own ``forward``.
+def check_head(
+    name: str, role: str, ours: Tensor, again: Tensor, continued: Tensor, models: Tensor, is_exact: bool
+) -> None:
+    """Validate that the log-probs of :class:`CausalLM` are those of the model's own ``forward``, and causal.
 
     An architecture whose head has a factor, a cap or a layer that this package does not apply would train on other
-    probabilities than those it generates with.
+    probabilities than those it generates with. Texts are padded on the right without a mask, so that later tokens must
+    not change earlier log-probs.
 
     Args:
         name: name of the model's class.
         role: name of the role.
         ours: (T,) log-probs of a short text by this package's head.
         again: (T,) the same, computed a second time.
+        continued: (T,) the same, computed with other tokens behind the first ones; those of the others are ``ours``.
         models: (T,) log-probs of the text by the model's own logits.
         is_exact: whether the model computes in float32.
 
     Raises:
-        ValueError: the log-probs differ by more than rounding, or vary from pass to pass.
+        ValueError: the log-probs vary from pass to pass or with later tokens, or differ by more than rounding.
     """
     bound = 1e-4 if is_exact else 0.1
-    varying = float((ours - again).abs().mean())
-    if varying > bound:
+
+    def apart(other: Tensor) -> float:
+        return float((ours - other).abs().mean())
+
+    if not apart(again) <= bound:
         raise UsageError(
-            f"the {role}'s {name} computes other log-probabilities in every pass, {varying:.2g} nats apart on average: "
-            f"it draws random numbers, as for dropout or jitter, so that no ratio of probabilities is right. Set the "
-            f"field of its configuration that controls them to 0"
+            f"the {role}'s {name} computes other log-probabilities in every pass, {apart(again):.2g} nats apart on "
+            f"average: it draws random numbers, as for dropout or jitter, so that no ratio of probabilities is right. "
+            f"Set the field of its configuration that controls them to 0"
         )
-    difference = float((ours - models).abs().mean())
-    if not difference <= bound:
+    if not apart(continued) <= bound:
+        raise UsageError(
+            f"the {role}'s {name} does not generate from left to right: later tokens change the log-probabilities of "
+            f"earlier ones by {apart(continued):.2g} nats on average (allowed: {bound:g}). Use a causal language model"
+        )
+    if not apart(models) <= bound:
         raise UsageError(
             f"the {role}'s {name} has a head that lightning-rlhf does not support: log-probabilities of a short text "
-            f"differ by {difference:.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
+            f"differ by {apart(models):.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
             f"Use another model, or report the architecture"
         )

@@ -140,9 +140,13 @@ class TextLayout:
     def _check_head(self, name: str, is_exact: bool) -> None:
         """Compare the log-probs of a role with those of its model's own logits. All ranks."""
         lm = getattr(self.module, name).lm
-        (ids,) = _texts(lm, 1)
+        ids, other = _texts(lm, 2)
         ours, again = (self._outputs(name, ids, None) for _ in range(2))
-        check_head(type(lm).__name__, name, ours, again, self._outputs(name, ids, None, own_logits=True), is_exact)
+        half = _TEST_TOKENS // 2
+        changed = self._outputs(name, torch.cat([ids[:, :half], other[:, half:]], dim=1), None)
+        continued = torch.cat([changed[:, :half], ours[:, half:]], dim=1)
+        models = self._outputs(name, ids, None, own_logits=True)
+        check_head(type(lm).__name__, name, ours, again, continued, models, is_exact)
 
     def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None, **options: bool) -> Tensor:
         """Return the (B, L) outputs of a role at each position of some texts. All ranks."""

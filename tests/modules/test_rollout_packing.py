@@ -65,7 +65,7 @@ def tokens_of(rollout, **options):
         lambda _, args, options: sizes.append(options["input_ids"].numel()), with_kwargs=True
     )
     fit(module, [rollout])
-    return sizes[3:]  # without those of the test of the head
+    return sizes[4:]  # without those of the test of the head
 
 
 def test_a_prompt_is_laid_out_once_for_all_its_responses():

@@ -73,7 +73,7 @@ class MCP(Environment):
             return asyncio.run(asyncio.wait_for(self._schemas(), _LIST_SECONDS))
         except UsageError:
             raise
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             reason = f"it did not list its tools within {_LIST_SECONDS:g} s"
             raise RunError(f"the MCP server {self._name} cannot be used: {reason}") from error
         except Exception as error:  # the package groups the errors of its tasks
@@ -125,7 +125,7 @@ class MCP(Environment):
             try:
                 result = await asyncio.wait_for(self._answer(call), limit)
                 text, is_error = "\n".join(map(_text_of, result.content)), bool(result.is_error)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 text, is_error = f"{call.name} took longer than its time limit of {limit:g} s", True
         return {"role": self._role, **identity, "content": f"Error: {text}" if is_error else text}, is_error
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from lightning_rlhf.expected_errors import UsageError
@@ -51,6 +54,24 @@ def check_shards(directory: Path) -> None:
             raise UsageError(f"{index} names {file!r}: only *.safetensors files in the same directory are read")
         if not (directory / file).is_file():
             raise UsageError(f"{index} names {file!r}, which is missing")
+
+
+def tensors_left_out(directory: Path, model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return the names of a checkpoint's tensors that are part of no parameter of a model, such as those of MTP heads.
+
+    Args:
+        directory: directory of the checkpoint; of another path, such as a hub id, the tensors that transformers ignores
+            are not known.
+        model: model of transformers that was loaded from it.
+        unexpected: names that transformers reported.
+    """
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    names = set(unexpected)
+    for path in directory.glob("*.safetensors") if ignored and directory.is_dir() else ():
+        with safe_open(path, "pt") as file:
+            contained = set(file.keys())
+        names |= {name for name in contained if any(pattern.search(name) for pattern in ignored)}
+    return sorted(names)
 
 
 def memory_error(error: RuntimeError, name: str) -> ValueError | None:

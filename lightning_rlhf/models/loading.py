@@ -24,7 +24,7 @@ from transformers import (
 from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
-from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error
+from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error, tensors_left_out
 from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
@@ -32,6 +32,7 @@ from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
 from lightning_rlhf.seeding import derive_seed, run_seed
 
+log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 FindClass = Callable[[PretrainedConfig], Any]  # configuration to automatic class
 
@@ -115,9 +116,9 @@ class Pretrained:
         return ScalarModel(_adapted(model, self.lora))
 
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
-        auto = find_class(config)
+        auto, path = find_class(config), Path(self.path)
         check_attention_package(config)
-        check_shards(Path(self.path))
+        check_shards(path)
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -143,6 +144,11 @@ class Pretrained:
         if missing:
             raise UsageError(
                 f"{self.path} lacks {len(missing)} parameters of {type(model).__name__}: {missing[:3]} ..."
+            )
+        if find_class is language_model_class and (names := tensors_left_out(path, model, report["unexpected_keys"])):
+            listed = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            log.warning(
+                "An export will not contain all of %s: %s does not load %s", self.path, type(model).__name__, listed
             )
         return model
 

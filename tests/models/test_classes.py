@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from lightning_rlhf import FromConfig, Pretrained
@@ -60,6 +61,17 @@ def test_the_text_model_of_a_vision_language_checkpoint_is_trained_and_all_of_it
     assert all(parameter.grad is not None for parameter in trained)
     model.save_pretrained(tmp_path / "export")
     assert tensor_names(tmp_path / "export") == tensor_names(directory)
+
+
+def test_tensors_that_an_export_will_not_contain_are_named(checkpoint, caplog):
+    """Qwen3.5 has heads that predict several tokens, which transformers does not load."""
+    directory = checkpoint("qwen3_5")
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
+    Pretrained(str(directory)).causal()
+    assert caplog.messages == [
+        f"An export will not contain all of {directory}: Qwen3_5ForConditionalGeneration does not load mtp.fc.weight"
+    ]
 
 
 @pytest.mark.parametrize("name", ["cohere", "granite", "ernie4_5", "olmoe"])

@@ -155,8 +155,19 @@ def test_pickled_weights_are_not_loaded(saved, kind):
     """A pickle can run code; only safetensors are read."""
     (saved / "model.safetensors").unlink()
     torch.save(state(TinyModel().causal()), saved / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"expected a directory with config.json and safetensors \(an earlier"):
+    with pytest.raises(ValueError, match=r"expected safetensors, but pytorch_model.bin has pickled weights, which can"):
         getattr(Pretrained(str(saved)), kind)()
+
+
+@pytest.mark.parametrize("beside", [(), ("adapter_model.safetensors",)])
+def test_an_index_of_pickled_weights_is_named(saved, beside):
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}')
+    for name in beside:
+        (saved / name).touch()
+    told = r"has neither model.safetensors nor model.safetensors.index.json, .* contains adapter_model.safetensors: copy"
+    with pytest.raises(ValueError, match=told if beside else r"but pytorch_model.bin.index.json has pickled weights"):
+        Pretrained(str(saved)).causal()
 
 
 def test_code_that_lies_beside_the_weights_is_not_run(saved):
@@ -227,6 +238,10 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
             '{"model_type": "llamma"}',
             r"the config.json of '.*' cannot be read: .* model type `llamma` but Transformers",
         ),
+        ("3", r"the config.json of '.*' cannot be read: TypeError: argument of type 'int' is not iterable"),
+        ('{"model_type": "llama", "id2label": 4}', "cannot be read: AttributeError: 'int' object has no attribute"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "cannot be read: ZeroDivisionError: "),
+        ('{"model_type": "llama", "dtype": "floaty"}', "cannot be read: AttributeError: module 'torch' has no"),
     ],
 )
 def test_a_damaged_configuration_is_one_sentence(saved, content, told):
@@ -234,6 +249,13 @@ def test_a_damaged_configuration_is_one_sentence(saved, content, told):
     with pytest.raises(ValueError, match=told) as caught:
         Pretrained(str(saved)).hf_config()
     assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_from_which_no_model_can_be_built_is_named(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"hidden_act": "nope"}))
+    with pytest.raises(ValueError, match=r"^the model in '.*' cannot be built from its config.json .*: KeyError: 'nope'$"):
+        Pretrained(str(saved)).causal()
 
 
 def test_weights_of_which_a_part_is_missing_are_one_sentence(saved):

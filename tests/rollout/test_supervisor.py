@@ -149,6 +149,13 @@ def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments,
         start(chatter="out of cheese", **arguments).ready.result(WAIT)
 
 
+def test_the_first_missing_module_of_the_log_is_named(start):
+    chatter = "ModuleNotFoundError: No module named 'torchvision'\nModuleNotFoundError: No module named 'second'"
+    with pytest.raises(EngineDied, match=r"inspected; the first missing module in its log: No module named 'torchvi") as e:
+        start(chatter=chatter, refuse="Model architectures ['X'] failed to be inspected").ready.result(WAIT)
+    assert "second" not in str(e.value)
+
+
 def test_an_error_while_generating_ends_the_engine_with_that_error(start):
     engine = start()
     futures = engine.generate([request(1, 1, 1, 1), request(666)])

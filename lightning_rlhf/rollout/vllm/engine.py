@@ -24,7 +24,7 @@ from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, un
 from lightning_rlhf.rollout.vllm.gpu_buffer import push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
-from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dtype
+from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -164,8 +164,9 @@ class VLLMEngine(RolloutEngine):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._published = PublishedNames(setup.model)
         self._dtype = self.matrix_dtype(setup.dtype)
-        module = "lightning_rlhf.rollout.vllm.worker"
-        self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+        arguments = self.llm_arguments(setup)
+        check_receives(setup.model, arguments["load_format"])
+        self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
         """Return the variables to add to the inherited environment of the engine's process."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _HEARTBEAT_SECONDS = 60
 _LOG_TAIL = 2000
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
 class EngineProcess:
@@ -209,7 +211,11 @@ class EngineProcess:
         except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
             code = self._kill()
         cause = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
-        tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
+        if missing and missing[1] not in cause:
+            cause += f"; the first missing module in its log: {missing[1]}"
+        tail = "" if reason else text[-_LOG_TAIL:].strip()
         shown = f", and ends:\n{tail}" if tail else ""
         with self._pending_lock:
             self._death = EngineDied(

@@ -47,7 +47,7 @@ class VLLMEngine(RolloutEngine):
         arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
         deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
             (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
-            where this is always the case. Not tested on a GPU yet.
+            where log-probabilities depend on them only by rounding. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
         push_within_gpu: whether weights are pushed through a buffer on the GPU that trainer and engine share (256 MiB,

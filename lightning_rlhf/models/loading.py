@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from lightning_rlhf.paths import (
 )
 from lightning_rlhf.seeding import derive_seed, run_seed
 
+log = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 FindClass = Callable[[PretrainedConfig], Any]  # configuration to automatic class
 
@@ -82,6 +84,7 @@ class Pretrained:
                 raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from error
             raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
         check_sizes(config, f"the config.json of {self.path!r}")
+        _warn_of_router_logits(config, f"the config.json of {self.path!r}")
         return set_role_attention(_without_dropout(config), self.attn_implementation)
 
     def expect_reachable(self) -> None:
@@ -196,6 +199,7 @@ class FromConfig:
             reason = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
             raise UsageError(f"transformers rejects the architecture {model_type!r}: {reason}") from None
         check_sizes(config, f"the architecture {model_type!r}")
+        _warn_of_router_logits(config, f"the architecture {model_type!r}")
         set_role_attention(config)
         model_class: Any = language_model_class(config)._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
@@ -278,6 +282,16 @@ def _check_spelling(values: dict[str, Any], model_type: str) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
         if near and abs(len(name) - len(near[0])) <= 2:
             raise UsageError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
+
+
+def _warn_of_router_logits(config: PretrainedConfig, name: str) -> None:
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        _warn_once(f"output_router_logits in {name} has no effect: the loss has no auxiliary term for routers")
+
+
+@functools.cache  # a configuration is read for every role and engine
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 _RANDOM = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")  # ends of names in configurations

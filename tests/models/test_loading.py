@@ -1,6 +1,7 @@
 """Where weights come from, and what is refused."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
+from lightning_rlhf.models import loading
 from lightning_rlhf.models.loading import (
     FromConfig,
     Pretrained,
@@ -211,6 +213,15 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
     assert logs.get_verbosity() == 20
     logs.set_verbosity(level)
     (logs.enable_progress_bar if before else logs.disable_progress_bar)()
+
+
+def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    loading._warn_once.cache_clear()
+    for value in (False, True, True):
+        FromConfig({"model_type": "mixtral", "output_router_logits": value}).hf_config()
+    told = "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [told]
 
 
 def test_an_unknown_architecture_is_named_with_what_was_meant():

@@ -11,8 +11,9 @@ log = logging.getLogger(__name__)
 
 
 def check_algorithm(module: Any) -> None:
-    """Validate the arguments of an RLHFModule, whose file imports this one; warn about a KL loss without effect, or with
-    a random gradient.
+    """Validate the arguments of an RLHFModule, whose file imports this one; warn about a KL loss without effect.
+
+    A KL loss with a random gradient is warned about, too.
 
     Args:
         module: module with all of its arguments.

@@ -167,7 +167,9 @@ def test_an_index_of_pickled_weights_is_named(saved, beside):
     (saved / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}')
     for name in beside:
         (saved / name).touch()
-    told = r"has neither model.safetensors nor model.safetensors.index.json, .* contains adapter_model.safetensors: copy"
+    told = (
+        r"has neither model.safetensors nor model.safetensors.index.json, .* contains adapter_model.safetensors: copy"
+    )
     with pytest.raises(ValueError, match=told if beside else r"but pytorch_model.bin.index.json has pickled weights"):
         Pretrained(str(saved)).causal()
 
@@ -220,7 +222,9 @@ def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeyp
     loading._warn_once.cache_clear()
     for value in (False, True, True):
         FromConfig({"model_type": "mixtral", "output_router_logits": value}).hf_config()
-    told = "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
+    told = (
+        "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
+    )
     assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [told]
 
 
@@ -265,7 +269,9 @@ def test_a_damaged_configuration_is_one_sentence(saved, content, told):
 def test_a_configuration_from_which_no_model_can_be_built_is_named(saved):
     config = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(config | {"hidden_act": "nope"}))
-    with pytest.raises(ValueError, match=r"^the model in '.*' cannot be built from its config.json .*: KeyError: 'nope'$"):
+    with pytest.raises(
+        ValueError, match=r"^the model in '.*' cannot be built from its config.json .*: KeyError: 'nope'$"
+    ):
         Pretrained(str(saved)).causal()
 
 

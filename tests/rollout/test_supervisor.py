@@ -178,7 +178,9 @@ def test_a_path_that_is_too_long_for_sockets_leaves_temporary_files_to_the_syste
 
 def test_the_first_missing_module_of_the_log_is_named(start):
     chatter = "ModuleNotFoundError: No module named 'torchvision'\nModuleNotFoundError: No module named 'second'"
-    with pytest.raises(EngineDied, match=r"died: No module named 'torchvision' \(the first .* log\), then ValueErr") as e:
+    with pytest.raises(
+        EngineDied, match=r"died: No module named 'torchvision' \(the first .* log\), then ValueErr"
+    ) as e:
         start(chatter=chatter, refuse="Model architectures ['X'] failed to be inspected").ready.result(WAIT)
     assert "second" not in str(e.value)
 

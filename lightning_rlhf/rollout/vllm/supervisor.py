@@ -47,8 +47,8 @@ _MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 class EngineProcess:
     """A child process that runs a worker module; if it ends, all pending futures raise :class:`EngineDied`.
 
-    The process has its own directory for temporary files, beside its log with the suffix ``.tmp``, which is removed when
-    it is closed. A killed run leaves it, and the next process with the same log removes it.
+    The process has its own directory for temporary files, beside its log with the suffix ``.tmp``, which is removed
+    when it is closed. A killed run leaves it, and the next process with the same log removes it.
 
     A thread reads the worker's messages from a socket pair, which is closed when the worker ends for any reason.
 

@@ -178,14 +178,20 @@ def _read_settings(path: Path) -> dict[str, Any] | None:
         settings = json.loads(path.read_text())
     except (ValueError, RecursionError):
         raise UsageError(f"{path} is not valid JSON; resume from another checkpoint") from None
-    groups = settings.get("param_groups") if isinstance(settings, dict) else None
-    well_formed = isinstance(groups, list) and isinstance(settings.get("optimizer"), str)
-    if not well_formed or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+    if not _well_formed(settings):
         raise UsageError(
             f"{path} is damaged: it needs 'optimizer', a class, and 'param_groups', each with its 'params'; resume "
             f"from another checkpoint"
         )
     return dict(settings)
+
+
+def _well_formed(settings: Any) -> bool:
+    """Return whether settings have the keys and types that this release writes."""
+    if not isinstance(settings, dict) or not isinstance(settings.get("optimizer"), str):
+        return False
+    groups = settings.get("param_groups")
+    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
 
 
 def _check_headers(folder: Path) -> None:

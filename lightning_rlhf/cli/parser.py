@@ -237,8 +237,8 @@ def _class_in_file(path: str) -> str:
     """Return a message about a class path in the form of functions, ``file.py:name``."""
     file, _, name = path.rpartition(":")
     folder, stem = os.path.split(file.removesuffix(".py"))
-    place = f"with {folder} in PYTHONPATH" if folder else f"with {file} in the working directory"
-    return f"class_path must be module.Class, got {path!r}: use {f'{stem}.{name}'!r}, {place}"
+    condition = f"with {folder} in PYTHONPATH" if folder else f"with {file} in the working directory"
+    return f"class_path must be module.Class, got {path!r}: use {f'{stem}.{name}'!r}, {condition}"
 
 
 def _owner(name: str, config: dict[str, Any]) -> str | None:

@@ -72,7 +72,7 @@ def never_finished(path: Path) -> bool:
 
 def is_empty(path: Path) -> bool:
     """Return whether a path is a folder without files, which a save never leaves, even an interrupted one."""
-    return path.is_dir() and not any(path.iterdir())
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def remove_leftovers(path: Path) -> None:
@@ -126,7 +126,7 @@ def begin(path: Path, above: int = 0) -> Path:
 def _create_marked(path: Path) -> None:
     """Create the folder of a first save together with its mark, so that an interruption never leaves it empty."""
     if not (path / _FIRST).is_file():
-        marked = path.with_name(f"{path.name}.new")
+        marked = path.with_name(f"{path.name}.first")
         marked.mkdir(parents=True, exist_ok=True)
         (marked / _FIRST).touch()
         os.rename(marked, path)

@@ -286,18 +286,21 @@ def checkpoint_to_resume(trainer: Trainer) -> str | None:
                 "checkpoint"
             )
         return "last"  # found by Lightning's own callback
-    if not manifest.never_finished(folder / "last.ckpt"):
-        return str(folder / "last.ckpt")
+    last = folder / "last.ckpt"
+    if not (manifest.never_finished(last) or manifest.is_empty(last)):
+        return str(last)
     if callback is not None and callback.copy_to:
         remote.check_url(callback.copy_to)
         if remote.exists(url := f"{callback.copy_to}/last.ckpt"):
             return url
-    others = sorted(path for path in folder.glob("*.ckpt") if not manifest.never_finished(path))
+    others = sorted(path for path in folder.glob("*.ckpt") if not manifest.never_finished(path) and path != last)
     if others:
         raise UsageError(
             f"{folder} has {others[0].name} but no last.ckpt: resume with --ckpt_path {others[0]}, or choose another "
             f"trainer.default_root_dir to start a new run"
         )
+    if manifest.is_empty(last):
+        return str(last)  # reading it raises an error; without one, a new run would replace the earlier one
     log.info(_NO_CHECKPOINT, folder)
     return None
 

@@ -302,7 +302,7 @@ class RolloutLoop(Callback):
     def _check_push(self, rollouts: StepRollouts, batch: PromptBatch) -> None:
         """Compare log-probs on a few short responses, if those of the step are from older weights.
 
-        With ``max_staleness`` above 1 the engine is still generating, and these would have to wait for it.
+        With ``max_staleness`` above 1 these would have to wait for the engine; validations compare their samples.
         """
         if self.check_rows and not rollouts.are_current and self.max_staleness == 1:
             with rollouts.clock("time/check_s"):
@@ -315,8 +315,7 @@ class RolloutLoop(Callback):
             assert self.engine is not None
             if self.environment is not None and not self.engine.mixes_versions:
                 self._ahead.wait_for_all()  # the turns of a conversation are from the same weights
-            roles = module.role_strategy
-            version = trainer.global_step
+            roles, version = module.role_strategy, trainer.global_step
             limit_gpu_memory(module.device, self.engine.gpu_share)
             if not self.engine.swaps_adapters:
                 self.engine.update_weights(roles.iter_full_params("actor", self._matrix_dtype), version)
@@ -387,6 +386,8 @@ class RolloutLoop(Callback):
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, tokenizer, sampled)
+        if self.max_staleness > 1 and batch_idx == 0:  # pushes of training steps are not checked
+            self.verify(pl_module, rollout[[i for i in range(len(rollout)) if i % (1 + size)]])
         pl_module.receive(rollout)
 
     def on_validation_batch_end(
@@ -410,8 +411,7 @@ class RolloutLoop(Callback):
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
         for name, value in self._validation.metrics(pl_module.data_ranks).items():
-            shown = name in ("val/greedy", "val/sampled")
-            pl_module.log(name, value, prog_bar=shown, batch_size=1)
+            pl_module.log(name, value, prog_bar=name in ("val/greedy", "val/sampled"), batch_size=1)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

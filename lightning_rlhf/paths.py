@@ -6,6 +6,12 @@ import difflib
 import os
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
+
+# Errors of transformers while it reads damaged files: a file is trusted to have the keys and types of its format.
+READ_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError,
+)  # fmt: skip
 _FIRST_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")  # files that are read first
 
 
@@ -54,6 +60,18 @@ def hub_error_message(text: str, error: Exception) -> str:
     return (
         f"not a local directory ({describe_missing_path(text)}), and could not be loaded from the hub: {reason}; {hint}"
     )
+
+
+def read_error_message(error: Exception) -> str:
+    """Return one line with the reason why transformers could not read a file.
+
+    Args:
+        error: one of ``READ_ERRORS``.
+    """
+    lines = str(error).strip().splitlines() or [""]
+    if isinstance(error, StrictDataclassError):  # its first line names only the validator
+        return lines[-1].strip().removeprefix("ValueError: ")
+    return lines[0] if type(error) in (OSError, ValueError) and lines[0] else f"{type(error).__name__}: {lines[0]}"
 
 
 def expect_hub(text: str, revision: str | None = None) -> None:

@@ -215,7 +215,9 @@ def _classes_in(value: Any, key: str, annotation: Any) -> Iterator[_UsedClass]:
 
 def _unknown_in(used: _UsedClass, config: dict[str, Any]) -> Iterator[str]:
     """Yield messages about an unknown class, and unknown arguments; those of another class in the configuration."""
-    if used.path and used.kind is None:
+    if ".py:" in used.path:
+        yield f"{used.key}: {_class_in_file(used.path)}"
+    elif used.path and used.kind is None:
         module_name, _, name = used.path.rpartition(".")
         module = _load(module_name)
         if module is not None:
@@ -229,6 +231,14 @@ def _unknown_in(used: _UsedClass, config: dict[str, Any]) -> Iterator[str]:
             yield f"{label}: unknown option {name!r}{hint}"
         if name == "engine" and isinstance(entry, str) and entry in ENGINES:
             yield f"{used.key}.{name}: expected the path of a class, got {entry!r}; use {ENGINES[entry]}"
+
+
+def _class_in_file(path: str) -> str:
+    """Return a message about a class path in the form of functions, ``file.py:name``."""
+    file, _, name = path.rpartition(":")
+    folder, stem = os.path.split(file.removesuffix(".py"))
+    condition = f"with {folder} in PYTHONPATH" if folder else f"with {file} in the working directory"
+    return f"class_path must be module.Class, got {path!r}: use {f'{stem}.{name}'!r}, {condition}"
 
 
 def _owner(name: str, config: dict[str, Any]) -> str | None:

@@ -12,7 +12,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lightning_rlhf.data.columns import is_unicode
 from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
-from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
+from lightning_rlhf.paths import (
+    READ_ERRORS,
+    describe_missing_path,
+    expect_hub,
+    hub_error_message,
+    names_a_path,
+    read_error_message,
+)
 
 # Text that tokenizers split differently: spaces, digits, punctuation, line breaks and non-ASCII letters.
 _SAMPLE = "Is it  12+30?\n\tIt's 42, I'd guess: not 1,000.5! (a b c) _x_ naïve 東京\n"
@@ -146,9 +153,9 @@ def _load_saved(source: str) -> PreTrainedTokenizerBase:
         if not path.is_dir():
             expect_hub(source)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except READ_ERRORS as error:
         if path.is_dir():
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = read_error_message(error)
             raise UsageError(f"the tokenizer in {source!r} cannot be read, its files are damaged: {reason}") from error
         if not isinstance(error, OSError):
             raise

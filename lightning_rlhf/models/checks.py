@@ -17,15 +17,17 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def check_sizes(config: PretrainedConfig, name: str) -> None:
-    """Validate that the sizes of an architecture are positive.
+    """Validate that the sizes of an architecture are positive, and that its list of classes is one.
 
     Args:
         config: configuration of the model.
         name: name of its source, for the message.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or ``architectures`` is not a list.
     """
+    if not isinstance(config.architectures, list | tuple | None):
+        raise UsageError(f"{name} has architectures {config.architectures!r}, expected a list of class names")
     text_config: Any = config.get_text_config()
     for size in _SIZES:
         value = getattr(text_config, size, None)
@@ -33,17 +35,38 @@ def check_sizes(config: PretrainedConfig, name: str) -> None:
             raise UsageError(f"{name} has {size} {value}, expected at least 1")
 
 
-def check_shards(directory: Path) -> None:
+def check_not_pickled(directory: Path) -> None:
+    """Validate that a directory does not have only pickled weights.
+
+    Raises:
+        ValueError: it does; the message names the first file.
+    """
+    pickled = sorted([*directory.glob("*.bin.index.json"), *directory.glob("*.bin"), *directory.glob("*.pt*")])
+    if pickled and not any(directory.glob("*.safetensors")):
+        raise UsageError(
+            f"no model at {str(directory)!r}: expected safetensors, but {pickled[0].name} has pickled weights, which "
+            f"can run code and are not read: convert them with save_pretrained, or use a revision with safetensors"
+        )
+
+
+def check_weights(directory: Path) -> None:
     """Validate that a directory's weight index lists only existing safetensors files in that directory.
 
     Args:
         directory: directory of a model; a path without an index, such as a hub id, is not checked.
 
     Raises:
-        ValueError: the index is damaged, or lists a file that is missing, elsewhere or of another format.
+        ValueError: there are neither weights nor an index, or the index is damaged, or lists a file that is missing,
+            elsewhere or of another format.
     """
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
+        if directory.is_dir() and not (directory / "model.safetensors").is_file():
+            others = ", ".join(sorted(file.name for file in directory.glob("*.safetensors"))[:3])
+            raise UsageError(
+                f"{str(directory)!r} has neither model.safetensors nor {index.name}, which lists the files of weights; "
+                f"it contains {others or 'no safetensors'}: copy the missing file"
+            )
         return
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

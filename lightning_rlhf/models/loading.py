@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,25 @@ from transformers import (
 from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
-from lightning_rlhf.models.checks import check_shards, check_sizes, memory_error, tensors_left_out
+from lightning_rlhf.models.checks import (
+    check_not_pickled,
+    check_sizes,
+    check_weights,
+    memory_error,
+    tensors_left_out,
+)
 from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.scalar import ScalarModel
-from lightning_rlhf.paths import describe_missing_path, expect_hub, hub_error_message, names_a_path
+from lightning_rlhf.paths import (
+    READ_ERRORS,
+    describe_missing_path,
+    expect_hub,
+    hub_error_message,
+    names_a_path,
+    read_error_message,
+)
 from lightning_rlhf.seeding import derive_seed, run_seed
 
 log = logging.getLogger(__name__)
@@ -70,12 +84,13 @@ class Pretrained:
         self.expect_reachable()
         try:
             config = AutoConfig.from_pretrained(self.path, revision=self.revision, trust_remote_code=False)
-        except (OSError, ValueError, StrictDataclassError) as error:
+        except READ_ERRORS as error:
             if Path(self.path).is_dir() or not isinstance(error, OSError):  # damaged config, or unknown architecture
-                reason = _last_line(error) if isinstance(error, StrictDataclassError) else str(error).splitlines()[0]
-                raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from None
+                reason = read_error_message(error)
+                raise UsageError(f"the config.json of {self.path!r} cannot be read: {reason}") from error
             raise MissingFileError(f"no model at {self.path!r}: {hub_error_message(self.path, error)}") from None
         check_sizes(config, f"the config.json of {self.path!r}")
+        _warn_of_router_logits(config, f"the config.json of {self.path!r}")
         return set_role_attention(_without_dropout(config), self.attn_implementation)
 
     def expect_reachable(self) -> None:
@@ -118,7 +133,7 @@ class Pretrained:
     def _load(self, find_class: FindClass, config: PretrainedConfig, optional: tuple[str, ...]) -> PreTrainedModel:
         auto, path = find_class(config), Path(self.path)
         check_attention_package(config)
-        check_shards(path)
+        check_weights(path)
         if torch.get_default_device().type == "meta":  # only shapes are needed; rank 0 loads the weights
             return auto.from_config(config, dtype=getattr(torch, self.dtype), trust_remote_code=False)
         try:
@@ -140,6 +155,11 @@ class Pretrained:
                     f"the weights of {self.path!r} have other shapes than its config.json specifies"
                 ) from None
             raise memory_error(error, self.path) or error from None
+        except READ_ERRORS as error:
+            raise UsageError(
+                f"the model in {self.path!r} cannot be built from its config.json and its weights: "
+                f"{read_error_message(error)}"
+            ) from error
         missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional or ("\0",)))
         if missing:
             raise UsageError(
@@ -187,8 +207,10 @@ class FromConfig:
         try:
             config = _without_dropout(AutoConfig.for_model(model_type, **values))
         except (StrictDataclassError, ValueError, TypeError) as error:
-            raise UsageError(f"transformers rejects the architecture {model_type!r}: {_last_line(error)}") from None
+            reason = str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
+            raise UsageError(f"transformers rejects the architecture {model_type!r}: {reason}") from None
         check_sizes(config, f"the architecture {model_type!r}")
+        _warn_of_router_logits(config, f"the architecture {model_type!r}")
         set_role_attention(config)
         model_class: Any = language_model_class(config)._model_mapping[type(config)]
         config.architectures = [model_class.__name__]
@@ -254,6 +276,7 @@ def _expect_model_directory(path: str) -> None:
     )
     if not Path(path).is_dir():
         raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
+    check_not_pickled(Path(path))
     if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
         names = sorted(entry.name for entry in Path(path).iterdir())[:5]
         hint = f"; did you mean {str(Path(path, 'export'))!r}?" if Path(path, "export", "config.json").is_file() else ""
@@ -272,8 +295,14 @@ def _check_spelling(values: dict[str, Any], model_type: str) -> None:
             raise UsageError(f"the architecture {model_type!r} has no field {name!r}; did you mean {near[0]!r}?")
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[-1].strip().removeprefix("ValueError: ")
+def _warn_of_router_logits(config: PretrainedConfig, name: str) -> None:
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        _warn_once(f"output_router_logits in {name} has no effect: the loss has no auxiliary term for routers")
+
+
+@functools.cache  # a configuration is read for every role and engine
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 _RANDOM = ("dropout", "pdrop", "dropout_prob", "layerdrop", "jitter_noise")  # ends of names in configurations

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 def check_algorithm(module: Any) -> None:
     """Validate the arguments of an RLHFModule, whose file imports this one; warn about a KL loss without effect.
 
+    A KL loss with a random gradient is warned about, too.
+
     Args:
         module: module with all of its arguments.
 
@@ -21,6 +23,11 @@ def check_algorithm(module: Any) -> None:
     """
     if module.kl_loss.coef > 0 and module.kl_loss.estimator == "k1" and not module.kl_loss.importance:
         log.warning("kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3")
+    if module.kl_loss.coef > 0 and module.kl_loss.estimator == "abs":
+        log.warning(
+            "kl_loss with estimator abs has the sign of a rounding error as gradient where actor and reference are "
+            "equal, as in the first update. Use abs+, k2 or k3"
+        )
     estimator, policy_loss = type(module.advantages).__name__, type(module.policy_loss).__name__
     for name in ("update_epochs", "minibatch_size"):
         if getattr(module, name) < 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from lightning_rlhf.attention import check_attention_package, set_attention
 from lightning_rlhf.batching.sequences import pad_right
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.paths import READ_ERRORS
 
 
 @dataclass(eq=False)
@@ -91,7 +93,10 @@ class LearnedReward:
         elif self._tokenizer.chat_template is None:
             raise UsageError(f"{self.path} has no chat template: remove messages: true, so that it receives text")
         else:
-            text = self._tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
+            try:
+                text = self._tokenizer.apply_chat_template([*prompt, *response], tokenize=False)
+            except (TemplateError, RecursionError, *READ_ERRORS) as error:  # a template is a program
+                raise UsageError(f"the chat template of {self.path} rejects a conversation: {error}") from error
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids if self.max_tokens is None else ids[-self.max_tokens :]
 

@@ -10,7 +10,12 @@ from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.rollout.engine import RolloutEngine
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
+from lightning_rlhf.rollout.vllm.availability import (
+    unsupported_accelerator,
+    unsupported_model,
+    unusable_build,
+    vllm_installed,
+)
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 
 # Sizes of heads that vLLM's CPU attention is compiled for.
@@ -80,6 +85,8 @@ def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
         return TransformersEngine(), f"VLLMEngine does not support {accelerator} devices"
     if fault := unusable_build():
         raise UsageError(fault)
+    if fault := unsupported_model(config):
+        return TransformersEngine(), fault
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if not torch.cuda.is_available() and size not in _CPU_HEAD_SIZES:

@@ -70,6 +70,22 @@ def test_the_last_checkpoint_is_found_before_setup(tmp_path, kind):
     assert last._find_last_checkpoints(trainer) == {str(path)}
 
 
+@pytest.mark.parametrize("others", [(), ("best.ckpt",)])
+def test_an_empty_folder_of_the_last_checkpoint_is_an_error_and_not_a_new_start(tmp_path, others):
+    last, path = RunCheckpoint(), tmp_path / "checkpoints/last.ckpt"
+    trainer = trainer_with(tmp_path, last)
+    path.mkdir(parents=True)
+    assert last._find_last_checkpoints(trainer) == {str(path)}
+    for name in others:
+        manifest.publish(manifest.begin(path.with_name(name)))
+        with pytest.raises(ValueError, match=r"has best\.ckpt but no last\.ckpt: resume with"):
+            checkpoint_to_resume(trainer)
+    if not others:
+        assert checkpoint_to_resume(trainer) == str(path)
+    with pytest.raises(ValueError, match=r"last\.ckpt is an empty folder: its files were removed; resume from another"):
+        manifest.verified(path)
+
+
 def test_a_missing_last_checkpoint_is_logged_and_not_an_error(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
         logging.getLogger("lightning_rlhf").addHandler(caplog.handler)  # it hands nothing on to the root

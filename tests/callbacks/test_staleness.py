@@ -1,5 +1,6 @@
 """Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,14 @@ from torch.utils.data import DataLoader
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
 from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
+from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.modules.algorithms import ReMaxModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineDied, Generation
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.types import PromptBatch
+from tests.callbacks.conftest import ROWS
 from tests.stand_ins import ScriptedEngine
 
 CORRECTION = {"correction": RolloutCorrection(level="token")}
@@ -139,6 +142,19 @@ def test_a_damaged_push_is_found_although_the_responses_are_older(run):
 
     with pytest.raises(RuntimeError, match="the first parameter that differs is"):
         recorded(run, 1, engine=lambda *_: Damaged(), loop={"check_rows": 2})
+
+
+@pytest.mark.parametrize(("max_staleness", "found"), [(2, True), (2, False), (3, True)])
+def test_a_validation_finds_a_damaged_push_while_the_steps_cannot(run, max_staleness, found):
+    class Damaged(TransformersEngine):
+        def update_weights(self, parameters, version):
+            scale = 3.0 if found and version == 4 else 1.0
+            super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
+
+    loop = {"check_rows": 2, "validate_at_ends": True, "val_samples": 2}
+    error = pytest.raises(RuntimeError, match="the first parameter that differs is") if found else nullcontext()
+    with error:
+        recorded(run, max_staleness, steps=4, engine=lambda *_: Damaged(), loop=loop, data={"val": InMemory([ROWS[0]])})
 
 
 def test_later_rounds_of_dynamic_sampling_are_from_current_weights(run):

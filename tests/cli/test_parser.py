@@ -62,6 +62,8 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
     ("path", "value", "told"),
     [
         ("model.class_path", "lightning_rlhf.PPOModul", ["model: 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"]),
+        ("model.class_path", "my.py:Mine", ["model: class_path must be module.Class, got 'my.py:Mine': use 'my.Mine', with my.py in the working directory"]),
+        ("model.class_path", "a/my.py:Mine", ["model: class_path must be module.Class, got 'a/my.py:Mine': use 'my.Mine', with a in PYTHONPATH"]),
         ("model.class_path", "lightning_rlhv.PPOModule", ["model", "No module named 'lightning_rlhv'"]),
         ("model.class_path", "PPOModul", ["model", "dot import path", "PPOModul"]),
         (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be 'auto' or a class (class_path: package.Class), got 'vlm'"]),

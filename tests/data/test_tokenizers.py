@@ -121,9 +121,20 @@ def test_a_tokenizer_without_an_end_is_refused():
         load_tokenizer(Endless())
 
 
-def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": 5}'),
+        ("config.json", '{"model_type": "llama", "vocab_size": "many"}'),
+        ("config.json", "3"),
+    ],
+)
+def test_damaged_files_of_a_tokenizer_are_one_sentence(tmp_path, file, content):
     CharacterTokenizer("ab").load().save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / file).write_text(content)
     with pytest.raises(ValueError, match=r"^the tokenizer in '.*' cannot be read, its files are damaged: ") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -38,13 +38,23 @@ def assert_right(rolled, version):
     assert rolled["versions"] == [version]
 
 
-def test_engines_of_their_own_and_a_shared_one_say_the_same(tmp_path):
+def assert_equal_up_to_rounding(rolled, other):
+    """Compare tokens exactly and log-probs within 1e-6: with AVX-512 they depend on the batch by a rounding error."""
+    assert {**rolled, "completions": None, "gap": None} == {**other, "completions": None, "gap": None}
+    for (ids, logprobs, reason), (other_ids, other_logprobs, other_reason) in zip(
+        rolled["completions"], other["completions"], strict=True
+    ):
+        assert (ids, reason) == (other_ids, other_reason)
+        assert logprobs == pytest.approx(other_logprobs, rel=0, abs=1e-6)
+
+
+def test_an_engine_for_each_rank_and_a_shared_one_sample_equal_tokens(tmp_path):
     first, second = ranks("own_and_shared", str(tmp_path))
     for found in (first, second):
         assert found["inherited"] == []  # nothing of the launcher's
         for number, version in enumerate((3, 4)):
             assert_right(found["own"][number], version)
-            assert found["shared"][number] == found["own"][number]
+            assert_equal_up_to_rounding(found["shared"][number], found["own"][number])
         assert found["killed"] == first["killed"]
         assert found["seconds"] < 10
         for told in found["killed"]:

@@ -92,6 +92,7 @@ DAMAGES = [
     (with_right_sums(SHARD, b"rubbish" * 9), "is not a safetensors file"),
     (with_right_sums(SHARD, (2**60).to_bytes(8, "little") + b"{}"), "is not a safetensors file"),
     (with_right_sums("critic/optimizer.json", b"[" * 100_000), "optimizer.json is not valid JSON"),
+    (with_right_sums("critic/optimizer.json", b"{}"), "optimizer.json is damaged: it needs 'optimizer', a class, and"),
 ]
 
 

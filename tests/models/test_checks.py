@@ -47,6 +47,7 @@ def test_an_index_leads_to_safetensors_beside_it_only(model, index, told):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"architectures": 5}, "has architectures 5, expected a list of class names"),
         ({"num_hidden_layers": -1}, "has num_hidden_layers -1, expected at least 1"),
         ({"vocab_size": "many"}, "cannot be read: .*'vocab_size' expected int, got str"),
         ({"hidden_size": 2**40}, "the weights of .* have other shapes than its config.json specifies"),

@@ -1,6 +1,7 @@
 """Where weights come from, and what is refused."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForSequenceClassification
 
+from lightning_rlhf.models import loading
 from lightning_rlhf.models.loading import (
     FromConfig,
     Pretrained,
@@ -155,8 +157,21 @@ def test_pickled_weights_are_not_loaded(saved, kind):
     """A pickle can run code; only safetensors are read."""
     (saved / "model.safetensors").unlink()
     torch.save(state(TinyModel().causal()), saved / "pytorch_model.bin")
-    with pytest.raises(FileNotFoundError, match=r"expected a directory with config.json and safetensors \(an earlier"):
+    with pytest.raises(ValueError, match=r"expected safetensors, but pytorch_model.bin has pickled weights, which can"):
         getattr(Pretrained(str(saved)), kind)()
+
+
+@pytest.mark.parametrize("beside", [(), ("adapter_model.safetensors",)])
+def test_an_index_of_pickled_weights_is_named(saved, beside):
+    (saved / "model.safetensors").unlink()
+    (saved / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}')
+    for name in beside:
+        (saved / name).touch()
+    told = (
+        r"has neither model.safetensors nor model.safetensors.index.json, .* contains adapter_model.safetensors: copy"
+    )
+    with pytest.raises(ValueError, match=told if beside else r"but pytorch_model.bin.index.json has pickled weights"):
+        Pretrained(str(saved)).causal()
 
 
 def test_code_that_lies_beside_the_weights_is_not_run(saved):
@@ -202,6 +217,17 @@ def test_transformers_is_as_loud_afterwards_as_it_was(shown):
     (logs.enable_progress_bar if before else logs.disable_progress_bar)()
 
 
+def test_router_logits_without_a_loss_that_reads_them_are_warned_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    loading._warn_once.cache_clear()
+    for value in (False, True, True):
+        FromConfig({"model_type": "mixtral", "output_router_logits": value}).hf_config()
+    told = (
+        "output_router_logits in the architecture 'mixtral' has no effect: the loss has no auxiliary term for routers"
+    )
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning_rlhf")] == [told]
+
+
 def test_an_unknown_architecture_is_named_with_what_was_meant():
     with pytest.raises(ValueError, match="has no model_type 'lama'; did you mean 'llama'"):
         FromConfig({"model_type": "lama"}).hf_config()
@@ -227,6 +253,10 @@ def test_a_slip_in_a_field_is_refused_and_fields_of_relatives_are_not():
             '{"model_type": "llamma"}',
             r"the config.json of '.*' cannot be read: .* model type `llamma` but Transformers",
         ),
+        ("3", r"the config.json of '.*' cannot be read: TypeError: argument of type 'int' is not iterable"),
+        ('{"model_type": "llama", "id2label": 4}', "cannot be read: AttributeError: 'int' object has no attribute"),
+        ('{"model_type": "llama", "num_attention_heads": 0}', "cannot be read: ZeroDivisionError: "),
+        ('{"model_type": "llama", "dtype": "floaty"}', "cannot be read: AttributeError: module 'torch' has no"),
     ],
 )
 def test_a_damaged_configuration_is_one_sentence(saved, content, told):
@@ -234,6 +264,15 @@ def test_a_damaged_configuration_is_one_sentence(saved, content, told):
     with pytest.raises(ValueError, match=told) as caught:
         Pretrained(str(saved)).hf_config()
     assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_from_which_no_model_can_be_built_is_named(saved):
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"hidden_act": "nope"}))
+    with pytest.raises(
+        ValueError, match=r"^the model in '.*' cannot be built from its config.json .*: KeyError: 'nope'$"
+    ):
+        Pretrained(str(saved)).causal()
 
 
 def test_weights_of_which_a_part_is_missing_are_one_sentence(saved):

@@ -405,6 +405,16 @@ def test_a_kl_loss_whose_gradient_is_zero_in_expectation_is_warned_of_once(term,
     assert said == ["kl_loss with estimator k1 has no effect: its expected gradient is zero. Use k2 or k3"] * warnings
 
 
+def test_a_kl_loss_whose_first_gradient_is_a_rounding_error_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+    ppo("float32", kl_loss=KLTerm(0.1, "abs"))
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("kl_loss with estimator abs has the sign of a rounding error as gradient where actor and")
+    caplog.clear()
+    ppo("float32", kl_loss=KLTerm(0.1, "abs+"), kl_reward=KLTerm(0.1, "abs"))
+    assert not caplog.records
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_are_touched():
     module = ppo("float32")
     actor = weights(module, "actor")

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
+from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rewards.executor import compute_reward
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rewards.learned import LearnedReward
@@ -56,6 +57,16 @@ def test_messages_are_formatted_by_the_model_s_template(path):
     result = compute_reward(RewardFunction(LearnedReward(path), messages=True), prompts=PROMPTS, completions=TEXTS)
     own = own_scores(path, [f"u:{prompt};a:{text};" for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
     torch.testing.assert_close(result.tolist(), own, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no user') }}", "{{ 1 // 0 }}"])
+def test_a_template_that_fails_is_named_with_its_model(path, template):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    rows = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    with pytest.raises(UsageError, match=r"^the chat template of .* rejects a conversation: "):
+        LearnedReward(path)([rows[0]], [rows[1]])
 
 
 def test_the_end_of_a_long_text_is_scored(path):

@@ -17,10 +17,10 @@ BABBLE = {-1: b"\xff", -2: b"[]", -3: b'{"id": "0"}'}
 
 class StubCore:
     def __init__(self, arguments):
-        if "refuse" in arguments:
-            raise ValueError(arguments["refuse"])
         if "chatter" in arguments:
             print(arguments["chatter"], flush=True)
+        if "refuse" in arguments:
+            raise ValueError(arguments["refuse"])
         if "child" in arguments:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
             Path(arguments["child"]).write_text(str(child.pid))

@@ -1,15 +1,23 @@
 """``auto`` takes vLLM where it runs, and says why."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_rlhf.models.loading import FromConfig, save_architecture
 from lightning_rlhf.rollout.choose import choose_engine, weight_bytes
+from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from tests.rollout.engines import source_of
+
+SMALL = {
+    "vocab_size": 18, "hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -48,6 +56,34 @@ def test_on_a_cpu_the_size_of_the_heads_decides(machine, changes, kind):
         size = changes.get("head_dim") or 16
         assert reason.startswith("vLLM's CPU attention supports head sizes (32, 64,")
         assert reason.endswith(f"but the actor's is {size}")
+
+
+QWEN = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_class_of_vllm_that_needs_torchvision_needs_it_installed(machine, monkeypatch, installed):
+    machine(vllm=True, gpu=False)
+    found = importlib.util.find_spec
+    own = lambda name: (installed or None) if name == "torchvision" else found(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", own)
+    config = FromConfig({**SMALL, "model_type": "qwen3_5_text", **QWEN}).hf_config()
+    engine, reason = choose_engine(config)
+    assert type(engine) is (VLLMEngine if installed else TransformersEngine)
+    told = "vLLM's class for qwen3_5_text imports torchvision, which is not installed"
+    assert reason == ("vLLM is installed" if installed else told)
+
+
+def test_gpt_oss_whose_pushed_sinks_vllm_loses_is_generated_with_transformers(machine, tmp_path):
+    machine(vllm=True, gpu=False)
+    source = FromConfig({**SMALL, "model_type": "gpt_oss"})
+    engine, reason = choose_engine(source.hf_config())
+    assert type(engine) is TransformersEngine
+    assert reason == "vLLM 0.32 does not load pushed attention sinks and experts of gpt_oss"
+    save_architecture(source, tmp_path)
+    with pytest.raises(ValueError, match="experts of gpt_oss, so it would generate with old ones: use TransformersE"):
+        VLLMEngine().start(EngineSetup(tmp_path, "float32", 16, tmp_path / "engine.log"))
+    assert not (tmp_path / "engine.log").exists()
 
 
 def test_on_a_gpu_the_size_of_the_heads_does_not_matter(machine):

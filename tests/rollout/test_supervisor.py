@@ -149,6 +149,42 @@ def test_an_end_without_a_word_is_told_with_the_end_of_the_log(start, arguments,
         start(chatter="out of cheese", **arguments).ready.result(WAIT)
 
 
+def test_temporary_files_are_beside_the_log_and_those_of_a_killed_run_are_removed(start, tmp_path, monkeypatch):
+    folder = tmp_path / "new" / "engine.tmp"
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 37)
+    folder.mkdir(parents=True)
+    (folder / "vllm_dist_of_a_dead_run").touch()
+    engine = start()
+    engine.ready.result(WAIT)
+    assert list(folder.iterdir()) == []
+    assert psutil.Process(engine.process.pid).environ()["TMPDIR"] == str(folder)
+    engine.close()
+    assert not folder.exists()
+
+
+def test_a_path_that_is_too_long_for_sockets_leaves_temporary_files_to_the_system(start, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "new" / "engine.tmp"
+    monkeypatch.setattr("lightning_rlhf.rollout.vllm.supervisor._SOCKET_PATH", len(str(folder)) + 36)
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    with caplog.at_level(logging.INFO, logger="lightning_rlhf"):
+        monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
+        engine = start()
+    engine.ready.result(WAIT)
+    assert psutil.Process(engine.process.pid).environ()["TMPDIR"] == "/tmp"
+    assert not folder.exists()
+    length = len(str(folder)) + 37
+    assert f"paths of sockets in {folder} would have {length} bytes (at most {length - 1})." in caplog.text
+
+
+def test_the_first_missing_module_of_the_log_is_named(start):
+    chatter = "ModuleNotFoundError: No module named 'torchvision'\nModuleNotFoundError: No module named 'second'"
+    with pytest.raises(
+        EngineDied, match=r"died: No module named 'torchvision' \(the first .* log\), then ValueErr"
+    ) as e:
+        start(chatter=chatter, refuse="Model architectures ['X'] failed to be inspected").ready.result(WAIT)
+    assert "second" not in str(e.value)
+
+
 def test_an_error_while_generating_ends_the_engine_with_that_error(start):
     engine = start()
     futures = engine.generate([request(1, 1, 1, 1), request(666)])
@@ -254,6 +290,7 @@ def test_who_waits_is_told_for_what_and_for_how_long_and_gets_the_answers(start,
     monkeypatch.setattr(logging.getLogger("lightning_rlhf"), "propagate", True)
     caplog.set_level("INFO", "lightning_rlhf")
     engine = start(slow=1.5)
+    caplog.clear()
     assert engine.results([engine.ready], "the engine to be ready")[0]["kind"] == "ready"
     said = [record.getMessage() for record in caplog.records]
     log = tmp_path / "new" / "engine.log"

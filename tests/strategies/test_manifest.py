@@ -172,6 +172,18 @@ def test_a_first_save_that_was_interrupted_is_replaced_by_the_next(tmp_path):
     assert sorted(entry.name for entry in half.parent.iterdir()) == ["manifest.json", "v000001"]
 
 
+def test_a_first_save_that_was_interrupted_before_its_folder_existed_leaves_no_empty_one(tmp_path, monkeypatch):
+    path = tmp_path / "first.ckpt"
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest.os, "rename", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            manifest.begin(path)
+    assert manifest.never_finished(path)
+    assert not path.exists()
+    manifest.publish(manifest.begin(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["first.ckpt"]
+
+
 def test_no_version_is_removed_where_the_manifest_is_lost_until_a_newer_one_is_whole(path):
     (path / "manifest.json").unlink()
     assert not manifest.never_finished(path)

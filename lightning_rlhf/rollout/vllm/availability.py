@@ -7,8 +7,11 @@ from importlib import metadata
 
 import torch
 from packaging.version import Version
+from transformers import PretrainedConfig
 
 OLDEST = "0.32"  # setup.cfg has the same bound, with its reason
+# Model types of texts whose class in vLLM 0.32 is in the same file as one with images, and imports torchvision too.
+_WITH_TORCHVISION = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 
 
 def vllm_installed() -> bool:
@@ -45,6 +48,34 @@ def unusable_build() -> str | None:
         f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build with "
         f"make DEVICE=cpu, or use TransformersEngine"
     )
+
+
+def unsupported_model(config: PretrainedConfig) -> str | None:
+    """Return the reason why vLLM cannot generate with an actor in this installation; None if no reason is known.
+
+    Args:
+        config: configuration of the actor.
+    """
+    if fault := lost_weights(config.model_type):
+        return fault
+    has_tower = getattr(config, "vision_config", None) is not None
+    if (has_tower or config.model_type in _WITH_TORCHVISION) and importlib.util.find_spec("torchvision") is None:
+        return f"vLLM's class for {config.model_type} imports torchvision, which is not installed"
+    return None
+
+
+def lost_weights(model_type: str) -> str | None:
+    """Return which weights a running engine does not load from pushes; None if no such weights are known.
+
+    vLLM 0.32 copies the sinks and experts of gpt-oss without their loaders. While weights are loaded again, the copies
+    go to tensors without values, and its log has "OAIAttention: Failed to load weights".
+
+    Args:
+        model_type: model type of the actor.
+    """
+    if model_type == "gpt_oss":
+        return "vLLM 0.32 does not load pushed attention sinks and experts of gpt_oss"
+    return None
 
 
 def _installed(package: str) -> bool:

@@ -24,7 +24,7 @@ from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, un
 from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.supervisor import EngineProcess
-from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, in_dtype
+from lightning_rlhf.rollout.vllm.sync import PublishedNames, WeightSender, check_receives, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class VLLMEngine(RolloutEngine):
         arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
         deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
             (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
-            where this is always the case. Not tested on a GPU yet.
+            where log-probabilities depend on them only by rounding. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
         push_within_gpu: whether weights are pushed through a buffer on the one GPU that trainer and engine share (256
@@ -165,8 +165,9 @@ class VLLMEngine(RolloutEngine):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(setup.devices))
         self._published = PublishedNames(setup.model)
         self._dtype = self.matrix_dtype(setup.dtype)
-        module = "lightning_rlhf.rollout.vllm.worker"
-        self._process = EngineProcess(module, self.llm_arguments(setup), environment, setup.log)
+        arguments = self.llm_arguments(setup)
+        check_receives(setup.model, arguments["load_format"])
+        self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
         """Return the variables to add to the inherited environment of the engine's process."""

@@ -7,10 +7,13 @@ import itertools
 import json
 import logging
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,10 +39,16 @@ _CLOSE_SECONDS = 10
 _GROUP_SECONDS = 1  # time for the worker's children to clean up before they are killed
 _HEARTBEAT_SECONDS = 60
 _LOG_TAIL = 2000
+_SOCKET_PATH = 107  # longest path of a unix socket in bytes
+_SOCKET_NAME = 37  # bytes of vLLM's names of sockets, a slash and a UUID
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: (No module named '[\w.]+')")
 
 
 class EngineProcess:
     """A child process that runs a worker module; if it ends, all pending futures raise :class:`EngineDied`.
+
+    The process has its own directory for temporary files, beside its log with the suffix ``.tmp``, which is removed
+    when it is closed. A killed run leaves it, and the next process with the same log removes it.
 
     A thread reads the worker's messages from a socket pair, which is closed when the worker ends for any reason.
 
@@ -53,6 +62,7 @@ class EngineProcess:
     def __init__(self, module: str, arguments: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
+        self._temporary = log.absolute().with_suffix(".tmp")
         ours, theirs = socket.socketpair()
         inherited = {
             name: value
@@ -62,7 +72,7 @@ class EngineProcess:
         with log.open("wb") as output, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
-                env={**inherited, **environment},
+                env={**inherited, **environment, **_temporary_files(self._temporary)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -144,6 +154,7 @@ class EngineProcess:
             self._kill()
         self._reader.join(_CLOSE_SECONDS)  # before closing: a new file could reuse the descriptor it reads from
         self._connection.close()
+        _remove(self._temporary)
 
     def _kill(self) -> int:
         """Kill the worker's process group and return the worker's exit code."""
@@ -209,7 +220,11 @@ class EngineProcess:
         except subprocess.TimeoutExpired:  # the worker closed the connection but still runs
             code = self._kill()
         cause = reason or (f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}")
-        tail = "" if reason or not self._log.exists() else self._log.read_text(errors="replace")[-_LOG_TAIL:].strip()
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        missing = _MISSING_MODULE.search(text)  # vLLM reports only that it could not inspect the architecture
+        if missing and missing[1] not in cause:
+            cause = f"{missing[1]} (the first missing module in its log), then {cause}"
+        tail = "" if reason else text[-_LOG_TAIL:].strip()
         shown = f", and ends:\n{tail}" if tail else ""
         with self._pending_lock:
             self._death = EngineDied(
@@ -219,6 +234,34 @@ class EngineProcess:
             if not future.done():
                 future.set_exception(self._death)
         self._pending.clear()
+
+
+def _temporary_files(directory: Path) -> dict[str, str]:
+    """Create an empty directory for temporary files; return the environment variables for it.
+
+    The variables are empty, so that the directory of the system is used, if a socket in this one had too long a path.
+    """
+    _remove(directory)
+    longest = len(os.fsencode(directory)) + _SOCKET_NAME
+    if longest > _SOCKET_PATH:
+        log.info(
+            "Temporary files of the engine are in %s: paths of sockets in %s would have %d bytes (at most %d).",
+            tempfile.gettempdir(), directory, longest, _SOCKET_PATH,
+        )  # fmt: skip
+        return {}
+    directory.mkdir()
+    # Compiled code stays where later runs find it.
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    return {"TMPDIR": str(directory), "TORCHINDUCTOR_CACHE_DIR": cache}
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, if it exists; log what cannot be removed."""
+    try:
+        if directory.is_dir():
+            shutil.rmtree(directory)
+    except OSError as error:  # not fatal: a child of a killed engine may still write to it
+        log.warning("Temporary files of the engine in %s could not be removed: %s", directory, error)
 
 
 def _signal_name(number: int) -> str:

@@ -20,9 +20,10 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_rlhf.attention import set_attention
-from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
+from lightning_rlhf.rollout.vllm.availability import lost_weights
 
 log = logging.getLogger(__name__)
 DIRECTORY_VERSION = -1  # policy version of weights that an engine has loaded from its directory
@@ -71,6 +72,21 @@ class PublishedNames:
 
     def _published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+
+def check_receives(directory: Path, load_format: str = "dummy") -> None:
+    """Validate that vLLM loads all pushed weights of a model.
+
+    Args:
+        directory: directory of the model's ``config.json``.
+        load_format: weights with which vLLM starts; only for ``dummy`` ones are weights always pushed.
+
+    Raises:
+        ValueError: some are known to be lost.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if load_format == "dummy" and (fault := lost_weights(config.model_type)):
+        raise UsageError(f"{fault}, so it would generate with old ones: use TransformersEngine")
 
 
 def in_dtype(parameters: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:

@@ -61,13 +61,18 @@ def step_of(path: Path) -> int | None:
 
 
 def never_finished(path: Path) -> bool:
-    """Return whether a folder is missing, empty, or has only the files of an interrupted first save.
+    """Return whether a folder is missing, or has only the files of an interrupted first save.
 
-    Any other folder without a manifest has lost its manifest.
+    Any other folder without a manifest has lost its manifest, an empty one all of its files.
     """
     if path.is_symlink() or path.is_file() or exists(path):
         return False
-    return not path.is_dir() or (path / _FIRST).is_file() or not any(path.iterdir())
+    return not path.is_dir() or (path / _FIRST).is_file()
+
+
+def is_empty(path: Path) -> bool:
+    """Return whether a path is a folder without files, which a save never leaves, even an interrupted one."""
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def remove_leftovers(path: Path) -> None:
@@ -106,9 +111,8 @@ def begin(path: Path, above: int = 0) -> Path:
         if path.is_file():
             raise UsageError(f"{path} is a file, but a checkpoint is a folder: move or remove the file")
         remove_leftovers(path)
-        if never_finished(path):
-            path.mkdir(parents=True, exist_ok=True)
-            (path / _FIRST).touch()
+        if never_finished(path) or is_empty(path):
+            _create_marked(path)
             for folder in path.glob("v*"):
                 shutil.rmtree(folder)
         taken = [int(match[1]) for folder in path.glob("v*") if (match := _VERSION.fullmatch(folder.name))]
@@ -117,6 +121,15 @@ def begin(path: Path, above: int = 0) -> Path:
         return folder.name
 
     return path / ranks.on_first_rank(prepare)
+
+
+def _create_marked(path: Path) -> None:
+    """Create the folder of a first save together with its mark, so that an interruption never leaves it empty."""
+    if not (path / _FIRST).is_file():
+        marked = path.with_name(f"{path.name}.first")
+        marked.mkdir(parents=True, exist_ok=True)
+        (marked / _FIRST).touch()
+        os.rename(marked, path)
 
 
 def publish(version: Path, keep: int = 1, step: int | None = None) -> None:
@@ -176,8 +189,7 @@ def verified(path: Path) -> Path:
             raise MissingFileError(f"no checkpoint at {path}")
         folder = path.parent if _VERSION.fullmatch(path.name) and exists(path.parent) else path
         if not exists(folder):
-            reason = "its first save was interrupted" if never_finished(folder) else "its manifest is lost"
-            raise UsageError(f"the checkpoint {path} has no {NAME}: {reason}; resume from another one")
+            raise _without_manifest(path, folder)
         content = read(folder)
         name = content["version"] if folder == path else path.name
         if name not in _versions(content):
@@ -227,6 +239,16 @@ def _newest(versions: dict[str, dict[str, Any]], count: int) -> dict[str, dict[s
 
 def _damaged(path: Path, file: Path, what: str) -> ValueError:
     return UsageError(f"the checkpoint {path} is damaged: {file.relative_to(path)} {what}; resume from another one")
+
+
+def _without_manifest(path: Path, folder: Path) -> ValueError:
+    if is_empty(folder):
+        return UsageError(
+            f"the checkpoint {path} is an empty folder: its files were removed; resume from another checkpoint, or "
+            f"remove the folder to start from the beginning"
+        )
+    reason = "its first save was interrupted" if never_finished(folder) else "its manifest is lost"
+    return UsageError(f"the checkpoint {path} has no {NAME}: {reason}; resume from another one")
 
 
 def _digests(version: Path) -> dict[str, dict[str, Any]]:

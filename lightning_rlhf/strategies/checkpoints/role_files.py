@@ -125,11 +125,7 @@ class StoredRole:
         metadata: dict[str, Any] = self._reader.read_metadata().state_dict_metadata
         self.shapes: dict[str, torch.Size] = {key: entry.size for key, entry in metadata.items()}
         self.dtypes: dict[str, torch.dtype] = {key: entry.properties.dtype for key, entry in metadata.items()}
-        settings = folder / SETTINGS
-        try:
-            self.settings: dict[str, Any] | None = json.loads(settings.read_text()) if settings.is_file() else None
-        except (ValueError, RecursionError):
-            raise UsageError(f"{settings} is not valid JSON; resume from another checkpoint") from None
+        self.settings = _read_settings(folder / SETTINGS)
         self._state: dict[str, dict[str, str]] = {}
         for key in sorted(self.shapes):
             if key.startswith("optim.state."):
@@ -168,6 +164,34 @@ class StoredRole:
         """Load stored values into this rank's tensors or DTensors, by key."""
         with _quiet():
             load(into, storage_reader=self._reader, no_dist=True)
+
+
+def _read_settings(path: Path) -> dict[str, Any] | None:
+    """Read the settings of a role's optimizer; None if it has none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        settings = json.loads(path.read_text())
+    except (ValueError, RecursionError):
+        raise UsageError(f"{path} is not valid JSON; resume from another checkpoint") from None
+    if not _well_formed(settings):
+        raise UsageError(
+            f"{path} is damaged: it needs 'optimizer', a class, and 'param_groups', each with its 'params'; resume "
+            f"from another checkpoint"
+        )
+    return dict(settings)
+
+
+def _well_formed(settings: Any) -> bool:
+    """Return whether settings have the keys and types that this release writes."""
+    if not isinstance(settings, dict) or not isinstance(settings.get("optimizer"), str):
+        return False
+    groups = settings.get("param_groups")
+    return isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
 
 
 def _check_headers(folder: Path) -> None:

@@ -31,7 +31,7 @@ from lightning_rlhf.rollout.ranks import (
 from lightning_rlhf.rollout.vllm.requests import as_requests, check_temperature
 from lightning_rlhf.rollout.vllm.server.client import VLLMServer
 from lightning_rlhf.rollout.vllm.server.push import PUSHES, WeightPush
-from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, in_dtype
+from lightning_rlhf.rollout.vllm.sync import SHARED_MEMORY, PublishedNames, check_receives, in_dtype
 from lightning_rlhf.types import Completion, SamplingParams
 
 _COMPARED_KEYS = (
@@ -100,6 +100,7 @@ class VLLMServerEngine(RolloutEngine):
             raise UsageError(
                 f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
             )
+        check_receives(setup.model)
         self._server = server
         self._setup = setup
         self._published = PublishedNames(setup.model)

@@ -98,7 +98,7 @@ def text_model_of(lm: Any) -> Any:
 
 
 def freeze_towers(lm: PreTrainedModel) -> None:
-    """Exclude the parts of a vision-language model from training that texts do not reach.
+    """Disable gradients of the parts of a vision-language model that texts do not reach.
 
     Args:
         lm: model of transformers; changed in place.
@@ -107,6 +107,6 @@ def freeze_towers(lm: PreTrainedModel) -> None:
     if text_model is lm.base_model:
         return
     heads = (lm.get_output_embeddings(), getattr(lm, "score", None))
-    kept = {id(p) for part in (text_model, *heads) if isinstance(part, nn.Module) for p in part.parameters()}
+    trained = {id(p) for part in (text_model, *heads) if isinstance(part, nn.Module) for p in part.parameters()}
     for parameter in lm.parameters():
-        parameter.requires_grad_(parameter.requires_grad and id(parameter) in kept)
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)

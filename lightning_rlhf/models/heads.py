@@ -80,9 +80,23 @@ def _number(config: object, name: str | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def check_head(
-    name: str, role: str, ours: Tensor, again: Tensor, continued: Tensor, models: Tensor, is_exact: bool
-) -> None:
+class ShortTextLogprobs(NamedTuple):
+    """Log-probs of a short text, for :func:`check_head`.
+
+    Args:
+        ours: (T,) by this package's head.
+        again: (T,) the same, computed a second time.
+        continued: (T,) the same, with other tokens behind the first ones; those of the others are ``ours``.
+        models: (T,) by the model's own logits.
+    """
+
+    ours: Tensor
+    again: Tensor
+    continued: Tensor
+    models: Tensor
+
+
+def check_head(model: str, logprobs: ShortTextLogprobs, is_exact: bool) -> None:
     """Validate that the log-probs of :class:`CausalLM` are those of the model's own ``forward``, and causal.
 
     An architecture whose head has a factor, a cap or a layer that this package does not apply would train on other
@@ -90,12 +104,8 @@ def check_head(
     not change earlier log-probs.
 
     Args:
-        name: name of the model's class.
-        role: name of the role.
-        ours: (T,) log-probs of a short text by this package's head.
-        again: (T,) the same, computed a second time.
-        continued: (T,) the same, computed with other tokens behind the first ones; those of the others are ``ours``.
-        models: (T,) log-probs of the text by the model's own logits.
+        model: role and class of the model, for the message.
+        logprobs: log-probs of a short text.
         is_exact: whether the model computes in float32.
 
     Raises:
@@ -104,22 +114,22 @@ def check_head(
     bound = 1e-4 if is_exact else 0.1
 
     def apart(other: Tensor) -> float:
-        return float((ours - other).abs().mean())
+        return float((logprobs.ours - other).abs().mean())
 
-    if not apart(again) <= bound:
+    if not apart(logprobs.again) <= bound:
         raise UsageError(
-            f"the {role}'s {name} computes other log-probabilities in every pass, {apart(again):.2g} nats apart on "
+            f"{model} computes other log-probabilities in every pass, {apart(logprobs.again):.2g} nats apart on "
             f"average: it draws random numbers, as for dropout or jitter, so that no ratio of probabilities is right. "
             f"Set the field of its configuration that controls them to 0"
         )
-    if not apart(continued) <= bound:
+    if not apart(logprobs.continued) <= bound:
         raise UsageError(
-            f"the {role}'s {name} does not generate from left to right: later tokens change the log-probabilities of "
-            f"earlier ones by {apart(continued):.2g} nats on average (allowed: {bound:g}). Use a causal language model"
+            f"{model} does not generate from left to right: later tokens change the log-probabilities of "
+            f"earlier ones by {apart(logprobs.continued):.2g} nats on average (allowed: {bound:g}). Use a causal language model"
         )
-    if not apart(models) <= bound:
+    if not apart(logprobs.models) <= bound:
         raise UsageError(
-            f"the {role}'s {name} has a head that lightning-rlhf does not support: log-probabilities of a short text "
-            f"differ by {apart(models):.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
+            f"{model} has a head that lightning-rlhf does not support: log-probabilities of a short text differ by "
+            f"{apart(logprobs.models):.2g} nats on average from those of the model's own logits (allowed: {bound:g}). "
             f"Use another model, or report the architecture"
         )

@@ -18,7 +18,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.classes import backbone_of
-from lightning_rlhf.models.heads import check_head
+from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
 from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Rollout
@@ -146,7 +146,8 @@ class TextLayout:
         changed = self._outputs(name, torch.cat([ids[:, :half], other[:, half:]], dim=1), None)
         continued = torch.cat([changed[:, :half], ours[:, half:]], dim=1)
         models = self._outputs(name, ids, None, own_logits=True)
-        check_head(type(lm).__name__, name, ours, again, continued, models, is_exact)
+        logprobs = ShortTextLogprobs(ours, again, continued, models)
+        check_head(f"the {name}'s {type(lm).__name__}", logprobs, is_exact)
 
     def _outputs(self, name: str, input_ids: Tensor, packing: Packing | None, **options: bool) -> Tensor:
         """Return the (B, L) outputs of a role at each position of some texts. All ranks."""

@@ -22,7 +22,7 @@ from lightning_rlhf.batching.packing import pack_responses, pack_texts
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models import packed_attention
 from lightning_rlhf.models.causal import CausalLM
-from lightning_rlhf.models.heads import check_head
+from lightning_rlhf.models.heads import ShortTextLogprobs, check_head
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.modules.text_layout import packing_fault
 from lightning_rlhf.rollout.choose import weight_bytes
@@ -162,7 +162,7 @@ def check_role(lm: Any, evaluate: Any) -> None:
     changed = evaluate(torch.cat([ids[:, :5], other[:, 5:]], dim=1), None)
     continued = torch.cat([changed[:, :5], ours[:, 5:]], dim=1)
     own = evaluate(ids, None, own_logits=True)
-    check_head(type(lm).__name__, "actor", ours, again, continued, own, is_exact=True)
+    check_head(f"the actor's {type(lm).__name__}", ShortTextLogprobs(ours, again, continued, own), is_exact=True)
 
 
 def check(name: str) -> Result:

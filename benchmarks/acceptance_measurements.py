@@ -24,7 +24,7 @@ from lightning_rlhf.callbacks.throughput import PEAKS
 from lightning_rlhf.cli.commands.doctor_try import share_of_a
 from lightning_rlhf.functional.logprobs import chunked_token_scores
 from lightning_rlhf.models.loading import FromConfig
-from lightning_rlhf.modules.role_module import use_fused_kernels
+from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.planning import memory as terms
 from lightning_rlhf.planning.architecture import architecture
 from lightning_rlhf.planning.setup import Role, Run, Work, strategy

@@ -13,7 +13,6 @@ SOURCES = sorted([*ROOT.glob("lightning_rlhf/**/*.py"), *ROOT.glob("callbacks/**
 PASSED_ON = {
     "lightning_rlhf/cli/commands/doctor.py": 1,
     "lightning_rlhf/cli/commands/doctor_try.py": 1,
-    "lightning_rlhf/environments/hosts.py": 1,
     "lightning_rlhf/environments/worker.py": 2,
     "lightning_rlhf/rollout/endpoint.py": 1,
     "lightning_rlhf/rollout/engine.py": 1,

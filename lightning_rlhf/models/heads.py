@@ -124,8 +124,8 @@ def check_head(model: str, logprobs: ShortTextLogprobs, is_exact: bool) -> None:
         )
     if not apart(logprobs.continued) <= bound:
         raise UsageError(
-            f"{model} does not generate from left to right: later tokens change the log-probabilities of "
-            f"earlier ones by {apart(logprobs.continued):.2g} nats on average (allowed: {bound:g}). Use a causal language model"
+            f"{model} does not generate from left to right: later tokens change the log-probabilities of earlier ones "
+            f"by {apart(logprobs.continued):.2g} nats on average (allowed: {bound:g}). Use a causal language model"
         )
     if not apart(logprobs.models) <= bound:
         raise UsageError(

@@ -11,7 +11,9 @@ import yaml
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/environments.md").read_text()
 FILES = {block.split()[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
-GUESS, TOOLS, AGENT = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+GUESS, TOOLS, STATEFUL_TOOLS, AGENT = (
+    yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+)
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a)} for a in range(1, 9)]
 
 
@@ -48,6 +50,12 @@ def test_the_environment_of_the_page(metrics):
 def test_the_tool_of_the_page(metrics):
     last = metrics(TOOLS)
     assert 1 <= float(last["env/turns"]) <= 4
+    assert "env/tool_calls" in last
+
+
+def test_the_tools_with_a_state_of_the_page(metrics):
+    last = metrics(STATEFUL_TOOLS)
+    assert 1 <= float(last["env/turns"]) <= 6
     assert "env/tool_calls" in last
 
 

@@ -1,6 +1,7 @@
 """Runs on a pretended GPU: every module with all default callbacks."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def on_gpu(monkeypatch, tmp_path):
     """Fits a module on the pretended GPU for two steps; returns what made the host wait in them, and the forwards."""
     monkeypatch.setattr(CPUAccelerator, "setup_device", lambda self, device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(total_memory=80 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "pretended GPU")
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from lightning_rlhf import (
 from lightning_rlhf.callbacks import KLControl, RolloutLog, RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
-from lightning_rlhf.modules.role_module import use_fused_kernels
+from lightning_rlhf.modules.optimizers import use_fused_kernels
 from lightning_rlhf.objectives.kl_controllers import AdaptiveKL, KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.transformers import TransformersEngine

@@ -143,8 +143,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        gpu_options = ("deterministic", self._deterministic), ("sleep_while_learning", self._sleeps)
-        for option, enabled in (*gpu_options, ("push_within_gpu", self._within_gpu)):
+        options = ("deterministic", "sleep_while_learning", "push_within_gpu")
+        for option, enabled in zip(options, (self._deterministic, self._sleeps, self._within_gpu), strict=True):
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():

@@ -132,7 +132,8 @@ class TextLayout:
                 self._check_head(name, is_exact)
             if not self.packed:
                 continue
-            fault = packing_fault(getattr(self.module, name).lm, partial(self._outputs, name), is_exact)
+            lm = getattr(self.module, name).lm
+            fault = packing_fault(lm, partial(self._outputs, name), is_exact, self.module.device)
             if fault is not None:
                 log.warning("The %s is evaluated with padding: %s", name, fault)
                 self.packed = False
@@ -140,7 +141,7 @@ class TextLayout:
     def _check_head(self, name: str, is_exact: bool) -> None:
         """Compare the log-probs of a role with those of its model's own logits. All ranks."""
         lm = getattr(self.module, name).lm
-        ids, other = _texts(lm, 2)
+        ids, other = _texts(lm, 2, self.module.device)
         ours, again = (self._outputs(name, ids, None) for _ in range(2))
         half = _TEST_TOKENS // 2
         changed = self._outputs(name, torch.cat([ids[:, :half], other[:, half:]], dim=1), None)
@@ -175,7 +176,9 @@ def breaks_of(batch: TensorBatch) -> list[list[int]]:
 
 
 @torch.no_grad()
-def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor], is_exact: bool) -> str | None:
+def packing_fault(
+    lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor], is_exact: bool, device: torch.device
+) -> str | None:
     """Return why texts of a packed row would influence each other, else None. All ranks.
 
     Architectures that tests have compared with padded texts are accepted. With others, a text is evaluated alone, and
@@ -187,13 +190,14 @@ def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor],
         lm: model of a role.
         evaluate: function of (B, L) token ids and their layout that returns the role's (B, L) outputs.
         is_exact: whether the model computes in float32.
+        device: device that the model computes on; idle weights may be elsewhere.
     """
     if lm.config.model_type in packed_attention.ARCHITECTURES:
         return None
     name = f"{type(lm).__name__} with attention {lm.config._attn_implementation!r}"
     if "position_ids" not in inspect.signature(backbone_of(lm).forward).parameters:
         return f"{name} does not take positions, which separate packed texts"
-    one, other, ids = _texts(lm, 3)
+    one, other, ids = _texts(lm, 3, device)
     packing = pack_texts([_TEST_TOKENS - 5, _TEST_TOKENS], _TEST_TOKENS, ids.device)
     alone = evaluate(ids, None)[-1]
     after_one = evaluate(torch.cat([one, ids]), packing)[-1]
@@ -210,9 +214,8 @@ def packing_fault(lm: Any, evaluate: Callable[[Tensor, Packing | None], Tensor],
     )
 
 
-def _texts(lm: Any, count: int) -> Tensor:
-    """Return (count, 1, T) random token ids of short texts, the same in every run, on the device of a model."""
+def _texts(lm: Any, count: int, device: torch.device) -> Tensor:
+    """Return (count, 1, T) random token ids of short texts, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = lm.config.get_text_config().vocab_size
-    device = next(lm.parameters()).device
     return torch.randint(vocabulary, (count, 1, _TEST_TOKENS), generator=generator).to(device)

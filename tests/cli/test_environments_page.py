@@ -14,7 +14,8 @@ FILES = {block.split()[1]: block for block in re.findall(r"```python\n(.*?)```",
 GUESS, TOOLS, STATEFUL_TOOLS, AGENT = (
     yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 )
-ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a)} for a in range(1, 9)]
+BALANCES = {"balances": {"a": 5, "b": 0}, "wanted": {"a": 3, "b": 2}}
+ROWS = [{"prompt": [{"role": "user", "content": f"{a}+{a}="}], "answer": str(2 * a), **BALANCES} for a in range(1, 9)]
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def compared(name: str, model: CausalLM) -> Result:
             check_role(model.lm, evaluate)
         except UsageError as error:
             return Result(name, "rejected", str(error))
-        fault = packing_fault(model.lm, evaluate, is_exact=True)
+        fault = packing_fault(model.lm, evaluate, True, torch.device("cpu"))
     width = max(map(sum, LENGTHS))
     if fault is not None:
         return Result(name, "padded", fault, *compare(model, None))

@@ -42,12 +42,11 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: fraction of a GPU's memory for weights and cache, in (0, 1]; the trainer needs the rest.
         tensor_parallel_size: number of GPUs of the engine, at least 1.
         cpu_threads: number of threads of each process of the engine on a machine without GPU, at least 1; None divides
-            the trainer's number by ``tensor_parallel_size``, or half of it where the engine generates while the module
-            learns, and the trainer then keeps the other half.
+            the trainer's number by ``tensor_parallel_size``, or half of it where generation and learning overlap.
         arguments: further arguments of ``vllm.LLM``; they override the defaults of this class.
-        deterministic: whether to use GPU kernels whose results do not depend on the other requests in a batch
-            (``VLLM_BATCH_INVARIANT=1``); slower, but the same seeds give the same responses. Must be False on a CPU,
-            where log-probabilities depend on them only by rounding. Not tested on a GPU yet.
+        deterministic: whether to use GPU kernels whose results do not depend on the rest of a batch
+            (``VLLM_BATCH_INVARIANT=1``): slower, but equal seeds give equal responses. Must be False on a CPU, where
+            only the rounding of log-probabilities depends on it. Not tested on a GPU yet.
         sleep_while_learning: whether to free the GPU memory of weights and cache between a rollout and the next push,
             for the trainer. Every push then contains all weights. Must be False on a CPU. Not tested on a GPU yet.
         push_within_gpu: whether weights are pushed through a buffer on the one GPU that trainer and engine share (256
@@ -143,8 +142,8 @@ class VLLMEngine(RolloutEngine):
     def check(self, sampling: SamplingParams) -> None:
         """Validate the sampling parameters, and that vLLM and the engine's options support this machine."""
         check_temperature(sampling)
-        options = ("deterministic", "sleep_while_learning", "push_within_gpu")
-        for option, enabled in zip(options, (self._deterministic, self._sleeps, self._within_gpu), strict=True):
+        names = ("deterministic", "sleep_while_learning", "push_within_gpu")
+        for option, enabled in zip(names, (self._deterministic, self._sleeps, self._within_gpu), strict=True):
             if enabled and not torch.cuda.is_available():
                 raise UsageError(f"VLLMEngine: {option} needs a GPU, but torch finds none on this machine: remove it")
         if accelerator := unsupported_accelerator():

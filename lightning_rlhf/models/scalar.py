@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lightning_rlhf.batching.packing import Packing
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.models.causal import flat_index, hidden_states
+from lightning_rlhf.models.classes import backbone_of
 from lightning_rlhf.models.lora import merged_weights
 
 
@@ -23,7 +24,7 @@ class ScalarModel(nn.Module):
         lm: classifier, for example ``Qwen2ForSequenceClassification`` with ``num_labels=1``.
 
     Raises:
-        ValueError: the model's head does not have one output.
+        ValueError: the model's head does not have one output, or the model has no backbone.
     """
 
     score_mean: Tensor
@@ -39,6 +40,8 @@ class ScalarModel(nn.Module):
             raise UsageError(
                 f"{type(lm).__name__} has {head_shape}; a critic or reward model needs one output (num_labels=1)"
             )
+        if backbone_of(lm) is None:
+            raise UsageError(f"{type(lm).__name__} has no backbone under its head: use another model for this role")
         self.lm: Any = lm
         self.register_buffer("score_mean", torch.tensor(float(getattr(lm.config, "score_mean", 0.0))))
         self.register_buffer("score_std", torch.tensor(float(getattr(lm.config, "score_std", 1.0))))

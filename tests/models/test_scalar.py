@@ -101,3 +101,13 @@ def test_a_language_model_is_no_scalar_model():
         ValueError, match=r"^LlamaForCausalLM has no linear head named 'score'; a critic or reward model"
     ):
         ScalarModel(TinyModel().causal().lm)
+
+
+def test_a_classifier_without_a_backbone_is_an_error():
+    model = TinyModel().scalar().lm
+    model.base_model_prefix = "absent"
+    model.backbone, model.model = model.model, None
+    with pytest.raises(
+        ValueError, match=r"^LlamaForSequenceClassification has no backbone under its head: use another"
+    ):
+        ScalarModel(model)

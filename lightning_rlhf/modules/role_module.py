@@ -23,6 +23,7 @@ import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies fo
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
+from lightning_rlhf.models.linear import use_faster_products
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
@@ -191,6 +192,8 @@ class RoleModule(LightningModule):
                 setattr(self, name, self.role_strategy.build_role(name, partial(self._build_trained, name)))
             for name in self.frozen_roles:
                 setattr(self, name, self.role_strategy.build_role(name, partial(self._build_frozen, name)))
+        if self.trainer.strategy.root_device.type == "cpu":
+            use_faster_products(self)
         self.built = True
 
     def _build_trained(self, name: str) -> nn.Module:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_rlhf.functional.products import linear, uses_onednn
+
 # Memory of the logits that are computed at a time. On a CPU they fit into its caches. On a GPU each chunk reads the
 # whole head, and its backward pass writes a gradient of the same size, so that few large chunks move fewer bytes.
 _CPU_CHUNK_BYTES = 16 << 20
@@ -78,8 +80,8 @@ def head_logits(
     Returns:
         ``out``.
     """
-    if out.dtype != hidden.dtype:
-        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
+    if out.dtype != hidden.dtype or uses_onednn(hidden, weight):
+        out.copy_(linear(hidden, weight, bias))
     elif bias is None:
         torch.mm(hidden, weight.T, out=out)
     else:
@@ -160,17 +162,19 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute log-probs and entropies; store the probabilities of the first ``stored_tokens`` tokens."""
         parts: list[tuple[Tensor, Tensor, Any]] = []
-        ctx.probabilities = []
+        stored_tokens = stored_tokens // chunk * chunk if stored_tokens < len(hidden) else len(hidden)
+        stored = _memory(hidden, weight, stored_tokens)
         # Fresh memory for each chunk would cost page faults, and fragments the heap.
-        buffer, spare = _chunk_memory(hidden, weight, chunk), None
-        for states, ids in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        buffer, spare = _memory(hidden, weight, min(chunk, len(hidden))), None
+        for first in range(0, max(1, len(hidden)), chunk):
+            part = slice(first, first + chunk)
+            states, ids = hidden[part], targets[part]
             logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
             chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-            stored_tokens -= len(states)
-            if stored_tokens >= 0:
-                weights = logits.exp()
+            if first < stored_tokens:
+                weights = torch.exp(logits, out=stored[part])
             else:
                 spare = torch.empty_like(buffer) if spare is None else spare
                 weights = torch.exp(logits, out=spare[: len(states)])
@@ -182,12 +186,13 @@ class _HeadScores(torch.autograd.Function):
             normalizer = total.log()
             sums = torch.mul(weights, weights, out=logits).sum(dim=-1) / total.square() if squares else None
             parts.append((chosen - normalizer, normalizer - mean, sums))
-            if stored_tokens >= 0:
-                ctx.probabilities.append(weights.div_(total.unsqueeze(-1)))
+            if first < stored_tokens:
+                weights.div_(total.unsqueeze(-1))
         logprobs, entropies, squared = zip(*parts, strict=True)
         outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(squared) if squares else None
         ctx.save_for_backward(hidden, weight, bias, targets, outputs[1])
         ctx.options = scale, softcap, chunk
+        ctx.stored = stored
         ctx.set_materialize_grads(False)
         if squares:
             ctx.mark_non_differentiable(outputs[2])
@@ -199,39 +204,34 @@ class _HeadScores(torch.autograd.Function):
         """Compute the gradients of hidden states, weight and bias."""
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
         scale, softcap, chunk = ctx.options
-        stored = ctx.probabilities
-        ctx.probabilities = []  # this pass overwrites them; a second one computes all again
+        stored, ctx.stored = ctx.stored, None  # this pass overwrites it; a second one computes all again
+        stored_tokens = 0 if stored is None else len(stored)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = None
         bias_gradient = torch.zeros_like(bias).float() if wants_bias else None
-        buffer = None
-        for number, first in enumerate(range(0, len(hidden), chunk)):
-            part = slice(first, first + chunk)
-            states = hidden[part]
-            slope = None
-            if number < len(stored):
-                probabilities = stored[number]
-                stored[number] = None
-            else:
-                buffer = _chunk_memory(hidden, weight, chunk) if buffer is None else buffer
-                logits = head_logits(states, weight, bias, scale, softcap, out=buffer[: len(states)])
-                if softcap is not None:
-                    slope = 1 - (logits / (scale * softcap)).square()
-                probabilities = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
-            gradient = _logits_gradient(
-                probabilities,
-                targets[part],
-                None if of_logprobs is None else of_logprobs[part],
-                None if of_entropy is None else of_entropy[part],
-                entropy[part],
-            )
+        # The products of a block read and write the head's matrix once; its chunks are computed one by one.
+        size = stored_tokens or min(chunk, len(hidden))
+        memory = stored if stored_tokens else _memory(hidden, weight, size)
+        for begin in range(0, len(hidden), max(1, size)):
+            states = hidden[begin : begin + size]
+            gradient, slope = memory[: len(states)], None
+            for first in range(begin, begin + len(states), chunk):
+                part = slice(first, min(first + chunk, begin + len(states)))
+                probabilities = gradient[part.start - begin : part.stop - begin]
+                if first >= stored_tokens:
+                    logits = head_logits(hidden[part], weight, bias, scale, softcap, out=probabilities)
+                    if softcap is not None:
+                        slope = 1 - (logits / (scale * softcap)).square()
+                    logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
+                upstream = (None if each is None else each[part] for each in (of_logprobs, of_entropy))
+                _to_gradient(probabilities, targets[part], *upstream, entropy[part])
             gradient = gradient.mul_(scale) if slope is None else gradient.mul_(slope.mul_(scale))
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)
             gradient = gradient.to(states.dtype)
             if hidden_gradient is not None:
-                hidden_gradient[part] = gradient @ weight
+                hidden_gradient[begin : begin + size] = linear(gradient, weight.T)
             if wants_weight:
                 weight_gradient = _add_product(weight_gradient, gradient.T, states)
         if wants_weight:
@@ -240,31 +240,32 @@ class _HeadScores(torch.autograd.Function):
         return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None, None
 
 
-def _chunk_memory(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
-    """Return (at most chunk, V) uninitialised float32 memory."""
-    return hidden.new_empty(0).float().new_empty(min(chunk, len(hidden)), len(weight))
+def _memory(hidden: Tensor, weight: Tensor, tokens: int) -> Tensor:
+    """Return (tokens, V) uninitialised float32 memory."""
+    return hidden.new_empty(0).float().new_empty(tokens, len(weight))
 
 
 def _add_product(total: Tensor | None, first: Tensor, second: Tensor) -> Tensor:
     """Return a float32 sum of matrix products with one more; it is changed in place, and None is an empty sum."""
     if total is None:
-        return (first @ second).float()
+        return linear(first, second.T).float()
     if total.dtype == second.dtype:
         return total.addmm_(first, second)
     return total.add_(first @ second)
 
 
-def _logits_gradient(
+def _to_gradient(
     probabilities: Tensor, targets: Tensor, of_logprobs: Tensor | None, of_entropy: Tensor | None, entropy: Tensor
-) -> Tensor:
-    """Return the gradient of a chunk's logits, in the memory of ``probabilities`` where the entropy has none."""
+) -> None:
+    """Replace the probabilities of a chunk by the gradient of its logits."""
+    by_entropy = None
     if of_entropy is not None:
-        surprise = torch.xlogy(probabilities, probabilities) + entropy.unsqueeze(-1) * probabilities
+        surprise = torch.xlogy(probabilities, probabilities).add_(entropy.unsqueeze(-1) * probabilities)
         by_entropy = surprise.mul_(of_entropy.unsqueeze(-1))
-        if of_logprobs is None:
-            return by_entropy.neg_()
-        return _logits_gradient(probabilities, targets, of_logprobs, None, entropy).sub_(by_entropy)
     if of_logprobs is None:
-        return probabilities.zero_()
-    gradient = probabilities.mul_(-of_logprobs.unsqueeze(-1))
-    return gradient.scatter_add_(1, targets.unsqueeze(-1), of_logprobs.unsqueeze(-1))
+        probabilities.zero_()
+    else:
+        probabilities.mul_(-of_logprobs.unsqueeze(-1))
+        probabilities.scatter_add_(1, targets.unsqueeze(-1), of_logprobs.unsqueeze(-1))
+    if by_entropy is not None:
+        probabilities.sub_(by_entropy)

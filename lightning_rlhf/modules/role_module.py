@@ -192,8 +192,6 @@ class RoleModule(LightningModule):
                 setattr(self, name, self.role_strategy.build_role(name, partial(self._build_trained, name)))
             for name in self.frozen_roles:
                 setattr(self, name, self.role_strategy.build_role(name, partial(self._build_frozen, name)))
-        if self.trainer.strategy.root_device.type == "cpu":
-            use_faster_products(self)
         self.built = True
 
     def _build_trained(self, name: str) -> nn.Module:
@@ -226,13 +224,19 @@ class RoleModule(LightningModule):
         return configured
 
     def on_fit_start(self) -> None:
-        """Choose between packed and padded rows; the models have their final form now."""
-        self.layout.check()
+        """Choose how the models compute; they have their final form now."""
+        self._choose_computation()
 
     def on_validation_start(self) -> None:
-        """Choose between packed and padded rows, in a validation without training."""
+        """Choose how the models compute in a validation without training."""
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            self.layout.check()
+            self._choose_computation()
+
+    def _choose_computation(self) -> None:
+        """Choose the library of the linear layers' products, and packed or padded rows."""
+        if self.device.type == "cpu":
+            use_faster_products(self)
+        self.layout.check()
 
     def on_validation_end(self) -> None:
         """End the phase in which frozen roles compute."""

@@ -1,0 +1,98 @@
+"""Products of linear layers by oneDNN are those of torch, and are left to torch where oneDNN has no advantage."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from lightning_rlhf.functional import products
+
+
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch):
+    """Use oneDNN on every CPU; return the shapes of the weights that it multiplies."""
+    shapes = []
+    product = products._onednn
+
+    def counted(states, weight, bias=None):
+        shapes.append(tuple(weight.shape))
+        return product(states, weight, bias)
+
+    monkeypatch.setattr(products, "_has_onednn", lambda: True)
+    monkeypatch.setattr(products, "_onednn", counted)
+    return shapes
+
+
+def _layer(rows, bias):
+    torch.manual_seed(0)
+    tensors = [torch.randn(*rows, 96), torch.randn(80, 96) / 10, torch.randn(80) if bias else None]
+    return [None if each is None else each.requires_grad_() for each in tensors]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [(7,), (2, 5), (1, 300), (0,)], ids=str)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_values_and_gradients_are_those_of_float64(rows, bias, transpose, onednn):
+    ours, exact = _layer(rows, bias), [None if each is None else each.double() for each in _layer(rows, bias)]
+    results = []
+    for states, weight, shift, function in (
+        (*ours, products.linear),
+        (*[None if each is None else each.detach().requires_grad_() for each in exact], functional.linear),
+    ):
+        inputs = [each for each in (states, weight, shift) if each is not None]
+        if transpose:  # any strides
+            weight = weight.T.contiguous().T
+            states = states.transpose(0, -1).contiguous().transpose(0, -1)
+        output = function(states, weight, shift)
+        loss = (output * torch.linspace(-1, 1, 80, dtype=output.dtype)).sum()
+        results.append([output, *torch.autograd.grad(loss, inputs)])
+    assert onednn or rows == (0,)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_that_is_expanded_from_one_number_is_multiplied():
+    states, weight, _ = _layer((5,), bias=False)
+    products.linear(states, weight).sum().backward()
+    torch.testing.assert_close(states.grad, weight.detach().sum(dim=0).expand(5, -1))
+    torch.testing.assert_close(weight.grad, states.detach().sum(dim=0).expand(80, -1))
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_only_the_gradients_that_are_needed_are_computed(frozen, onednn):
+    tensors = _layer((5,), bias=True)
+    tensors[frozen].requires_grad_(False)
+    products.linear(*tensors).sum().backward()
+    assert [each.grad is None for each in tensors] == [index == frozen for index in range(3)]
+    assert len(onednn) == (3 if frozen == 2 else 2)
+
+
+def test_without_gradients_nothing_is_kept():
+    with torch.no_grad():
+        assert not products.linear(*_layer((5,), bias=True)).requires_grad
+
+
+class _Sharded(torch.Tensor):
+    """A subclass of tensors, as the shards of tensor parallelism are."""
+
+
+@pytest.mark.parametrize("case", ["float64", "bfloat16", "autocast", "small", "subclass", "disabled", "old CPU"])
+def test_other_products_are_left_to_torch(case, onednn, monkeypatch):
+    dtype = {"float64": torch.float64, "bfloat16": torch.bfloat16}.get(case, torch.float32)
+    width = 16 if case == "small" else 96
+    states, weight = torch.randn(5, width, dtype=dtype), torch.randn(80, width, dtype=dtype)
+    if case == "subclass":
+        weight = weight.as_subclass(_Sharded)
+    if case == "old CPU":
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        products._has_onednn.cache_clear()
+        assert not products.uses_onednn(states, weight)
+        products._has_onednn.cache_clear()
+        return
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", case != "disabled")
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+        product = products.linear(states, weight)
+        expected = functional.linear(states, weight)
+    assert not onednn
+    assert product.dtype == expected.dtype
+    assert torch.equal(product, expected)

@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_rlhf import PPOModule
+from lightning_rlhf import PPOModule, RLHFModule
 from lightning_rlhf.objectives.corrections import RolloutCorrection
+from lightning_rlhf.objectives.policy_losses import ReinforceLoss
 from lightning_rlhf.objectives.rejections import Rejection
 from lightning_rlhf.types import Rollout
 from tests.distributed.tasks import strategy_of, whole
@@ -53,21 +54,17 @@ class Recorded(Callback):
 
 
 def batch(kind: str) -> Rollout:
-    """This rank's rows: with their tokens accepted, rejected on ``all`` ranks or on ``one``, or ``none`` to learn from.
-
-
-    computes the loss of its own rows.
-    """
+    """This rank's rows: ``accepted``, rejected on ``all`` ranks, on rank 0 of ``one`` row each, or ``none`` to learn."""
     rollout = rollout_of(ROWS)[torch.arange(RANK, len(ROWS), RANKS)]
-    if kind == "one":  # one row per rank: a mini-batch of two rows gives each rank one
-        rollout = rollout[:1]
+    if kind == "one":  # a mini-batch of two rows gives each rank one
+        rollout = rollout[torch.tensor([0])]
     if kind in ("all", "none") or (kind == "one" and RANK == 0):
         rollout.rollout_logprobs[:] = -15.0
     return replace(rollout, included=torch.zeros_like(rollout.included)) if kind == "none" else rollout
 
 
 def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train once per run; each has a ``strategy``, the ``batches`` of its steps and the ``precision``."""
+    """Train once per run; each has a ``strategy``, the ``batches`` of its steps, and if wanted a ``precision`` and a ``critic``."""
     found = []
     for run in runs:
         recorded = Recorded()
@@ -78,12 +75,13 @@ def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             callbacks=[HandOver(), recorded],
             use_distributed_sampler=False,
         )
-        optimizers = {"actor_optimizer": ADAMW, "critic_optimizer": ADAMW}
-        # The first mini-batch of a step has several micro-batches, and the second one: DeepSpeed accumulates
-        # differently for each.
-        module = PPOModule(
-            TinyModel(), critic=TinyModel(seed=1), correction=CORRECTION, minibatch_size=9, micro_batch_tokens=24, **optimizers
-        )
+        # The first of two mini-batches has several micro-batches on each rank, which DeepSpeed accumulates.
+        options = {"correction": CORRECTION, "actor_optimizer": ADAMW, "minibatch_size": 9, "micro_batch_tokens": 24}
+        options |= {"policy_loss": ReinforceLoss()}
+        if run.get("critic"):
+            module = PPOModule(TinyModel(), critic=TinyModel(seed=1), critic_optimizer=ADAMW, **options)
+        else:
+            module = RLHFModule(TinyModel(), **options)
         trainer.fit(module, DataLoader([batch(kind) for kind in run["batches"]], batch_size=None))
         found.append({"steps": recorded.steps, "state": recorded.state})
     return found

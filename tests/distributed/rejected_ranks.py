@@ -54,13 +54,16 @@ class Recorded(Callback):
 
 
 def batch(kind: str) -> Rollout:
-    """This rank's rows: ``accepted``, rejected on ``all`` ranks, on rank 0 of ``one`` row each, or ``none`` to learn."""
+    """This rank's rows: ``accepted``; rejected on ``all`` ranks, or with ``one`` on rank 0; or ``none`` to learn from.
+
+    With ``few`` and ``one``, there is one row per rank, so that a mini-batch is one micro-batch of it.
+    """
     rollout = rollout_of(ROWS)[torch.arange(RANK, len(ROWS), RANKS)]
-    if kind == "one":  # a mini-batch of two rows gives each rank one
+    if kind == "one" or kind.startswith("few"):
         rollout = rollout[torch.tensor([0])]
-    if kind in ("all", "none") or (kind == "one" and RANK == 0):
+    if kind.endswith(("all", "none")) or (kind == "one" and RANK == 0):
         rollout.rollout_logprobs[:] = -15.0
-    return replace(rollout, included=torch.zeros_like(rollout.included)) if kind == "none" else rollout
+    return replace(rollout, included=torch.zeros_like(rollout.included)) if kind.endswith("none") else rollout
 
 
 def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

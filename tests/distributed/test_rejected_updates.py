@@ -31,7 +31,8 @@ STRATEGIES = {
 # Batches of the steps; the second of a pair leaves out the same updates before any forward pass.
 PAIRS = [
     (["accepted", "all", "accepted"], ["accepted", "none", "accepted"]),
-    (["all", "accepted", "all"], ["none", "accepted", "none"]),  # the first step makes the optimizer's state
+    # The first step makes the optimizer's state. A single micro-batch follows updates of several, and is followed by one.
+    (["few all", "accepted", "few all", "accepted"], ["few none", "accepted", "few none", "accepted"]),
 ]
 RUNS = [*({"batches": batches} for pair in PAIRS for batches in pair), {"batches": ["accepted", "one"]}]
 RUNS.append({"batches": ["accepted", "all"], "critic": True})

@@ -67,7 +67,7 @@ def batch(kind: str) -> Rollout:
 
 
 def steps(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train once per run; each has a ``strategy``, the ``batches`` of its steps, and if wanted a ``precision`` and a ``critic``."""
+    """Train once per run, which has a ``strategy``, ``batches``, and if wanted a ``precision`` and a ``critic``."""
     found = []
     for run in runs:
         recorded = Recorded()

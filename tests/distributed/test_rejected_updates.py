@@ -31,7 +31,7 @@ STRATEGIES = {
 # Batches of the steps; the second of a pair leaves out the same updates before any forward pass.
 PAIRS = [
     (["accepted", "all", "accepted"], ["accepted", "none", "accepted"]),
-    # The first step makes the optimizer's state. A single micro-batch follows updates of several, and is followed by one.
+    # The optimizer has no state before the first step; updates of one micro-batch are between updates of several.
     (["few all", "accepted", "few all", "accepted"], ["few none", "accepted", "few none", "accepted"]),
 ]
 RUNS = [*({"batches": batches} for pair in PAIRS for batches in pair), {"batches": ["accepted", "one"]}]

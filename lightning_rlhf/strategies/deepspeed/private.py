@@ -40,8 +40,9 @@ def set_clipping(engine: Any, max_norm: float | None) -> None:
 def drop_gradients(engine: Any) -> None:
     """Clear an engine's gradients and its count of micro-batches without a change of weights or moments. All ranks.
 
-    DeepSpeed clears both only in ``step()``, in a different way for each stage and offload setting. That step is taken
-    here with an optimizer that does nothing.
+    DeepSpeed clears both only in ``step()``, in a different way for each stage and offload setting; otherwise, stage 2
+    with an offloaded optimizer would add gradients of an earlier step to the next ones. That step is taken here with an
+    optimizer that does nothing.
 
     Args:
         engine: engine after the backward pass of its last micro-batch.

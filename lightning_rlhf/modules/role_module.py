@@ -257,7 +257,7 @@ class RoleModule(LightningModule):
         """Take one optimizer step of one role on one mini-batch, exact for any micro-batches and ranks. All ranks.
 
         The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
-        does not depend on how the rows are split. The step is left out if its loss rejected all tokens on all ranks.
+        does not depend on how the rows are split. A loss that rejected all tokens and has no gradient makes no step.
 
         Args:
             role: name of a trained role.

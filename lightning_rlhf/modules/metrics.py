@@ -16,6 +16,7 @@ from lightning_rlhf.functional.mismatch import maxima_over_ranks, means_over_ran
 from lightning_rlhf.types import Experience
 
 _APPROX_KL = "kl/approx"
+_REJECTED = "rollout_corr/rejected_fraction"
 _OF_GROUPS_OF_TWO = ("group/equal_reward_fraction", "group/reward_std_mean")
 _Masked = dict[str, tuple[Tensor, Tensor]]  # name to values and the mask of those that count
 
@@ -51,10 +52,20 @@ class MeanAccumulator:
 
     def approx_kl(self, ranks: DataRanks) -> float | None:
         """Return the mean KL(old || new) over all ranks; None where none was added. All ranks."""
-        if _APPROX_KL not in self._totals:
-            return None
-        total, count = ranks.sum(self._totals[_APPROX_KL]).tolist()
-        return total / count if count else math.nan
+        return self._mean(_APPROX_KL, ranks)
+
+    def add_rejected(self, accepted: Tensor, mask: Tensor) -> None:
+        """Add to the fraction of tokens that a policy loss rejects; logged as ``rollout_corr/rejected_fraction``.
+
+        Args:
+            accepted: (B, T) bool, False for rejected tokens.
+            mask: (B, T) bool, the tokens that count.
+        """
+        self.add(_REJECTED, ~accepted, mask)
+
+    def all_rejected(self, ranks: DataRanks) -> bool:
+        """Check whether tokens were added with :meth:`add_rejected`, and all rejected on all ranks. All ranks."""
+        return self._mean(_REJECTED, ranks) == 1.0
 
     def merge(self, other: MeanAccumulator) -> None:
         """Add the sums and counts of another accumulator."""
@@ -69,6 +80,12 @@ class MeanAccumulator:
         # NaN rather than left out: the logger would repeat its last value.
         return dict(zip(self._totals, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
 
+    def _mean(self, name: str, ranks: DataRanks) -> float | None:
+        if name not in self._totals:
+            return None
+        total, count = ranks.sum(self._totals[name]).tolist()
+        return total / count if count else math.nan
+
     def _add_total(self, name: str, total: Tensor) -> None:
         self._totals[name] = self._totals[name] + total if name in self._totals else total
 
@@ -80,10 +97,12 @@ class UpdateResult:
     Attributes:
         grad_norm: () norm of the role's gradient before clipping.
         means: metrics of this rank's rows.
+        stepped: whether the weights were updated; False where every token was rejected.
     """
 
     grad_norm: Tensor
     means: MeanAccumulator
+    stepped: bool = True
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,9 @@ class RLHFModule(RoleModule):
             results = {role: self.update(role, minibatch, loss, denominator) for role, loss in self.losses().items()}
             for role, result in results.items():
                 means.merge(result.means)
-                means.add(f"grad_norm/{role}", result.grad_norm)
-            updates += "actor" in results
+                if result.stepped:
+                    means.add(f"grad_norm/{role}", result.grad_norm)
+            updates += "actor" in results and results["actor"].stepped
             if self.exceeds_target_kl(results):
                 break
         if self.first_forward is not None:
@@ -156,11 +157,10 @@ class RLHFModule(RoleModule):
         if self.correction.bypass:  # old and rollout log-probs are both the engine's
             del metrics["rollout/logprob_diff_mean"], metrics["rollout/logprob_diff_max"]
         self.kl_to_ref = metrics.get("kl/ref")
-        metrics["policy/updates"] = self.actor_updates = updates  # fewer where target_kl was exceeded
+        metrics["policy/updates"] = self.actor_updates = updates  # without those left out
         self.step_times = StepTimes(evaluated - started - self.reward_wait, time.perf_counter() - evaluated)
         metrics |= {f"time/{part}_s": seconds for part, seconds in vars(self.step_times).items()}
-        rewards = [f"reward/{name}" for name in experience.rollout.rewards]
-        self.finish_step(metrics, bar=("reward/mean", "kl/ref", *rewards))
+        self.finish_step(metrics, bar=("reward/mean", "kl/ref", *(f"reward/{n}" for n in experience.rollout.rewards)))
 
     def minibatches(self, experience: Experience) -> Iterator[Any]:
         """Yield this rank's rows of shuffled mini-batches, ``update_epochs`` times the whole rollout. All ranks.
@@ -257,7 +257,7 @@ class RLHFModule(RoleModule):
         engine = rows.rollout.rollout_logprobs
         weights, accepted = self.correction.of_rows(logprobs.detach(), engine, rows.mask)
         means.add("rollout_corr/weight_mean", weights, rows.mask)
-        means.add("rollout_corr/rejected_fraction", (~accepted).float(), rows.mask)
+        means.add_rejected(accepted, rows.mask)
         means.add("rollout_corr/kl_k1", engine - logprobs, rows.rollout.response_mask)
         means.add("rollout_corr/kl_k3", approx_kl(log_ratio_of(logprobs, engine)), rows.rollout.response_mask)
         return weights * accepted
@@ -268,7 +268,7 @@ class RLHFModule(RoleModule):
         Raises:
             RuntimeError: ``target_kl`` is set, and the actor's loss did not measure a KL.
         """
-        if self.target_kl is None or "actor" not in results:
+        if self.target_kl is None or "actor" not in results or not results["actor"].stepped:
             return False
         kl = results["actor"].means.approx_kl(self.data_ranks)
         if kl is None:

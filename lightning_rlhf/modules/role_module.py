@@ -264,7 +264,7 @@ class RoleModule(LightningModule):
         """Take one optimizer step of one role on one mini-batch, exact for any micro-batches and ranks. All ranks.
 
         The loss is a sum over the mini-batch divided by a count over the mini-batch *and all ranks*, so its gradient
-        does not depend on how the rows are split.
+        does not depend on how the rows are split. A loss that rejected all tokens and has no gradient makes no step.
 
         Args:
             role: name of a trained role.
@@ -288,6 +288,10 @@ class RoleModule(LightningModule):
                 f"the {role}'s gradient norm is {float(norm)} at step {self.trainer.global_step}; its weights were not "
                 f"changed. Lower the learning rate, or look at this step's rewards and log-probabilities"
             )
+        # Momentum alone would change the weights. An entropy bonus or KL loss counts rejected tokens, so norm > 0 then.
+        if norm == 0 and means.all_rejected(self.data_ranks):
+            self.role_strategy.drop_gradients(role)
+            return UpdateResult(norm, means, stepped=False)
         self.role_strategy.step_role(role)
         return UpdateResult(norm, means)
 

@@ -36,7 +36,8 @@ class RolloutCorrection:
     ones. The ratio of a clipped policy loss is then already train / rollout, so it needs no weights (``level`` None); a
     plain policy gradient has no ratio, and needs them. Weights and rejections then depend on the current actor: call
     :meth:`of_rows` with its current log-probabilities for each micro-batch. A token rejected there still counts in the
-    denominator, which was fixed before.
+    denominator, which was fixed before, and in the entropy bonus and the KL loss. An update in which all tokens are
+    rejected is left out, unless bonus or KL loss have a gradient.
 
     Presets of verl are classmethods of the same names. In YAML, ``class_path`` may name the class or a classmethod.
 

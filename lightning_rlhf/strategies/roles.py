@@ -76,6 +76,10 @@ class RoleStrategy:
         """Take one optimizer step of a trained role and clear its gradients. All ranks."""
         step_optimizer(self.module, self.module.trained_roles.index(name))
 
+    def drop_gradients(self, name: str) -> None:
+        """Clear a trained role's gradients without a step. All ranks."""
+        getattr(self.module, name).zero_grad()
+
     def end_phase(self) -> None:
         """Finish the updates of a training step, or a validation; generation may follow. All ranks."""
 

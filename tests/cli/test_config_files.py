@@ -38,6 +38,7 @@ def _import_path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("beside", ["configuration", "working directory"])
 def test_a_class_in_a_file_here_or_beside_the_configuration_is_found(cli, config, tmp_path, monkeypatch, beside):
     name = f"own_classes_{beside[:4]}"

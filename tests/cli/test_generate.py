@@ -72,6 +72,7 @@ def test_batches_change_nothing_and_the_seed_changes_everything(generate):
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_greedy_responses_are_what_transformers_generates(generate, tiny_export, engine):
     if engine == "vllm" and not vllm_installed():

@@ -220,6 +220,7 @@ def test_an_agent_that_waits_too_long_is_cancelled(converse):
     assert own.conversation.fault == "timeout"
 
 
+@pytest.mark.slow
 def test_training_with_agents(tmp_path):
     data = PromptDataModule(
         InMemory([{"prompt": [{"role": "user", "content": "a"}]}] * 8),
@@ -236,6 +237,7 @@ def test_training_with_agents(tmp_path):
     assert trainer.callback_metrics["env/turns"] >= 1
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("kind", [GRPOModule, PPOModule])
 def test_all_branches_are_trained_on_with_the_log_probs_of_their_own_texts(tmp_path, packed, kind):

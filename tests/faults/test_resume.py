@@ -74,7 +74,8 @@ def test_kills_at_random_points_leave_no_trace(forge, undisturbed, tmp_path, kil
     killed_at_random_points(forge, undisturbed(ppo(), calls=0), tmp_path, ppo(), kills, seed=kills)
 
 
-@pytest.mark.parametrize("max_staleness", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 2])
 def test_kills_of_a_run_with_rollouts_ahead_leave_no_trace(forge, undisturbed, tmp_path, max_staleness):
     config = ppo(3, max_staleness=max_staleness)
     names = ("while the first checkpoint is written", "in the validation that was due", "in the middle of an update",

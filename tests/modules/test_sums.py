@@ -42,12 +42,28 @@ def test_means_are_exact_over_ranks_that_hold_differing_counts():
         assert math.isnan(means["nothing"])  # and not its last value
 
 
+def test_tokens_are_all_rejected_only_if_they_are_on_all_ranks():
+    def rank(accepted, mask):
+        def run(ranks):
+            sums = MeanAccumulator()
+            sums.add_rejected(torch.tensor(accepted), torch.tensor(mask))
+            return sums.all_rejected(ranks)
+
+        return run
+
+    nothing, rejected = rank([False, False], [False, False]), rank([False, False], [True, True])
+    accepted = rank([False, True], [True, True])
+    assert over_ranks(rejected, rejected) == over_ranks(rejected, nothing) == [True, True]
+    assert over_ranks(rejected, accepted) == over_ranks(nothing, nothing) == [False, False]
+
+
 def test_nothing_added_needs_no_reduction():
     class Never(DataRanks):
         def sum(self, value):
             raise AssertionError("reduced")
 
     assert MeanAccumulator().means(Never()) == {}
+    assert not MeanAccumulator().all_rejected(Never())
 
 
 def test_small_values_are_not_lost_beside_large_ones():

@@ -97,6 +97,7 @@ def same(left, right):
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_weights_pushed_in_parts_give_the_bits_of_weights_pushed_through_the_host(tied, engines, buffers, monkeypatch):
     # A layer has 7 matrices of 8 to 24 KiB, so that it is in several parts; the embedding has 15 KiB.
     for version, nbytes in enumerate([4096, 40_000, 1 << 28]):

@@ -17,6 +17,7 @@ PRIVATE = [
     ("runtime.utils", "get_global_norm_of_tensors", ["input_tensors", "norm_type"], "the norm, bf16 and stage 1"),
     ("runtime.zero.partition_parameters", "Init._convert_to_zero_parameters", ["param_list"], "spreading a model"),
 ]
+LINKED = ["runtime.zero.stage_1_and_2", "runtime.bf16_optimizer"]
 CLIPPING = ["runtime.zero.stage_1_and_2", "runtime.zero.stage3", "runtime.bf16_optimizer"]
 
 
@@ -39,3 +40,11 @@ def test_a_step_still_clips_to_the_attribute_that_is_set(module):
     # That the clipped step is the right one is for tests/distributed/test_deepspeed.py.
     source = inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
     assert "self.clip_grad > 0." in source, f"deepspeed.{module} clips by another attribute: see set_clipping"
+
+
+@pytest.mark.parametrize("module", LINKED)
+def test_a_first_step_that_makes_no_state_can_still_be_forgotten(module):
+    # That the next one registers the state is for tests/distributed/test_rejected_updates.py.
+    source = inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
+    name = "self._hp_optimizer_states_linked"
+    assert source.count(f"if not {name}:") == source.count(f"{name} = True") == 1, f"see drop_gradients: {module}"

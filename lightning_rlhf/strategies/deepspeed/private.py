@@ -37,6 +37,29 @@ def set_clipping(engine: Any, max_norm: float | None) -> None:
     engine.optimizer.clip_grad = 0.0 if max_norm is None else max_norm
 
 
+def drop_gradients(engine: Any) -> None:
+    """Clear an engine's gradients and its count of micro-batches without a change of weights or moments. All ranks.
+
+    DeepSpeed clears both only in ``step()``, in a different way for each stage and offload setting; otherwise, stage 2
+    with an offloaded optimizer would add gradients of an earlier step to the next ones. That step is taken here with an
+    optimizer that does nothing.
+
+    Args:
+        engine: engine after the backward pass of its last micro-batch.
+    """
+    zero = engine.optimizer
+    optimizer, step = zero.optimizer, zero.optimizer.step
+    # ZeRO-1 and ZeRO-2 register the optimizer's state in their first step; here there may not be any yet.
+    linked = getattr(zero, "_hp_optimizer_states_linked", None)
+    optimizer.step = lambda closure=None: None
+    try:
+        engine.step()
+    finally:
+        optimizer.step = step
+    if linked is False:
+        zero._hp_optimizer_states_linked = False
+
+
 def unlink_shared_memory(rank: int) -> None:
     """Remove the name of the shared memory of DeepSpeed's all-reduce on CPUs, so that it is freed with its processes.
 

@@ -28,7 +28,13 @@ from lightning_rlhf.strategies.checkpoints.reshardable import ReshardableCheckpo
 from lightning_rlhf.strategies.checkpoints.role_files import RoleState
 from lightning_rlhf.strategies.deepspeed.config import configuration, of_role, with_bucket
 from lightning_rlhf.strategies.deepspeed.precision import RolePrecision
-from lightning_rlhf.strategies.deepspeed.private import gradient_norm, set_clipping, spread, unlink_shared_memory
+from lightning_rlhf.strategies.deepspeed.private import (
+    drop_gradients,
+    gradient_norm,
+    set_clipping,
+    spread,
+    unlink_shared_memory,
+)
 from lightning_rlhf.strategies.distributed import DistributedRoles
 from lightning_rlhf.strategies.extension_builds import await_builds
 from lightning_rlhf.strategies.first_rank import from_first_rank, loaded_by_first_rank, shapes_of
@@ -231,6 +237,10 @@ class RLHFDeepSpeedStrategy(ReshardableCheckpoints, DistributedRoles, DeepSpeedS
         """See :meth:`RoleStrategy.step_role`."""
         optimizer = self.optimizers[self.module.trained_roles.index(name)]
         self.optimizer_step(optimizer, lambda: None, model=self.module, engine=self._engines[name])
+
+    def drop_gradients(self, name: str) -> None:
+        """See :meth:`RoleStrategy.drop_gradients`."""
+        drop_gradients(self._engines[name])
 
     def iter_own_params(
         self, name: str, wanted: Callable[[str], bool] | None = None, dtype: torch.dtype | None = None

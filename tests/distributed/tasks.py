@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_rlhf import (
     ConversationDataModule,
     DPOModule,
+    GRPOModule,
     KTOModule,
     OnlineDPOModule,
     PPOModule,
@@ -36,6 +37,7 @@ from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.models.loading import ModelSource, Pretrained
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.modules.optimizers import MatrixDecayAdamW
 from lightning_rlhf.objectives.corrections import RolloutCorrection
@@ -127,10 +129,11 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     """Module, data and callbacks of a run.
 
     Args:
-        kind: ``sft``, ``rm``, ``ppo``, ``dpo``, ``kto`` or ``online_dpo``.
+        kind: ``sft``, ``rm``, ``ppo``, ``grpo``, ``dpo``, ``kto`` or ``online_dpo``.
         options: ``tied`` weights, ``heads`` of attention, ``lora`` for all that is trained, ``dtype``, ``lr``, ``rows``
             of a batch, ``max_staleness`` of rollouts, ``updates`` per step, ``turns`` of conversations with an
-            environment, further arguments of the module.
+            environment, further fields of the ``architecture``, directory of a ``checkpoint`` for all models, further
+            arguments of the module.
     """
     tied, rows = options.pop("tied", False), options.pop("rows", 7)
     max_staleness = options.pop("max_staleness", 0)
@@ -143,11 +146,14 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         options["resampling"] = ScoreResampling()
     reward = by_chance if options.pop("by_chance", False) else share_of_a
     heads = {"num_attention_heads": options.pop("heads", 1)}
+    fields, checkpoint = options.pop("architecture", {}), options.pop("checkpoint", None)
     adapters = LoRA(rank=4, alpha=8) if options.pop("lora", False) else None
 
-    def model(seed: int, lora: LoRA | None = adapters) -> TinyModel:
+    def model(seed: int, lora: LoRA | None = adapters) -> ModelSource:
+        if checkpoint is not None:
+            return Pretrained(checkpoint, lora=lora)
         architecture = {**TinyModel().architecture, "tie_word_embeddings": tied, **heads}
-        architecture["num_key_value_heads"] = heads["num_attention_heads"]
+        architecture |= {"num_key_value_heads": heads["num_attention_heads"], **fields}
         return TinyModel(architecture, seed=seed, dtype=options.get("dtype", "float32"), lora=lora)
 
     # With the usual eps of 1e-8, Adam divides the noise of gradients that are all but 0 by itself.
@@ -158,7 +164,7 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
     given: dict[str, Any] = {"micro_batch_tokens": 24, "max_grad_norm": 0.5}
     given |= {name: value for name, value in options.items() if name != "dtype"}
     texts = {"tokenizer": TOKENIZER, "batch_size": rows, "val_batch_size": 5, "max_tokens": 16}
-    if kind in ("ppo", "online_dpo"):
+    if kind in ("ppo", "grpo", "online_dpo"):
         items = [{"prompt": word} for word in WORDS]
         data: Any = PromptDataModule(InMemory(items), val=InMemory(items[:6]), **texts)
         given |= {"actor_optimizer": adamw, "actor_lr_scheduler": schedule}
@@ -177,6 +183,8 @@ def parts(kind: str, **options: Any) -> tuple[Any, Any, list[Callback]]:
         )
         if kind == "online_dpo":
             return OnlineDPOModule(model(0), ref=ref, minibatch_size=2 * rows, **given), data, [loop]
+        if kind == "grpo":
+            return GRPOModule(model(0), ref=ref, minibatch_size=rows, update_epochs=2, **given), data, [loop]
         given = {
             "critic_optimizer": adamw,
             "minibatch_size": rows,
@@ -218,7 +226,7 @@ def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Args:
         runs: each ``kind``, ``strategy`` (see :func:`strategy_of`), and if wanted ``weights`` (file for the trained
             ones), ``module`` and ``trainer`` (options), ``ckpt`` (to resume from), ``save`` (checkpoint to write),
-            ``save_at`` (step after which it is written; None is the last).
+            ``save_at`` (step after which it is written; None is the last), ``export`` (directory of the model).
 
     Returns:
         Of each run: ``steps`` and ``validations`` (metrics), ``frozen`` (whether frozen roles are as they were).
@@ -235,6 +243,7 @@ def _train(
     ckpt: str | None = None,
     save: str | None = None,
     save_at: int | None = None,
+    export: str | None = None,
 ) -> dict[str, Any]:
     L.seed_everything(7, verbose=False)
     torch.use_deterministic_algorithms(True)
@@ -247,6 +256,8 @@ def _train(
         fitting = quiet_trainer(strategy=strategy_of(strategy), **(options | (trainer or {})))
         fitting.callbacks.append(Keep(weights, save, save_at))
         fitting.fit(made, datamodule=data, ckpt_path=ckpt)
+        if export:
+            made.export(Path(export), fitting.is_global_zero)
         keep = fitting.callbacks[-1]
     return {"steps": record.steps, "validations": record.validations, "frozen": keep.frozen}
 

@@ -1,0 +1,35 @@
+"""Runs of :mod:`tests.distributed.tasks` whose products are oneDNN's, whatever the CPU; see :func:`train`."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from lightning_rlhf.functional import products
+from tests.distributed import tasks
+
+
+def train(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one after the other; ``shapes`` of each result are those of the weights that oneDNN multiplied."""
+    return [_train(run) for run in runs]
+
+
+def _train(run: dict[str, Any]) -> dict[str, Any]:
+    shapes: set[tuple[int, ...]] = set()
+    product = products._onednn
+
+    def noted(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        shapes.add(tuple(weight.shape))
+        return product(states, weight, bias)
+
+    with mock.patch.object(products, "_has_onednn", lambda: True), mock.patch.object(products, "_onednn", noted):
+        (found,) = tasks.train([run])
+    return found | {"shapes": sorted(shapes)}
+
+
+def by_torch(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train one after the other with torch's products, as on a CPU without AVX-512."""
+    with mock.patch.object(products, "_has_onednn", lambda: False):
+        return tasks.train(runs)

@@ -32,6 +32,8 @@ ARCHITECTURES = {
 _VARLEN_ARGUMENTS = {"scale", "window_size"}  # of torch 2.11 or newer
 _VARLEN_CAPABILITY = (8, 0)  # Ampere
 _VARLEN_WIDTH = 256  # largest number of channels of a head
+_BLOCK = 512  # queries that one mask is for
+_ALIGNMENT = 8  # elements; torch's kernels on GPUs copy masks with other strides
 _UNSUPPORTED = ("s_aux", "position_bias", "cache")  # attention sinks, biases, a cache of earlier tokens
 
 
@@ -207,33 +209,62 @@ def _as_rows(tensor: Tensor, count: int, length: int) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Compute causal attention of (B, H, L, D) queries to (B, K, M, D) keys, of which the last L are their own."""
+    """Compute causal attention of (B, H, L, D) queries to (B, K, M, D) keys, of which the last L are their own.
+
+    Where a mask is needed, blocks of queries share it, so that its memory grows with the length and not its square.
+    """
     length = q.shape[2]
-    total = k.shape[2]
-    windowed = window is not None and total > window
-    is_triangle = length == total and not windowed
+    before = k.shape[2] - length
+    window = None if window is not None and k.shape[2] <= window else window
+    if softcap is None and window is None and before == 0:
+        return _attend_block(q, k, v, None, scale, softcap)
+    starts = range(before, before + length, _BLOCK)
+    # The same remainder as that of each start, so that all parts of the mask begin at aligned addresses.
+    reach = starts[-1] if window is None else min(starts[-1], window - 1 + (before - window + 1) % _ALIGNMENT)
+    columns = reach + -(reach - before % _ALIGNMENT) % _BLOCK
+    mask = _visible(columns, window, q.dtype, q.device)
+    outputs = []
+    for start in starts:
+        queries = q[:, :, start - before : start - before + _BLOCK]
+        count = queries.shape[2]
+        first = max(0, start - reach)
+        keys, values = (each[:, :, first : start + count] for each in (k, v))
+        part = mask[:count, columns - (start - first) : columns + count]
+        outputs.append(_attend_block(queries, keys, values, part, scale, softcap))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """Compute attention of (B, H, L, D) queries to (B, K, M, D) keys; a mask is added, None is causal attention."""
     if softcap is None:
-        mask = None if is_triangle else _visible(length, total, window, q.device)
         shares_keys = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_triangle, scale=scale, enable_gqa=shares_keys
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys
         )
     # scaled_dot_product_attention has no soft cap; heads that share a key are neighbours.
     heads = q.shape[1] // k.shape[1]
     logits = q.unflatten(1, (-1, heads)) @ k.unsqueeze(2).transpose(3, 4) * scale
-    logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~_visible(length, total, window, q.device), -torch.inf)
+    logits = softcap * torch.tanh(logits / softcap) + mask
     weights = logits.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
-@lru_cache(maxsize=64)
-def _visible(length: int, total: int, window: int | None, device: torch.device) -> Tensor:
-    """Return (length, total) whether a query attends to a key: its own, and those before it in the window."""
-    with torch.inference_mode(False):
-        queries = torch.arange(total - length, total, device=device)
-        distance = queries.unsqueeze(1) - torch.arange(total, device=device)
-        return (distance >= 0) & (distance < (total if window is None else window))
+@lru_cache(maxsize=16)
+def _visible(before: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a (block, before + block) mask of the keys that a block of queries attends to.
+
+    Args:
+        before: number of keys before the block.
+        window: number of keys that a query attends to, its own included; None is all before it.
+        dtype: dtype of the queries; a mask of another dtype would be copied in each layer.
+        device: device of the mask.
+    """
+    width = before + _BLOCK + -(before + _BLOCK) % _ALIGNMENT
+    with torch.inference_mode(False):  # a validation may make it, and training use it
+        keys = torch.arange(-before, width - before, dtype=torch.int32, device=device)
+        distance = torch.arange(_BLOCK, dtype=torch.int32, device=device).unsqueeze(1) - keys
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        return torch.zeros(_BLOCK, width, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:

@@ -24,12 +24,12 @@ def _train(run: dict[str, Any]) -> dict[str, Any]:
         shapes.add(tuple(weight.shape))
         return product(states, weight, bias)
 
-    with mock.patch.object(products, "_has_onednn", lambda: True), mock.patch.object(products, "_onednn", noted):
+    with mock.patch.object(products, "_has_onednn", return_value=True), mock.patch.object(products, "_onednn", noted):
         (found,) = tasks.train([run])
     return found | {"shapes": sorted(shapes)}
 
 
 def by_torch(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train one after the other with torch's products, as on a CPU without AVX-512."""
-    with mock.patch.object(products, "_has_onednn", lambda: False):
+    with mock.patch.object(products, "_has_onednn", return_value=False):
         return tasks.train(runs)

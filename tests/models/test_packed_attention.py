@@ -5,7 +5,7 @@ import torch
 
 from lightning_rlhf import FromConfig
 from lightning_rlhf.batching.packing import PackedLengths, pack_responses, pack_texts
-from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, packed_attention, runs_of_equal_length
+from lightning_rlhf.models.packed_attention import ARCHITECTURES, NAME, _attend, packed_attention, runs_of_equal_length
 from tests.helpers import assert_close
 from tests.stand_ins import VOCABULARY
 
@@ -131,6 +131,48 @@ def test_an_implementation_of_the_configuration_is_used():
 
 def test_runs_of_neighbours_with_equal_lengths():
     assert runs_of_equal_length((4, 4, 2, 4)) == ((4, 2), (2, 1), (4, 1))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 3, 600, 1100])
+@pytest.mark.parametrize(("length", "before"), [(5, 0), (5, 9), (512, 0), (513, 3), (1100, 77)])
+def test_attention_in_blocks_of_queries_is_that_of_all_at_once(length, before, window, softcap):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, size, 8, dtype=torch.float64, generator=draw, requires_grad=True)
+        for heads, size in ((4, length), (2, before + length), (2, before + length))
+    )
+    distance = torch.arange(before, before + length).unsqueeze(1) - torch.arange(before + length)
+    hidden = (distance < 0) | (distance >= (window or before + length))
+    logits = q @ k.repeat_interleave(2, dim=1).transpose(2, 3) * 0.3
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(2, dim=1)
+    actual = _attend(q, k, v, 0.3, window, softcap)
+    weights = torch.linspace(-1, 2, actual.numel(), dtype=torch.float64).view_as(actual)
+    single = softcap is not None  # whose weights are float32
+    assert_close(actual, expected, rtol=0, atol=1e-6 if single else 1e-12)
+    for one, other in zip(
+        *(torch.autograd.grad((each * weights).sum(), (q, k, v)) for each in (actual, expected)), strict=True
+    ):
+        assert_close(one, other, rtol=0, atol=1e-5 if single else 1e-11)
+
+
+def test_masks_are_as_long_as_a_text_and_begin_at_aligned_addresses(monkeypatch):
+    offsets, sizes = [], set()
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args, attn_mask=None, **options):
+        offsets.append(attn_mask.storage_offset())
+        sizes.add(attn_mask.untyped_storage().nbytes())
+        assert attn_mask.stride(0) % 8 == 0
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for before, window in ((0, 700), (5003, None), (13, 701)):
+        _attend(*(torch.zeros(1, 1, size, 8) for size in (3000, before + 3000, before + 3000)), 1.0, window, None)
+    assert len(offsets) == 3 * 6
+    assert all(offset % 8 == 0 for offset in offsets)
+    assert max(sizes) <= 4 * 512 * (8003 + 512 + 512)
 
 
 def attend(**options):

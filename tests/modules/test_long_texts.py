@@ -85,7 +85,7 @@ def test_an_update_of_sft_on_5000_tokens_is_that_of_plain_transformers(options):
     batch = SequenceBatch(
         torch.nn.utils.rnn.pad_sequence(texts, batch_first=True),
         torch.tensor([len(text) for text in texts]),
-        torch.stack([torch.arange(5000) < len(text) for text in texts]),
+        torch.stack([(torch.arange(5000) < len(text)) & (torch.arange(5000) > 0) for text in texts]),
     )
     module = SFTModule(source(**options), optimizer=SGD, micro_batch_tokens=2048, max_grad_norm=None)
     gradients = train(module, batch)
@@ -112,7 +112,9 @@ def test_an_update_of_grpo_on_6000_tokens_is_that_of_plain_transformers(budget):
     plain, experience = source(attn_implementation="sdpa").causal(), module.experience
     for number, row in enumerate(rows):
         logprobs = plain_logprobs(plain.lm, torch.tensor(row.prompt + row.tokens))[PROMPT - 1 :]
-        ours, advantages = (each[number, : len(row.tokens)] for each in (experience.old_logprobs, experience.advantages))
+        ours, advantages = (
+            each[number, : len(row.tokens)] for each in (experience.old_logprobs, experience.advantages)
+        )
         assert_close(ours, logprobs.detach(), atol=3e-6)
         (-(advantages * logprobs).mean() / len(rows)).backward()
     assert_equal_gradients(gradients, plain)

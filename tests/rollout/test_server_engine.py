@@ -143,6 +143,16 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
     assert engine.generate([], SAMPLING, []) == []
 
 
+def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_first(engine, stub):
+    generate = stub.answers["/inference/v1/generate"]
+    echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
+    stub.answers["/inference/v1/generate"] = lambda body: (200, {**generate(body)[1], "prompt_logprobs": echoed})
+    (completion,) = engine.generate([[3, 5, 4]], replace(SAMPLING, echo=True), [0])
+    assert stub.asked[-1][1]["sampling_params"]["prompt_logprobs"] == 0
+    assert completion.token_ids == [5, 4, 3, 3, 3]
+    assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
+
+
 def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub):
     answer, requested, answered = stub.answers["/inference/v1/generate"], threading.Event(), threading.Event()
 

@@ -261,12 +261,12 @@ class VLLMServerEngine(RolloutEngine):
         ]
         completions = dict[int, Completion]()
         for index, response in self._running.post_all("/inference/v1/generate", bodies):
-            completions[index] = self._completion(response["choices"][0])
+            completions[index] = self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
             if on_finished is not None:
                 on_finished(index, completions[index])
         return [completions[index] for index in range(len(bodies))]
 
-    def _completion(self, choice: dict[str, Any]) -> Completion:
+    def _completion(self, choice: dict[str, Any], prompt: list[dict[str, Any] | None]) -> Completion:
         versions = {span["version"] for span in choice["weight_versions"] or []}
         if versions != {self._label}:
             raise EngineDied(
@@ -275,8 +275,11 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        return Completion(choice["token_ids"], logprobs, choice["finish_reason"], self._version)
+        echoed = [item for position in prompt for item in (position or {}).items()]  # (token as text, its log-prob)
+        sampled = [(token, own) for token, own in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)]
+        logprobs = [float(own["logprob"]) for _, own in (*echoed, *sampled)]
+        token_ids = [int(token) for token, _ in (*echoed, *sampled)]
+        return Completion(token_ids, logprobs, choice["finish_reason"], self._version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_rlhf.callbacks import RolloutLoop
-from lightning_rlhf.models.lora import LoRA
+from lightning_rlhf.models.lora import LoRA, save_adapter
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rollout.vllm.engine import VLLMAdapterEngine, VLLMEngine
 from tests.callbacks.conftest import Run
@@ -39,8 +38,11 @@ def sampled(made):
 @pytest.mark.parametrize("unfinished", ["finish", "continue"])
 def test_a_run_passes_and_samples_the_same_as_without_the_comparison(tmp_path, unfinished, monkeypatch):
     compared = []
-    check_gaps = RolloutLoop.__module__ and "lightning_rlhf.callbacks.push_checks.check_gaps"
-    monkeypatch.setattr(check_gaps, lambda engine, module, gaps, bound, version: compared.append((version, gaps)))
+
+    def record(engine, module, gaps, max_logprob_diff, version):
+        compared.append((version, gaps))
+
+    monkeypatch.setattr("lightning_rlhf.callbacks.push_checks.check_gaps", record)
     with_checks = run_with(tmp_path / "with", VLLMEngine(unfinished=unfinished)).fit()
     assert [version for version, _ in compared] == [1, 2, 3]  # those whose responses were used
     assert all(len(gaps) and gaps.max() < 1e-5 for _, gaps in compared)
@@ -61,7 +63,9 @@ def test_a_push_that_loses_a_parameter_ends_the_run_and_names_it(fault, tmp_path
 
     engine.update_weights = lose
     try:
-        with pytest.raises(RuntimeError, match=f"pushed after 1 steps, but .*the first parameter that differs is {NAME}"):
+        with pytest.raises(
+            RuntimeError, match=f"pushed after 1 steps, but .*the first parameter that differs is {NAME}"
+        ):
             made.fit()
     finally:
         fault.write_text("nothing")
@@ -78,11 +82,11 @@ def test_adapters_that_do_not_arrive_end_the_run(tmp_path, monkeypatch):
             save_adapter(lora, tensors, directory)
         sent.append(directory)
 
-    from lightning_rlhf.models.lora import save_adapter
-
     monkeypatch.setattr("lightning_rlhf.rollout.vllm.engine.save_adapter", save_once)
     made = run_with(tmp_path, engine, actor=TinyModel(lora=LoRA(rank=4, alpha=8)))
-    with pytest.raises(RuntimeError, match="pushed after 1 steps, but .* all weights of the last push were transferred"):
+    with pytest.raises(
+        RuntimeError, match="pushed after 1 steps, but .* all weights of the last push were transferred"
+    ):
         made.fit()
     assert made.trainer.global_step == 3
     assert len(sent) == 4

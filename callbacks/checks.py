@@ -257,7 +257,7 @@ def check_gaps(
         gaps: (N,) absolute differences of the log-probs of engine and actor of this rank's tokens, nats.
         max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
             both by dtype and device.
-        version: version of the policy that both computed with, the number of steps before its push.
+        version: version of the policy that both computed with: the number of steps before its push.
 
     Raises:
         RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
@@ -283,7 +283,7 @@ def check_gaps(
             "allowed a twentieth of it)"
         )
     raise RunError(
-        f"engine and actor have the same weights, pushed after {version} steps, but their log-probabilities of the "
+        f"engine and actor have the same weights, but after the push of step {version} their log-probabilities of the "
         f"same tokens differ by {mean:.3g} nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th "
         f"percentile (allowed: {bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
     )

@@ -183,7 +183,7 @@ def test_engine_and_actor_evaluate_the_ends_of_responses_after_each_push(run, ma
 def test_a_damaged_push_ends_the_run_before_its_responses_are_used(run, max_staleness, damaged):
     made = echoing(run, max_staleness, damaged)
     with pytest.raises(
-        RuntimeError, match=f"the same weights, pushed after {damaged} steps, but .* all weights of the"
+        RuntimeError, match=f"the same weights, but after the push of step {damaged} .* all weights of the"
     ):
         made.fit()
     assert made.trainer.global_step == damaged + max_staleness
@@ -200,13 +200,13 @@ def test_a_push_that_is_damaged_every_time_names_the_parameter(run):
 
     made = echoing(run, 2)
     made.loop._engine_choice = Damaged()
-    with pytest.raises(RuntimeError, match=r"pushed after 1 steps.*differs is model.layers.1.self_attn.o_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"the push of step 1.*differs is model.layers.1.self_attn.o_proj.weight"):
         made.fit()
 
 
 def test_a_validation_waits_for_the_comparisons_of_earlier_pushes(run):
     made = echoing(run, 3, damaged=1, data={"val": InMemory([ROWS[0]])})
-    with pytest.raises(RuntimeError, match="pushed after 1 steps"):
+    with pytest.raises(RuntimeError, match="the push of step 1"):
         made.fit()
     assert made.trainer.global_step == 2  # an epoch has two steps, and the responses of the push were for step 4
 

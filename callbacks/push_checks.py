@@ -84,8 +84,8 @@ class PushChecks:
     ) -> None:
         """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
 
-        A text is a prompt's first token, without which some models compute badly, then the last tokens of the prompt and
-        the first ones of its response.
+        A text is a prompt's first token, without which some models compute badly, then the last tokens of the prompt,
+        then the first ones of its response.
 
         Args:
             sampler: source of responses.

@@ -149,14 +149,14 @@ class RolloutLoop(Callback):
         tokenizer = trainer.datamodule.tokenizer
         source = pl_module.sources["actor"]
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
-        self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype)
+        longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
+        self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype, longest)
         self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
         self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         check_overlap(self.engine, self.max_staleness)
         directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
         save_architecture(source, directory)
-        longest = trainer.datamodule.max_tokens + self.max_response_tokens
-        longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
         self._sampler = ResponseSampler(
             engine=self.engine,
             tokenizer=tokenizer,

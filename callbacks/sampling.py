@@ -36,7 +36,7 @@ _READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
 
 
 def choose_run_engine(
-    choice: RolloutEngine | Literal["auto"], trainer: Trainer, module: RLHFModule, dtype: str
+    choice: RolloutEngine | Literal["auto"], trainer: Trainer, module: RLHFModule, dtype: str, max_tokens: int
 ) -> RolloutEngine:
     """Return the configured engine, or choose one for this run.
 
@@ -45,11 +45,12 @@ def choose_run_engine(
         trainer: trainer of the run.
         module: module with the actor.
         dtype: dtype of the engine's weights.
+        max_tokens: longest prompt and response together, in tokens.
     """
     engine, reason = choice, "chosen in the configuration"
     if engine == "auto":
         config = module.sources["actor"].hf_config()
-        engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size)
+        engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size, max_tokens)
     log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
     return engine
 

@@ -268,6 +268,20 @@ def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, 
         make().wait()
 
 
+def test_a_server_with_the_long_rope_factors_of_long_texts_is_rejected(stub, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [9.0] * 16}
+    source = source_of(max_position_embeddings=900, rope_parameters=rope)
+    engine = VLLMServerEngine(stub.url, timeout=20)
+    engine.start(setup_of(source, tmp_path / "ours"))
+    stub.config["model_config"]["max_model_len"] = 301
+    with pytest.raises(ValueError, match="start it with --max-model-len 300 or less, not 301: above it, vLLM computes"):
+        engine.wait()
+    engine.close()
+    with pytest.raises(ValueError, match="have up to 301; the actor uses them for longer"):
+        engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=301))
+
+
 def test_a_server_that_takes_no_weights_is_refused(make, stub):
     stub.config["weight_transfer_config"] = None
     with pytest.raises(ValueError, match="the backend shared_memory or nccl, not None"):

@@ -165,7 +165,7 @@ class VLLMEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.matrix_dtype(setup.dtype)
         arguments = self.llm_arguments(setup)
-        check_receives(setup.model, arguments["load_format"])
+        check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import (
     EngineDied,
     EngineSetup,
@@ -100,7 +101,7 @@ class VLLMServerEngine(RolloutEngine):
             raise UsageError(
                 f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
             )
-        check_receives(setup.model)
+        check_receives(setup.model, setup.max_tokens)
         self._server = server
         self._setup = setup
         self._published = PublishedNames(setup.model)
@@ -141,11 +142,17 @@ class VLLMServerEngine(RolloutEngine):
         model = config["model_config"]
         dtype = self._setup.dtype
         longest = self._setup.max_tokens
+        most = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
         chunked = config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]
         return [
             (model["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
             (model["dtype"] != f"torch.{dtype}", f"--dtype {dtype}, not {model['dtype']}"),
             (model["max_model_len"] < longest, f"--max-model-len {longest}, not {model['max_model_len']}"),
+            (
+                most is not None and model["max_model_len"] > most,
+                f"--max-model-len {most} or less, not {model['max_model_len']}: above it, vLLM computes all texts with "
+                f"the Long-RoPE factors of long ones",
+            ),
             (chunked, "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU"),
         ]
 

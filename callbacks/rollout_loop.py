@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,6 @@ from lightning_rlhf.compat import is_taking_snapshot, run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -39,7 +37,7 @@ from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .push_checks import PushChecks
 from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
-from .sampling import ResponseSampler, StepRollouts, choose_run_engine
+from .sampling import ResponseSampler, StepRollouts, choose_run_engine, make_engine_directory
 from .validation import Answer, Validation, averages_weights, sources_in
 
 log = logging.getLogger(__name__)
@@ -155,8 +153,7 @@ class RolloutLoop(Callback):
         self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
         self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         check_overlap(self.engine, self.max_staleness)
-        directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
-        save_architecture(source, directory)
+        directory = make_engine_directory(trainer, source)
         self._sampler = ResponseSampler(
             engine=self.engine,
             tokenizer=tokenizer,

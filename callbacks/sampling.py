@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.models.loading import ModelSource, save_architecture
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
@@ -23,6 +25,7 @@ from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler
 from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.vllm.supervisor import remove_temporary_files
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
@@ -53,6 +56,20 @@ def choose_run_engine(
         engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size, max_tokens)
     log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
     return engine
+
+
+def make_engine_directory(trainer: Trainer, source: ModelSource) -> Path:
+    """Return a directory with the actor's configuration for this rank's engine; remove files of ranks that are gone.
+
+    Args:
+        trainer: trainer of the run.
+        source: source of the actor.
+    """
+    directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
+    save_architecture(source, directory)
+    if trainer.is_global_zero:
+        remove_temporary_files(directory.parent, trainer.world_size)
+    return directory
 
 
 @dataclass(frozen=True)

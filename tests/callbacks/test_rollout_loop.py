@@ -477,3 +477,13 @@ def test_ranks_without_prompts_or_responses_raise(run, monkeypatch, loop, data, 
     monkeypatch.setattr(DataRanks, "size", ranks)
     with pytest.raises(ValueError, match=re.escape(message)):
         run(loop=loop, data=data, model=model).fit()
+
+
+def test_temporary_files_of_engines_of_a_killed_run_with_more_ranks_are_removed(run, tmp_path):
+    names = ["rank0.tmp", "rank1.tmp", "rank12.tmp", "rank1.log", "rankings.tmp", "rank1"]
+    for name in names:
+        (tmp_path / "engine" / name).mkdir(parents=True)
+        (tmp_path / "engine" / name / "vllm_dist_of_a_dead_run").touch()
+    run(trainer={"max_steps": 1}).fit()
+    left = {path.name for path in (tmp_path / "engine").iterdir()}
+    assert left == {*names, "rank0"} - {"rank1.tmp", "rank12.tmp"}  # an engine of rank 0 would remove its own

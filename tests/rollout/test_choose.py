@@ -111,7 +111,7 @@ def test_long_rope_beyond_its_original_length_is_generated_with_transformers(mac
     save_architecture(source, tmp_path)
     for kind in (VLLMEngine, InProcessVLLMEngine):
         with pytest.raises(
-            ValueError, match=r"because prompt and response have up to 33, .* or use TransformersEngine$"
+            ValueError, match=r"because prompt and response have up to 33; .* or use TransformersEngine$"
         ):
             kind().start(EngineSetup(tmp_path, "float32", max_tokens, tmp_path / "engine.log"))
     assert not (tmp_path / "engine.log").exists()

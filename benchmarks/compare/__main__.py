@@ -192,8 +192,8 @@ ranges are of all of these steps. Where a title names no model, it has 2.4 M par
 processes of a run. The ratio is that of lightning-rlhf (first row) to the library of the row. MB are the peak memory,
 summed over processes, in which shared pages count several times.
 
-Measured on {days}: {cores} cores of {model.partition(":")[2].strip()}, vectors of
-{torch.backends.cpu.get_cpu_capability()}, Python {platform.python_version()}. Nothing on this page was measured on a GPU.
+Measured on {days}: {cores} cores of {model.partition(":")[2].strip()} ({torch.backends.cpu.get_cpu_capability()}),
+Python {platform.python_version()}. Nothing on this page was measured on a GPU.
 
 ## How fair this is
 
@@ -217,8 +217,8 @@ Measured on {days}: {cores} cores of {model.partition(":")[2].strip()}, vectors 
             busy = median_of(turns[AHEAD], "cpu") / own
             lines += [
                 "",
-                f"On two cores, a step takes TRL {peer / own:.2f} times the wall seconds of `max_staleness: 1`, which keeps",
-                f"{busy:.2f} of the two busy.",
+                f"On two cores, a step takes TRL {peer / own:.2f} times the wall seconds of `max_staleness: 1`, which",
+                f"keeps {busy:.2f} of the two busy.",
             ]
     if parts := measured["parts"]:
         lines += [

@@ -16,6 +16,21 @@ from torch import Tensor, nn
 _SMALLEST = 64  # inner or outer dimension from which oneDNN is faster; the matrices of adapters are smaller
 
 
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` that multiplies by :func:`linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the layer of (..., in_features) states."""
+        return linear(input, self.weight, self.bias)
+
+
+def use_faster_products(model: nn.Module) -> None:
+    """Make a model's linear layers multiply by :func:`linear`; subclasses of ``torch.nn.Linear`` stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``torch.nn.functional.linear`` by the faster library.
 
@@ -61,7 +76,7 @@ def _has_onednn() -> bool:
 
 def _onednn(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return states @ weight.T + bias; both may have any strides."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, attr="none", scalars=[], algorithm="")
     return product
 
 

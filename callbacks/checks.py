@@ -221,28 +221,49 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
 
 
 @torch.no_grad()
+def actor_logprobs(module: RLHFModule, rollout: Rollout) -> Tensor:
+    """Return the (B, T) log-probs of the responses of a rollout under the actor's current weights. All ranks."""
+    with module.trainer.precision_plugin.forward_context():
+        return module.actor_scores("actor", rollout.to(module.device)).logprobs
+
+
 def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, max_logprob_diff: float | None) -> None:
     """Raise an error if the engine does not compute the same log-probabilities as the actor. All ranks.
-
-    Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
-    nat, while a lost weight changes most tokens.
 
     Args:
         engine: engine with the actor's weights.
         module: module with the actor.
         rollout: responses of the engine.
+        max_logprob_diff: argument of :func:`check_gaps`.
+
+    Raises:
+        RuntimeError: a bound is exceeded on any rank.
+    """
+    gaps = (actor_logprobs(module, rollout).cpu() - rollout.rollout_logprobs.cpu()).abs()
+    check_gaps(engine, module, gaps[rollout.response_mask.cpu()], max_logprob_diff, module.trainer.global_step)
+
+
+def check_gaps(
+    engine: RolloutEngine, module: RLHFModule, gaps: Tensor, max_logprob_diff: float | None, version: int
+) -> None:
+    """Raise an error if log-probabilities of engine and actor differ too much. All ranks.
+
+    Only the mean and the 99th percentile are bounded: among millions of tokens in bfloat16, some differ by more than a
+    nat, while a lost weight changes most tokens.
+
+    Args:
+        engine: engine, to which the actor's current weights were pushed.
+        module: module with the actor.
+        gaps: (N,) absolute differences of the log-probs of engine and actor of this rank's tokens, nats.
         max_logprob_diff: bound of the 99th percentile, nats; the bound of the mean is a twentieth of it. None selects
             both by dtype and device.
+        version: version of the policy that both computed with: the number of steps before its push.
 
     Raises:
         RuntimeError: a bound is exceeded on any rank; the message names the first parameter that differs.
     """
-    rows = rollout.to(module.device)
-    with module.trainer.precision_plugin.forward_context():
-        logprobs = module.actor_scores("actor", rows).logprobs
-    gaps = (logprobs - rows.rollout_logprobs).abs()[rows.response_mask]
     # Reduced over ranks, so that all ranks raise or none does.
-    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps)).tolist()
+    mean, percentile, largest = module.data_ranks.max(gap_statistics(gaps).to(module.device)).tolist()
     dtype = engine_dtype(str(module.trainer.precision), module.sources["actor"].dtype)
     bound, mean_bound = _BOUNDS.get((dtype, module.device.type), _BFLOAT16_BOUNDS)
     if max_logprob_diff is not None:
@@ -257,13 +278,14 @@ def check_engine(engine: RolloutEngine, module: RLHFModule, rollout: Rollout, ma
         cause = f"the first parameter that differs is {name}"
     else:
         cause = (
-            "all weights were transferred correctly, so the engine damaged them or computes differently: set precision "
-            "to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is allowed a twentieth of it)"
+            "all weights of the last push were transferred correctly, so the engine damaged them or computes "
+            "differently: set precision to 32-true to compare, or raise max_logprob_diff of RolloutLoop (the mean is "
+            "allowed a twentieth of it)"
         )
     raise RunError(
-        f"engine and actor have the same weights, but their log-probabilities of the same tokens differ by {mean:.3g} "
-        f"nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th percentile (allowed: "
-        f"{bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
+        f"engine and actor have the same weights, but after the push of step {version} their log-probabilities of the "
+        f"same tokens differ by {mean:.3g} nats on average (allowed: {mean_bound:g}) and {percentile:.3g} at the 99th "
+        f"percentile (allowed: {bound:g}, max_logprob_diff), {largest:.3g} at most: {cause}"
     )
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 from lightning_rlhf.compat import is_taking_snapshot, run_validation
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
-from lightning_rlhf.models.loading import save_architecture
 from lightning_rlhf.models.positions import max_positions
 from lightning_rlhf.models.vocabulary import vocab_size
 from lightning_rlhf.modules.rlhf import RLHFModule
@@ -38,9 +35,10 @@ from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParam
 from .checks import check_at_least, check_engine, check_overlap, check_rollouts, reward_weights
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
+from .push_checks import PushChecks
 from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
-from .sampling import ResponseSampler, StepRollouts, choose_run_engine
-from .validation import Answer, Validation, sources_in
+from .sampling import ResponseSampler, StepRollouts, choose_run_engine, make_engine_directory
+from .validation import Answer, Validation, averages_weights, sources_in
 
 log = logging.getLogger(__name__)
 _FAST_DEV_TOKENS = 16
@@ -129,6 +127,7 @@ class RolloutLoop(Callback):
         self._validated_step: int | None = None
         self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
+        self._push_checks = PushChecks()
         self._validation: Validation | None = None
 
     # -- start and end ----------------------------------------------------------------------------------------
@@ -142,29 +141,29 @@ class RolloutLoop(Callback):
             self.max_response_tokens = min(self.max_response_tokens, _FAST_DEV_TOKENS)
         check_rollouts(self, trainer, pl_module)
         self._synced_step = self._validated_step = None  # the callback may have been used in an earlier run
-        self._ahead = RequestsAhead()
+        self._ahead, self._push_checks = RequestsAhead(), PushChecks()
         self.engine_description = ""
         trainer.num_sanity_val_steps = 0  # the validation before training is more thorough
         tokenizer = trainer.datamodule.tokenizer
         source = pl_module.sources["actor"]
         dtype, device = engine_dtype(str(trainer.precision), source.dtype), trainer.strategy.root_device
-        self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype)
+        longest = trainer.datamodule.max_tokens + self.max_response_tokens
+        longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
+        self.engine = choose_run_engine(self._engine_choice, trainer, pl_module, dtype, longest)
         self._matrix_dtype = getattr(torch, self.engine.matrix_dtype(dtype))
         self.engine.check(SamplingParams(self.max_response_tokens, self.temperature))
         check_overlap(self.engine, self.max_staleness)
-        directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
-        save_architecture(source, directory)
+        directory = make_engine_directory(trainer, source)
         self._sampler = ResponseSampler(
             engine=self.engine,
             tokenizer=tokenizer,
             max_tokens=self.max_response_tokens,
+            max_length=longest,
             stop_token_ids=(tokenizer.eos_token_id, *self.stop_token_ids),
             vocabulary=vocab_size(source),
             conversations=conversation_sampler(self.environment, trainer.datamodule) if self.environment else None,
         )
         own_threads, threads = divided_threads(torch.get_num_threads(), take_turns=not self.max_staleness)
-        longest = trainer.datamodule.max_tokens + self.max_response_tokens
-        longest = min(longest, max_positions(source.hf_config()) or longest)  # prompts were checked to fit the model
         setup = EngineSetup(
             model=directory,
             dtype=dtype,
@@ -246,7 +245,7 @@ class RolloutLoop(Callback):
             metrics |= self._ahead.idle_shares()
             with clock("time/sync_s"):
                 self.sync_weights(trainer, pl_module)
-            self._check_push(rollouts, batch)
+            self._check_pushes(rollouts)
             for later_step, prompts in upcoming_batches(trainer, batch_idx, self.max_staleness):
                 if later_step not in self._ahead:
                     self._ahead.add(self._requests(rollouts, prompts, later_step))
@@ -299,15 +298,16 @@ class RolloutLoop(Callback):
         rollout, counts = self.dynamic_sampling(batch, generate, ranks.size, rollouts.any_rank)
         return rollout, None, self.dynamic_sampling.metrics(sum_over_ranks(counts, ranks, module.device))
 
-    def _check_push(self, rollouts: StepRollouts, batch: PromptBatch) -> None:
-        """Compare log-probs on a few short responses, if those of the step are from older weights.
+    def _check_pushes(self, rollouts: StepRollouts) -> None:
+        """Compare engine and actor for the push whose responses this step uses, and begin that for the newest push.
 
-        With ``max_staleness`` above 1 these would have to wait for the engine; validations compare their samples.
+        In the first step, the responses are from the newest push, and are compared directly.
         """
-        if self.check_rows and not rollouts.are_current and self.max_staleness == 1:
+        if self.check_rows and not rollouts.are_current:
             with rollouts.clock("time/check_s"):
-                short = self._responses.short_rollout(batch[: self.check_rows], self.temperature, self._version)
-                self.verify(rollouts.module, short)
+                module, version = rollouts.module, self._version
+                self._push_checks.finish(self._responses, module, self.max_logprob_diff, version - self.max_staleness)
+                self._push_checks.begin(self._responses, module, rollouts.requests[0], self.check_rows, version)
 
     def sync_weights(self, trainer: Trainer, module: RLHFModule) -> None:
         """Copy the actor's weights to the engine, unless it has them; the version is the number of steps taken."""
@@ -350,8 +350,9 @@ class RolloutLoop(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Sync weights and reset the metrics."""
         self._ahead.wait_for_all()  # responses must not be continued with an average of weights
-        if not _averages(trainer):
+        if self._push_checks or not averages_weights(trainer):
             self.sync_weights(trainer, pl_module)
+        self._push_checks.finish(self._responses, pl_module, self.max_logprob_diff, trainer.global_step)
         self._validated_step = trainer.global_step
         self._validation = Validation(
             self.val_samples,
@@ -367,7 +368,7 @@ class RolloutLoop(Callback):
     ) -> None:
         """Generate and score a greedy response and samples of each prompt, with the same seeds in every validation."""
         assert self._validation is not None
-        if _averages(trainer) and batch_idx == 0:  # Lightning has replaced the actor's weights by the average
+        if averages_weights(trainer) and batch_idx == 0:  # Lightning has replaced the actor's weights by the average
             self._synced_step = None
             self.sync_weights(trainer, pl_module)
         size = self.val_samples
@@ -386,7 +387,7 @@ class RolloutLoop(Callback):
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
         self._validation.add(batch, rollout, tokenizer, sampled)
-        if self.max_staleness > 1 and batch_idx == 0:  # pushes of training steps are not checked
+        if self.max_staleness > 1 and batch_idx == 0:
             self.verify(pl_module, rollout[[i for i in range(len(rollout)) if i % (1 + size)]])
         pl_module.receive(rollout)
 
@@ -407,7 +408,7 @@ class RolloutLoop(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Log the metrics of the validation."""
         assert self._validation is not None
-        if _averages(trainer):  # Lightning will restore the actor's weights
+        if averages_weights(trainer):  # Lightning will restore the actor's weights
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
         for name, value in self._validation.metrics(pl_module.data_ranks).items():
@@ -443,8 +444,3 @@ class RolloutLoop(Callback):
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
         return [] if self._validation is None else self._validation.samples
-
-
-def _averages(trainer: Trainer) -> bool:
-    """Return whether a callback validates with averaged weights instead of the actor's."""
-    return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.models.loading import ModelSource, save_architecture
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.rewards.executor import MetricSums, RewardExecutor, RolloutRewards
 from lightning_rlhf.rewards.function import TrainerState
@@ -23,6 +25,7 @@ from lightning_rlhf.rollout.collect import Collector
 from lightning_rlhf.rollout.conversation_loop import ConversationRequest
 from lightning_rlhf.rollout.conversations import ConversationSampler
 from lightning_rlhf.rollout.engine import CompletionCheck, Generation, OnFinished, RolloutEngine
+from lightning_rlhf.rollout.vllm.supervisor import remove_temporary_files
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.types import Completion, PromptBatch, Rollout, SamplingParams
 
@@ -33,11 +36,10 @@ from .rollout_requests import RequestsAhead, RolloutRequest, covered
 log = logging.getLogger(__name__)
 # Methods whose overrides may read rewards before RLHFModule.evaluate() has added them.
 _READ_REWARDS = ("receive", "pop_rollout", "evaluate", "training_step")
-_CHECKED_TOKENS = 8  # of each response that is generated only for the check of log-probabilities
 
 
 def choose_run_engine(
-    choice: RolloutEngine | Literal["auto"], trainer: Trainer, module: RLHFModule, dtype: str
+    choice: RolloutEngine | Literal["auto"], trainer: Trainer, module: RLHFModule, dtype: str, max_tokens: int
 ) -> RolloutEngine:
     """Return the configured engine, or choose one for this run.
 
@@ -46,13 +48,28 @@ def choose_run_engine(
         trainer: trainer of the run.
         module: module with the actor.
         dtype: dtype of the engine's weights.
+        max_tokens: longest prompt and response together, in tokens.
     """
     engine, reason = choice, "chosen in the configuration"
     if engine == "auto":
         config = module.sources["actor"].hf_config()
-        engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size)
+        engine, reason = choose_engine(config, tensor_ranks(trainer, module), dtype, trainer.world_size, max_tokens)
     log.info("Rollouts by %s: %s.", type(engine).__name__, reason)
     return engine
+
+
+def make_engine_directory(trainer: Trainer, source: ModelSource) -> Path:
+    """Return a directory with the actor's configuration for this rank's engine; remove files of ranks that are gone.
+
+    Args:
+        trainer: trainer of the run.
+        source: source of the actor.
+    """
+    directory = Path(trainer.default_root_dir) / "engine" / f"rank{trainer.global_rank}"
+    save_architecture(source, directory)
+    if trainer.is_global_zero:
+        remove_temporary_files(directory.parent, trainer.world_size)
+    return directory
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,7 @@ class ResponseSampler:
         engine: engine that generates.
         tokenizer: tokenizer that decodes responses for reward functions.
         max_tokens: longest response.
+        max_length: longest prompt and response together.
         stop_token_ids: tokens that end a response.
         vocabulary: V, number of tokens of the actor.
         conversations: sampler of conversations with the environment; None without one.
@@ -71,6 +89,7 @@ class ResponseSampler:
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
+    max_length: int
     stop_token_ids: tuple[int, ...]
     vocabulary: int
     conversations: ConversationSampler | None = None
@@ -83,13 +102,12 @@ class ResponseSampler:
     def generate(
         self,
         prompts: PromptBatch,
-        purpose: Literal["train", "validation", "check"],
+        purpose: Literal["train", "validation"],
         *,
         samples: int,
         temperature: float,
         version: int,
         on_finished: OnFinished | None = None,
-        max_tokens: int | None = None,
     ) -> list[Completion]:
         """Return ``samples`` completions of each prompt, grouped by prompt, each from a different seed.
 
@@ -100,12 +118,11 @@ class ResponseSampler:
             temperature: temperature of the sampling.
             version: version of the policy that was pushed last.
             on_finished: argument of :meth:`RolloutEngine.generate`.
-            max_tokens: longest response; None is that of the run.
         """
-        check = self.check(version, max_tokens)
-        sampling = SamplingParams(check.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
+        check = self.check(version)
+        sampling = SamplingParams(self.max_tokens, temperature, stop_token_ids=self.stop_token_ids)
         ids = [ids for ids in prompts.token_ids for _ in range(samples)]
-        if self.conversations is not None and purpose != "check":
+        if self.conversations is not None:
             requests = self.conversations.requests(prompts, purpose, samples, sampling)
             return self._converse(requests, check, on_finished).completions()
         seeds = self.seeds(prompts, purpose, samples)
@@ -151,23 +168,14 @@ class ResponseSampler:
         if self.conversations is not None:
             self.conversations.close()
 
-    def check(self, version: int, max_tokens: int | None = None) -> CompletionCheck:
+    def check(self, version: int) -> CompletionCheck:
         """Return the validation of completions that are requested after a push of this version."""
-        longest = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
-        return CompletionCheck(longest, version, self.vocabulary, self.engine.mixes_versions)
+        return CompletionCheck(self.max_tokens, version, self.vocabulary, self.engine.mixes_versions)
 
     def seeds(self, prompts: PromptBatch, purpose: str, samples: int) -> list[int]:
         """Return the seed of each response; validations have the same seeds every time."""
         epoch = prompts.epoch if purpose == "train" else 0
         return [derive_seed(run_seed(), purpose, epoch, i, k) for i in prompts.indices for k in range(samples)]
-
-    def short_rollout(self, prompts: PromptBatch, temperature: float, version: int) -> Rollout:
-        """Return a rollout of one short response to each prompt, without rewards."""
-        completions = self.generate(
-            prompts, "check", samples=1, temperature=temperature, version=version, max_tokens=_CHECKED_TOKENS
-        )
-        with RewardExecutor([]) as executor:
-            return Collector(prompts, executor, self.tokenizer).rollout(completions, temperature)[0]
 
 
 @dataclass

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -292,3 +294,8 @@ def _pass_at_k(correct: list[float], k: int) -> float:
 
 def _is_incomplete(row: list[float]) -> bool:
     return any(math.isnan(value) for value in row)
+
+
+def averages_weights(trainer: Trainer) -> bool:
+    """Return whether a callback validates with averaged weights instead of the actor's."""
+    return any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks)

@@ -30,6 +30,8 @@ class SamplingParams:
         top_p: probability mass of the most likely tokens to keep (nucleus sampling), in (0, 1]; 1 keeps all.
         top_k: number of most likely tokens to keep; 0 keeps all.
         stop_token_ids: tokens that end a response; they are part of it.
+        echo: whether completions begin with the prompt's tokens after the first, and their log-probs at temperature 1.
+            Those have the ``policy_version`` of the completion.
     """
 
     max_tokens: int
@@ -37,6 +39,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    echo: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:

@@ -1,7 +1,7 @@
 """Time of the matrix products of an update: ``python -m benchmarks.compare.floor MODEL TOKENS RESPONSE_TOKENS``.
 
-Each product of a layer and of the head is measured now, forward and backward, on one thread. Norms, activations,
-attention's softmax and the optimizer are not included.
+Each product of a layer and of the head is measured now, forward and backward, on one thread, by the library that
+lightning-rlhf uses here. Norms, activations, attention's softmax and the optimizer are not included.
 """
 
 import json
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
+
+from lightning_rlhf.functional.products import linear
 
 ROWS = 2048  # tokens of a measured product
 REPEATS = 5
@@ -22,7 +23,7 @@ def seconds_per_token(inputs: int, outputs: int) -> float:
     """Measure a linear layer, forward and backward; return seconds per token."""
     x, weight, gradient = torch.randn(ROWS, inputs), torch.randn(outputs, inputs), torch.randn(ROWS, outputs)
     seconds = 0.0
-    for product in (lambda: functional.linear(x, weight), lambda: gradient @ weight, lambda: gradient.T @ x):
+    for product in (lambda: linear(x, weight), lambda: linear(gradient, weight.T), lambda: linear(gradient.T, x.T)):
         product()
         times = []
         for _ in range(REPEATS):

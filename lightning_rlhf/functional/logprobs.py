@@ -224,8 +224,13 @@ class _HeadScores(torch.autograd.Function):
                     if softcap is not None:
                         slope = 1 - (logits / (scale * softcap)).square()
                     logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
-                upstream = (None if each is None else each[part] for each in (of_logprobs, of_entropy))
-                _to_gradient(probabilities, targets[part], *upstream, entropy[part])
+                _to_gradient(
+                    probabilities,
+                    targets[part],
+                    None if of_logprobs is None else of_logprobs[part],
+                    None if of_entropy is None else of_entropy[part],
+                    entropy[part],
+                )
             gradient = gradient.mul_(scale) if slope is None else gradient.mul_(slope.mul_(scale))
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)

@@ -1,8 +1,8 @@
 """Matrix products in float32 on a CPU, by oneDNN where it is faster than torch's default library, MKL.
 
-On processors that are not Intel's, MKL computes with AVX2 although they have AVX-512; oneDNN, which torch contains too,
-does not. On a core of AMD's Zen 5, products of layers take 0.4 times the seconds. Without AVX-512 the two differ little,
-and everything is left to torch.
+On processors that are not Intel's, MKL computes with AVX2 although they have AVX-512. oneDNN, which torch contains too,
+uses AVX-512: on a core of AMD's Zen 5, it takes 0.4 times the seconds. Without AVX-512 the two differ little, and
+everything is left to torch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,23 @@ from torch import Tensor, nn
 _SMALLEST = 64  # inner or outer dimension from which oneDNN is faster; the matrices of adapters are smaller
 
 
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` that multiplies by :func:`linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the layer of (..., in_features) states."""
+        return linear(input, self.weight, self.bias)
+
+
+def use_faster_products(model: nn.Module) -> None:
+    """Make a model's linear layers multiply by :func:`linear`; subclasses of ``torch.nn.Linear`` stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``torch.nn.functional.linear`` with gradients of the first order, by the faster library.
+    """Compute ``torch.nn.functional.linear`` by the faster library.
 
     Args:
         states: (..., H).
@@ -47,7 +62,7 @@ def uses_onednn(states: Tensor, weight: Tensor) -> bool:
         and states.numel() > 0
         and type(weight) in (Tensor, nn.Parameter)  # a shard of tensor parallelism is a DTensor
         and _has_onednn()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
@@ -61,7 +76,7 @@ def _has_onednn() -> bool:
 
 def _onednn(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return states @ weight.T + bias; both may have any strides."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(states, weight, bias, attr="none", scalars=[], algorithm="")
     return product
 
 
@@ -75,12 +90,11 @@ class _Linear(torch.autograd.Function):
         return _onednn(states, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Compute the gradients of states, weight and bias."""
         states, weight = ctx.saved_tensors
         gradient = gradient.contiguous()  # that of a sum has strides of 0
-        of_states = _onednn(gradient, weight.T) if ctx.needs_input_grad[0] else None
         rows = gradient.flatten(0, -2)
-        of_weight = _onednn(rows.T, states.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
+        of_states = linear(gradient, weight.T) if ctx.needs_input_grad[0] else None
+        of_weight = linear(rows.T, states.flatten(0, -2).T) if ctx.needs_input_grad[1] else None
         return of_states, of_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None

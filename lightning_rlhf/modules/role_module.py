@@ -23,7 +23,7 @@ import lightning_rlhf.strategies.registry  # noqa: F401 (names the strategies fo
 from lightning_rlhf.compat import count_training_step, optimizer_at, set_global_step
 from lightning_rlhf.data_ranks import DataRanks
 from lightning_rlhf.expected_errors import NonFiniteError, UsageError
-from lightning_rlhf.models.linear import use_faster_products
+from lightning_rlhf.functional.products import use_faster_products
 from lightning_rlhf.models.loading import ModelSource, Pretrained, as_source
 from lightning_rlhf.models.lora import adapter_settings, check_adapters, frozen_names, save_adapter
 from lightning_rlhf.models.positions import check_positions
@@ -224,19 +224,15 @@ class RoleModule(LightningModule):
         return configured
 
     def on_fit_start(self) -> None:
-        """Choose how the models compute; they have their final form now."""
-        self._choose_computation()
-
-    def on_validation_start(self) -> None:
-        """Choose how the models compute in a validation without training."""
-        if self.trainer.state.fn == TrainerFn.VALIDATING:
-            self._choose_computation()
-
-    def _choose_computation(self) -> None:
-        """Choose the library of the linear layers' products, and packed or padded rows."""
+        """Choose products of linear layers, and packed or padded rows; the models have their final form now."""
         if self.device.type == "cpu":
             use_faster_products(self)
         self.layout.check()
+
+    def on_validation_start(self) -> None:
+        """Make the same choices in a validation without training."""
+        if self.trainer.state.fn == TrainerFn.VALIDATING:
+            RoleModule.on_fit_start(self)
 
     def on_validation_end(self) -> None:
         """End the phase in which frozen roles compute."""

@@ -23,7 +23,7 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def choose_engine(
-    config: PretrainedConfig, ranks: int = 1, dtype: str = "float32", world_size: int = 1
+    config: PretrainedConfig, ranks: int = 1, dtype: str = "float32", world_size: int = 1, max_tokens: int = 0
 ) -> tuple[RolloutEngine, str]:
     """Choose vLLM if it supports the machine and the actor, otherwise transformers.
 
@@ -35,6 +35,7 @@ def choose_engine(
         ranks: number of ranks that split the actor and share one engine on all of their GPUs.
         dtype: dtype of the engine's weights.
         world_size: number of processes of the run.
+        max_tokens: longest prompt and response together, in tokens; 0 if unknown.
 
     Returns:
         The engine, and a short reason for the choice.
@@ -45,7 +46,7 @@ def choose_engine(
     gpus = 1
     if vllm_installed() and torch.cuda.is_available():
         gpus = ranks if world_size == 1 else _gpus_for(weight_bytes(config, dtype), ranks, world_size)
-    engine, reason = _choose(config, gpus)
+    engine, reason = _choose(config, gpus, max_tokens)
     shared = max(ranks, gpus) if world_size > 1 else ranks
     return (engine if shared == 1 else SharedEngine(engine, shared)), reason
 
@@ -78,14 +79,14 @@ def _gpus_for(weights: int, ranks: int, world_size: int) -> int:
     return size
 
 
-def _choose(config: PretrainedConfig, gpus: int) -> tuple[RolloutEngine, str]:
+def _choose(config: PretrainedConfig, gpus: int, max_tokens: int) -> tuple[RolloutEngine, str]:
     if not vllm_installed():
         return TransformersEngine(), "vLLM is not installed"
     if accelerator := unsupported_accelerator():
         return TransformersEngine(), f"VLLMEngine does not support {accelerator} devices"
     if fault := unusable_build():
         raise UsageError(fault)
-    if fault := unsupported_model(config):
+    if fault := unsupported_model(config, max_tokens):
         return TransformersEngine(), fault
     config = config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class TransformersEngine(RolloutEngine):
         completions = list[Completion]()
         for first in range(0, len(prompts), self._batch_size):
             batch = slice(first, first + self._batch_size)
-            completions += self._generate_batch(prompts[batch], sampling, seeds[batch])
+            sampled = self._generate_batch(prompts[batch], sampling, seeds[batch])
+            completions += map(self._with_prompt, prompts[batch], sampled) if sampling.echo else sampled
             if on_finished is not None:
                 for index in range(first, len(completions)):
                     on_finished(index, completions[index])
@@ -107,6 +109,18 @@ class TransformersEngine(RolloutEngine):
         stops = [position for position, token in enumerate(row) if token in sampling.stop_token_ids]
         length = stops[0] + 1 if stops else len(row)
         return Completion(row[:length], logprobs[:length], "stop" if stops else "length", self._version)
+
+    def _with_prompt(self, prompt: Sequence[int], completion: Completion) -> Completion:
+        """Return a completion that begins with the prompt, as :attr:`SamplingParams.echo` requests."""
+        model: Any = self._running
+        ids = torch.tensor([list(prompt)], device=model.device)
+        logprobs = model(ids, use_cache=False).logits[0, :-1].float().log_softmax(dim=-1)
+        echoed = logprobs.gather(1, ids[0, 1:].unsqueeze(1)).squeeze(1).tolist()
+        return replace(
+            completion,
+            token_ids=[*prompt[1:], *completion.token_ids],
+            logprobs=[*echoed, *completion.logprobs],
+        )
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`."""

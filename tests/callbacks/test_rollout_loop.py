@@ -145,7 +145,9 @@ class Stale(TransformersEngine):
 def test_a_lost_weight_is_an_error_that_names_it(run):
     name = "model.layers.1.self_attn.v_proj.weight"
     made = run(loop={"engine": Stale(name), "check_rows": 2})
-    with pytest.raises(RuntimeError, match=r"engine and actor have the same weights, but their log-prob") as error:
+    with pytest.raises(
+        RuntimeError, match=r"engine and actor have the same weights, but after the push of step 1 their"
+    ) as error:
         made.fit()
     assert "(allowed: 0.001, max_logprob_diff)" in str(error.value)
     assert str(error.value).endswith(f"the first parameter that differs is {name}")
@@ -155,7 +157,7 @@ def test_a_lost_weight_is_an_error_that_names_it(run):
 
 def test_a_lost_weight_is_distinguished_from_another_computation(run):
     made = run(loop={"check_rows": 2})  # the script says -1 for every token
-    with pytest.raises(RuntimeError, match="all weights were transferred correctly, so the engine"):
+    with pytest.raises(RuntimeError, match="all weights of the last push were transferred correctly, so the engine"):
         made.fit()
 
 
@@ -475,3 +477,13 @@ def test_ranks_without_prompts_or_responses_raise(run, monkeypatch, loop, data, 
     monkeypatch.setattr(DataRanks, "size", ranks)
     with pytest.raises(ValueError, match=re.escape(message)):
         run(loop=loop, data=data, model=model).fit()
+
+
+def test_temporary_files_of_engines_of_a_killed_run_with_more_ranks_are_removed(run, tmp_path):
+    names = ["rank0.tmp", "rank1.tmp", "rank12.tmp", "rank1.log", "rankings.tmp", "rank1"]
+    for name in names:
+        (tmp_path / "engine" / name).mkdir(parents=True)
+        (tmp_path / "engine" / name / "vllm_dist_of_a_dead_run").touch()
+    run(trainer={"max_steps": 1}).fit()
+    left = {path.name for path in (tmp_path / "engine").iterdir()}
+    assert left == {*names, "rank0"} - {"rank1.tmp", "rank12.tmp"}  # an engine of rank 0 would remove its own

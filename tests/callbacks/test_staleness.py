@@ -1,7 +1,8 @@
 """Rollouts requested before the step that trains on them: the schedule, its bound, metrics, checkpoints and errors."""
 
-from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
+from lightning_rlhf.callbacks.push_checks import PushChecks
 from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.modules.algorithms import ReMaxModule
@@ -17,7 +19,7 @@ from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.rewards.function import RewardFunction
 from lightning_rlhf.rollout.engine import EngineDied, Generation
 from lightning_rlhf.rollout.transformers import TransformersEngine
-from lightning_rlhf.types import PromptBatch
+from lightning_rlhf.types import Completion, PromptBatch
 from tests.callbacks.conftest import ROWS
 from tests.stand_ins import ScriptedEngine
 
@@ -128,33 +130,162 @@ def test_trainer_and_engine_divide_the_threads_for_the_run(run, shares_cores, ma
     assert torch.get_num_threads() == 3
 
 
-def test_the_check_of_a_push_uses_short_responses_of_the_new_weights(run):
-    made = recorded(run, 1, steps=3, loop={"check_rows": 1, "max_logprob_diff": 1e9})
-    checks = [(version, len(prompts)) for version, prompts, _ in made.engine.requests if len(prompts) == 1]
-    assert checks == [(1, 1), (2, 1)]  # step 0 compares its own responses
+class Echoing(TransformersEngine):
+    """An engine that stores (version, prompts) of each request with ``echo``, and damages one push."""
+
+    def __init__(self, damaged=None):
+        super().__init__()
+        self.damaged, self.echoed = damaged, []
+
+    def update_weights(self, parameters, version):
+        scale = 3.0 if version == self.damaged else 1.0
+        super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
+
+    def generate(self, prompts, sampling, seeds, on_finished=None):
+        if sampling.echo:
+            self.echoed.append((self._version, [list(prompt) for prompt in prompts]))
+        return super().generate(prompts, sampling, seeds, on_finished)
 
 
-def test_a_damaged_push_is_found_although_the_responses_are_older(run):
+def echoing(run, max_staleness, damaged=None, steps=6, loop=(), **parts):
+    """A run with this engine, and the messages of its error."""
+    made = run(
+        loop={
+            "max_staleness": max_staleness,
+            "validate_at_ends": False,
+            "check_rows": 2,
+            "group_size": 2,
+            **dict(loop),
+        },
+        model={**CORRECTION, "minibatch_size": 4},
+        trainer={"max_steps": steps, "max_epochs": -1},
+        callbacks=[recorder := Recorder()],
+        **parts,
+    )
+    made.loop._engine_choice = made.engine = Echoing(damaged)
+    made.recorder = recorder
+    torch.manual_seed(0)
+    return made
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_engine_and_actor_evaluate_the_ends_of_responses_after_each_push(run, max_staleness):
+    made = echoing(run, max_staleness).fit()
+    assert [version for version, _ in made.engine.echoed] == [1, 2, 3, 4, 5]  # step 0 compares its own responses
+    for (_, texts), rollout in zip(made.engine.echoed, made.recorder.rollouts[1:], strict=True):
+        firsts = rollout[[0, 2]]
+        rows = zip(firsts.prompt_ids, firsts.prompt_lengths, firsts.response_ids, firsts.response_lengths, strict=True)
+        assert texts == [[*prompt[:p].tolist(), *response[:r].tolist()] for prompt, p, response, r in rows]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_push_ends_the_run_before_its_responses_are_used(run, max_staleness, damaged):
+    made = echoing(run, max_staleness, damaged)
+    with pytest.raises(
+        RuntimeError, match=f"the same weights, but after the push of step {damaged} .* all weights of the"
+    ):
+        made.fit()
+    assert made.trainer.global_step == damaged + max_staleness
+    assert max(map(max, made.recorder.versions())) < damaged
+
+
+def test_a_push_that_is_damaged_every_time_names_the_parameter(run):
     class Damaged(TransformersEngine):
         def update_weights(self, parameters, version):
-            scale = 3.0 if version else 1.0
-            super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
+            super().update_weights(parameters, version)
+            if version:
+                with torch.no_grad():
+                    self._running.model.layers[1].self_attn.o_proj.weight.zero_()
 
+    made = echoing(run, 2)
+    made.loop._engine_choice = Damaged()
+    with pytest.raises(RuntimeError, match=r"the push of step 1.*differs is model.layers.1.self_attn.o_proj.weight"):
+        made.fit()
+
+
+def test_a_validation_waits_for_the_comparisons_of_earlier_pushes(run):
+    made = echoing(run, 3, damaged=1, data={"val": InMemory([ROWS[0]])})
+    with pytest.raises(RuntimeError, match="the push of step 1"):
+        made.fit()
+    assert made.trainer.global_step == 2  # an epoch has two steps, and the responses of the push were for step 4
+
+
+def test_no_rows_disable_the_comparison(run):
+    made = echoing(run, 2, damaged=1, loop={"check_rows": 0}).fit()
+    assert made.trainer.global_step == 6
+    assert not made.engine.echoed
+
+
+def test_the_comparison_does_not_change_the_responses(run):
+    made = [echoing(run, 2, loop={"check_rows": rows}).fit() for rows in (0, 2)]
+    first, second = ([own.response_ids.tolist() for own in each.recorder.rollouts] for each in made)
+    assert first == second
+    weights = [dict(each.module.actor.named_parameters()) for each in made]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_long_texts_are_cut_after_the_first_token_of_the_prompt(run):
+    made = echoing(run, 1, steps=2, loop={"max_response_tokens": 40})
+    made.fit()
+    sampler, module = made.loop._sampler, made.module
+    prompts = PromptBatch([0], [list(range(3, 10)) * 20], ["a"], {})
+    response = Completion([4] * 30, [-1.0] * 30, "length", 0)
+    request = RolloutRequest(0, prompts, 1, 1.0, Generation(lambda: [response]), collector=None)
+    checks = PushChecks()
+    checked = []
+    engine = SimpleNamespace(submit=lambda texts, sampling, seeds: checked.append((texts, sampling)))
+    for longest, length in ((200, 64), (30, 29)):
+        with patch("lightning_rlhf.callbacks.push_checks.actor_logprobs", lambda _, rollout: rollout.rollout_logprobs):
+            checks.begin(replace(sampler, engine=engine, max_length=longest), module, request, 4, version=1)
+        (texts, sampling), checked = checked[0], []
+        assert [len(text) for text in texts] == [length]
+        assert (texts[0][0], texts[0][-16:]) == (3, [4] * 16)
+        assert (sampling.max_tokens, sampling.echo) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [4], "logprobs": [-1.0]}, "returned 1 log-probabilities for a prompt of 3 tokens"),
+        ({"policy_version": 0}, "used weights of version 0 after version 1 was pushed"),
+    ],
+    ids=["no echo", "older weights"],
+)
+def test_an_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(run, changes, message):
+    made = echoing(run, 2)
+    submit = made.engine.submit
+
+    def changed(prompts, sampling, seeds, on_finished=None):
+        generation = submit(prompts, sampling, seeds, on_finished)
+        if not sampling.echo:
+            return generation
+        return Generation(lambda: [replace(own, **changes) for own in generation.completions()])
+
+    made.engine.submit = changed
+    with pytest.raises(RuntimeError, match=message):
+        made.fit()
+
+
+def test_texts_that_were_evaluated_with_later_weights_are_not_compared(run):
+    made = echoing(run, 2, damaged=1)
+    submit = made.engine.submit
+
+    def later(prompts, sampling, seeds, on_finished=None):
+        generation = submit(prompts, sampling, seeds, on_finished)
+        if not sampling.echo:
+            return generation
+        return Generation(lambda: [replace(own, policy_version=9) for own in generation.completions()])
+
+    made.engine.submit = later
+    made.fit()
+
+
+def test_a_validation_finds_a_damaged_push_of_its_own(run):
+    loop = {"validate_at_ends": True, "val_samples": 2}
+    made = echoing(run, 2, damaged=4, steps=4, loop=loop, data={"val": InMemory([ROWS[0]])})
     with pytest.raises(RuntimeError, match="the first parameter that differs is"):
-        recorded(run, 1, engine=lambda *_: Damaged(), loop={"check_rows": 2})
-
-
-@pytest.mark.parametrize(("max_staleness", "found"), [(2, True), (2, False), (3, True)])
-def test_a_validation_finds_a_damaged_push_while_the_steps_cannot(run, max_staleness, found):
-    class Damaged(TransformersEngine):
-        def update_weights(self, parameters, version):
-            scale = 3.0 if found and version == 4 else 1.0
-            super().update_weights(((name, tensor * scale) for name, tensor in parameters), version)
-
-    loop = {"check_rows": 2, "validate_at_ends": True, "val_samples": 2}
-    error = pytest.raises(RuntimeError, match="the first parameter that differs is") if found else nullcontext()
-    with error:
-        recorded(run, max_staleness, steps=4, engine=lambda *_: Damaged(), loop=loop, data={"val": InMemory([ROWS[0]])})
+        made.fit()
 
 
 def test_later_rounds_of_dynamic_sampling_are_from_current_weights(run):

@@ -117,6 +117,8 @@ def one_server(folder, url, pid):
             == [greedy(actor, prompt, 8) for prompt in repeated]
             for _ in range(2)
         ]
+    echoed = engine.generate(repeated, SamplingParams(2, echo=True), [0, 0])
+    found["echo"] = largest_gap(actor, [prompt[:1] for prompt in repeated], echoed)
     found["too long"] = said(lambda: engine.generate([[5] * 600], SAMPLING, [0]))
 
     def ask():

@@ -115,6 +115,7 @@ def test_the_documented_server_serves_two_ranks(server, tmp_path):
             assert_right(found["rolled"][number], version)
         assert_right(found["again"], 8)
         assert found["long"] == [True, True]
+        assert found["echo"] < 1e-5
         assert found["exhausted"]
         assert "serves another model" in found["unlike"]["model"]
         assert "its num_hidden_layers is 2, but the actor's is 1" in found["unlike"]["model"]

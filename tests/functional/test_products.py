@@ -57,9 +57,20 @@ def test_a_gradient_that_is_expanded_from_one_number_is_multiplied():
     torch.testing.assert_close(weight.grad, states.detach().sum(dim=0).expand(80, -1))
 
 
+def test_gradients_have_gradients():
+    results = []
+    for function in (products.linear, functional.linear):
+        tensors = _layer((70,), bias=True)
+        gradients = torch.autograd.grad(function(*tensors).square().sum(), tensors, create_graph=True)
+        sum(each.square().sum() for each in gradients).backward()
+        results.append([each.grad for each in tensors])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_only_the_gradients_that_are_needed_are_computed(frozen, onednn):
-    tensors = _layer((5,), bias=True)
+    tensors = _layer((70,), bias=True)
     tensors[frozen].requires_grad_(False)
     products.linear(*tensors).sum().backward()
     assert [each.grad is None for each in tensors] == [index == frozen for index in range(3)]

@@ -12,7 +12,9 @@ from lightning_rlhf.rollout.engine import EngineSetup
 from lightning_rlhf.rollout.shared import SharedEngine
 from lightning_rlhf.rollout.transformers import TransformersEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
-from tests.rollout.engines import source_of
+from lightning_rlhf.rollout.vllm.in_process import InProcessVLLMEngine
+from lightning_rlhf.types import SamplingParams
+from tests.rollout.engines import largest_gap, pushed, source_of
 
 SMALL = {
     "vocab_size": 18, "hidden_size": 64, "head_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -84,6 +86,52 @@ def test_gpt_oss_whose_pushed_sinks_vllm_loses_is_generated_with_transformers(ma
     with pytest.raises(ValueError, match="experts of gpt_oss, so it would generate with old ones: use TransformersE"):
         VLLMEngine().start(EngineSetup(tmp_path, "float32", 16, tmp_path / "engine.log"))
     assert not (tmp_path / "engine.log").exists()
+
+
+LONG_ROPE = {
+    **SMALL, "model_type": "phi3", "max_position_embeddings": 128, "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 16, "long_factor": [9.0] * 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("max_tokens", [0, 32, 33])
+def test_long_rope_beyond_its_original_length_is_generated_with_transformers(machine, max_tokens, tmp_path):
+    machine(vllm=True, gpu=False)
+    source = FromConfig(LONG_ROPE)
+    engine, reason = choose_engine(source.hf_config(), max_tokens=max_tokens)
+    assert type(engine) is (VLLMEngine if max_tokens <= 32 else TransformersEngine)
+    if max_tokens <= 32:
+        assert reason == "vLLM is installed"
+        return
+    assert reason.startswith("vLLM would compute all texts of phi3 with the Long-RoPE factors of texts above 32 tok")
+    assert reason.endswith("shorten both to 32 tokens together (max_tokens of the data, max_response_tokens)")
+    save_architecture(source, tmp_path)
+    for kind in (VLLMEngine, InProcessVLLMEngine):
+        with pytest.raises(
+            ValueError, match=r"because prompt and response have up to 33; .* or use TransformersEngine$"
+        ):
+            kind().start(EngineSetup(tmp_path, "float32", max_tokens, tmp_path / "engine.log"))
+    assert not (tmp_path / "engine.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_long_rope_up_to_its_original_length_has_the_actors_log_probabilities(tmp_path):
+    source = FromConfig({**LONG_ROPE, "eos_token_id": 2, "initializer_range": 0.15}, seed=0)
+    save_architecture(source, tmp_path)
+    engine = VLLMEngine()
+    engine.start(EngineSetup(tmp_path, "float32", 32, tmp_path / "engine.log"))
+    try:
+        actor = pushed(engine, source)
+        prompts = [[4, 5, 6, 7] * 4, [3] * 9]
+        completions = engine.generate(prompts, SamplingParams(16), range(2))
+        assert largest_gap(actor, prompts, completions) < 1e-5
+    finally:
+        engine.close()
 
 
 def test_on_a_gpu_the_size_of_the_heads_does_not_matter(machine):

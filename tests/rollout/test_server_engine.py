@@ -143,6 +143,16 @@ def test_a_request_says_everything_and_the_answers_keep_their_order(engine, stub
     assert engine.generate([], SAMPLING, []) == []
 
 
+def test_with_echo_the_log_probabilities_of_the_prompt_are_requested_and_come_first(engine, stub):
+    generate = stub.answers["/inference/v1/generate"]
+    echoed = [None, {"5": {"logprob": -3.5, "rank": 2}}, {"4": {"logprob": -0.25, "rank": 1}}]
+    stub.answers["/inference/v1/generate"] = lambda body: (200, {**generate(body)[1], "prompt_logprobs": echoed})
+    (completion,) = engine.generate([[3, 5, 4]], replace(SAMPLING, echo=True), [0])
+    assert stub.asked[-1][1]["sampling_params"]["prompt_logprobs"] == 0
+    assert completion.token_ids == [5, 4, 3, 3, 3]
+    assert completion.logprobs == [-3.5, -0.25, -0.5, -0.5, -0.5]
+
+
 def test_a_push_waits_for_the_responses_that_were_requested_before(engine, stub):
     answer, requested, answered = stub.answers["/inference/v1/generate"], threading.Event(), threading.Event()
 
@@ -256,6 +266,20 @@ def test_a_server_that_does_not_fit_is_refused_with_the_option_that_would(make, 
     stub.config[part][key] = value
     with pytest.raises(ValueError, match=f"does not fit this run; start it with {told}"):
         make().wait()
+
+
+def test_a_server_with_the_long_rope_factors_of_long_texts_is_rejected(stub, tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 300}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [9.0] * 16}
+    source = source_of(max_position_embeddings=900, rope_parameters=rope)
+    engine = VLLMServerEngine(stub.url, timeout=20)
+    engine.start(setup_of(source, tmp_path / "ours"))
+    stub.config["model_config"]["max_model_len"] = 301
+    with pytest.raises(ValueError, match="start it with --max-model-len 300 or less, not 301: above it, vLLM computes"):
+        engine.wait()
+    engine.close()
+    with pytest.raises(ValueError, match="have up to 301; the actor uses them for longer"):
+        engine.start(replace(setup_of(source, tmp_path / "ours"), max_tokens=301))
 
 
 def test_a_server_that_takes_no_weights_is_refused(make, stub):

@@ -2,6 +2,7 @@
 log-probabilities."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,6 +91,17 @@ def test_log_probabilities_are_the_trainers_after_every_push_for_prompts_of_diff
         assert largest_gap(actor, prompts, completions, temperature) * temperature < 1e-5
         assert {completion.policy_version for completion in completions} == {version}
         assert engine.first_difference(parameters_of(actor)) is None
+
+
+def test_with_echo_completions_begin_with_the_prompt_and_its_log_probabilities(engine):
+    actor, prompts = pushed(engine, source_of(seed=1), 4), prompts_of(8)
+    sampling = SamplingParams(3)
+    without = engine.generate(prompts, sampling, range(8))
+    completions = engine.generate(prompts, replace(sampling, echo=True), range(8))
+    for prompt, completion, sampled in zip(prompts, completions, without, strict=True):
+        assert completion.token_ids == [*prompt[1:], *sampled.token_ids]
+        assert completion.policy_version == 4
+    assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-5
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "qwen2", "tie_word_embeddings": False}, {"model_type": "gpt2"}])

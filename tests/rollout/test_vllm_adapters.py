@@ -116,6 +116,18 @@ def test_after_every_push_of_merged_weights_the_engine_says_what_the_merged_mode
 
 
 @pytest.mark.slow
+def test_with_echo_the_log_probabilities_of_prompts_are_those_of_the_new_adapters(start):
+    engine, prompts = start(VLLMAdapterEngine, TIED), prompts_of(6)
+    engine.update_weights(base_of(adapted(TIED, 0)), 0)
+    for version in (1, 2):
+        actor = adapted(TIED, version)
+        engine.update_adapters(own(actor, is_adapter), version)
+        completions = engine.generate(prompts, SamplingParams(2, echo=True), range(6))
+        assert [completion.token_ids[:-2] for completion in completions] == [prompt[1:] for prompt in prompts]
+        assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_swap_sends_adapters_alone(start):
     engine = start(VLLMAdapterEngine, TIED)
     engine.update_weights(base_of(adapted(TIED, 0)), 0)
@@ -195,6 +207,19 @@ def test_vllm_makes_room_for_the_rank(rank, room, tmp_path):
     assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_cpu_loras"]) == (True, room, 3)
 
 
+@pytest.mark.parametrize(
+    ("lora", "layers"),
+    [
+        (LORA, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        (LoRA(4, 8, target_modules=["v_proj", "q_proj"]), ["q_proj", "v_proj"]),
+    ],
+)
+def test_vllm_wraps_only_layers_that_the_actor_adapts(lora, layers, tmp_path):
+    pytest.importorskip("vllm")
+    setup = replace(setup_of(TIED, tmp_path), lora=lora)
+    assert VLLMAdapterEngine().llm_arguments(setup)["lora_target_modules"] == layers
+
+
 def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
     """Found in vLLM 0.32; if this fails, change what is known."""
     pytest.importorskip("vllm")
@@ -202,9 +227,9 @@ def test_the_ranks_that_vllm_makes_room_for_are_those_that_are_known():
 
     from vllm.config.lora import MaxLoRARanks
 
-    from lightning_rlhf.rollout.vllm.engine import _ADAPTER_RANKS
+    from lightning_rlhf.rollout.vllm.adapters import RANKS
 
-    assert get_args(MaxLoRARanks) == _ADAPTER_RANKS
+    assert get_args(MaxLoRARanks) == RANKS
 
 
 def test_other_engines_are_sent_merged_weights():

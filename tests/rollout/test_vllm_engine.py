@@ -68,6 +68,18 @@ def test_after_every_push_the_log_probabilities_are_the_trainers(engine_and_chan
         assert engine.first_difference(parameters_of(actor)) is None
 
 
+def test_with_echo_completions_begin_with_the_log_probabilities_of_the_prompt_under_new_weights(engines):
+    prompts, engine = [*LONG, *prompts_of(8)], engines.tied
+    for version in range(2):
+        actor = pushed(engine, source_of(seed=version), version)
+        without = engine.generate(prompts, SamplingParams(3), range(len(prompts)))  # the cache has the prompts now
+        completions = engine.generate(prompts, SamplingParams(3, echo=True), range(len(prompts)))
+        for prompt, completion, sampled in zip(prompts, completions, without, strict=True):
+            assert completion.token_ids == [*prompt[1:], *sampled.token_ids]
+            assert completion.policy_version == version
+        assert largest_gap(actor, [prompt[:1] for prompt in prompts], completions) < 1e-5
+
+
 def test_on_finished_is_called_once_per_response_as_soon_as_it_is_finished(engines):
     pushed(engines.tied, source_of())
     prompts, finished = prompts_of(48), {}

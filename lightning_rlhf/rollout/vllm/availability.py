@@ -9,6 +9,8 @@ import torch
 from packaging.version import Version
 from transformers import PretrainedConfig
 
+from lightning_rlhf.models.positions import rotary_length
+
 OLDEST = "0.32"  # setup.cfg has the same bound, with its reason
 # Model types of texts whose class in vLLM 0.32 is in the same file as one with images, and imports torchvision too.
 _WITH_TORCHVISION = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -50,13 +52,14 @@ def unusable_build() -> str | None:
     )
 
 
-def unsupported_model(config: PretrainedConfig) -> str | None:
+def unsupported_model(config: PretrainedConfig, max_tokens: int = 0) -> str | None:
     """Return the reason why vLLM cannot generate with an actor in this installation; None if no reason is known.
 
     Args:
         config: configuration of the actor.
+        max_tokens: longest prompt and response together, in tokens; 0 if unknown.
     """
-    if fault := lost_weights(config.model_type):
+    if fault := lost_weights(config.model_type) or other_rotary_factors(config, max_tokens):
         return fault
     has_tower = getattr(config, "vision_config", None) is not None
     if (has_tower or config.model_type in _WITH_TORCHVISION) and importlib.util.find_spec("torchvision") is None:
@@ -76,6 +79,26 @@ def lost_weights(model_type: str) -> str | None:
     if model_type == "gpt_oss":
         return "vLLM 0.32 does not load pushed attention sinks and experts of gpt_oss"
     return None
+
+
+def other_rotary_factors(config: PretrainedConfig, max_tokens: int) -> str | None:
+    """Return how the rotary positions of vLLM differ from the actor's; None if they are the same.
+
+    A model with Long-RoPE has factors for short texts and for long ones. transformers chooses by the length of the
+    text. vLLM 0.32 chooses once, by the longest text that it is started for, so that keys remain valid.
+
+    Args:
+        config: configuration of the actor.
+        max_tokens: longest prompt and response together that vLLM is started for, in tokens.
+    """
+    length = rotary_length(config, "longrope")
+    if length is None or max_tokens <= length:
+        return None
+    return (
+        f"vLLM would compute all texts of {config.model_type} with the Long-RoPE factors of texts above {length} "
+        f"tokens, because prompt and response have up to {max_tokens}; the actor uses them for longer texts only: "
+        f"shorten both to {length} tokens together (max_tokens of the data, max_response_tokens)"
+    )
 
 
 def _installed(package: str) -> bool:

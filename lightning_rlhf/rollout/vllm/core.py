@@ -189,10 +189,12 @@ def _completion(output: Any) -> dict[str, Any]:
     """Return the completion in a finished output of vLLM as a message."""
     sample = output.outputs[0]
     first, *later = sample.weight_versions
+    echoed = [] if output.prompt_logprobs is None else output.prompt_token_ids[1:]
+    echoed_logprobs = output.prompt_logprobs.logprobs if echoed else []
     return {
         "id": output.request_id,
-        "token_ids": list(sample.token_ids),
-        "logprobs": [float(value) for value in sample.logprobs.logprobs],
+        "token_ids": [*echoed, *sample.token_ids],
+        "logprobs": [float(value) for value in (*echoed_logprobs, *sample.logprobs.logprobs)],
         "finish_reason": "length" if sample.finish_reason == "length" else "stop",
         "policy_version": int(first.version),
         "later_versions": [[span.start, int(span.version)] for span in later],

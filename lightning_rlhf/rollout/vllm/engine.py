@@ -17,9 +17,10 @@ from transformers import AutoConfig
 from lightning_rlhf.expected_errors import MissingPackageError, RunError, UsageError
 from lightning_rlhf.launch_environment import engine_environment
 from lightning_rlhf.models.kv_cache import BLOCK_TOKENS, cpu_cache_bytes
-from lightning_rlhf.models.lora import LoRA, save_adapter
+from lightning_rlhf.models.lora import save_adapter
 from lightning_rlhf.rollout.engine import EngineSetup, Generation, OnFinished, RolloutEngine, visible_gpu
 from lightning_rlhf.rollout.ranks import world_size
+from lightning_rlhf.rollout.vllm.adapters import adapter_arguments, lora_of
 from lightning_rlhf.rollout.vllm.availability import unsupported_accelerator, unusable_build, vllm_installed
 from lightning_rlhf.rollout.vllm.gpu_buffer import check_one_gpu, push_within_gpu
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests, check_temperature
@@ -29,7 +30,6 @@ from lightning_rlhf.types import Completion, SamplingParams
 
 log = logging.getLogger(__name__)
 _START = "the engine to be ready"  # for log lines that begin with "Waiting for"
-_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM 0.32 supports
 
 
 class VLLMEngine(RolloutEngine):
@@ -165,7 +165,7 @@ class VLLMEngine(RolloutEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.matrix_dtype(setup.dtype)
         arguments = self.llm_arguments(setup)
-        check_receives(setup.model, arguments["load_format"])
+        check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         self._process = EngineProcess("lightning_rlhf.rollout.vllm.worker", arguments, environment, setup.log)
 
     def _environment(self, setup: EngineSetup) -> dict[str, str]:
@@ -412,14 +412,13 @@ class VLLMAdapterEngine(VLLMEngine):
         Raises:
             ValueError: the actor has no adapters, or their rank is larger than vLLM supports.
         """
-        self._lora = _lora_of(setup)
+        self._lora = lora_of(setup)
         self._directory = setup.model / "adapter"
         super().start(setup)
 
     def llm_arguments(self, setup: EngineSetup) -> dict[str, Any]:
         """Return the arguments of ``vllm.LLM``."""
-        largest = next(rank for rank in _ADAPTER_RANKS if rank >= _lora_of(setup).rank)
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": largest, **super().llm_arguments(setup)}
+        return {**adapter_arguments(setup), **super().llm_arguments(setup)}
 
     def update_adapters(self, parameters: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`RolloutEngine.update_adapters`."""
@@ -435,16 +434,3 @@ class VLLMAdapterEngine(VLLMEngine):
             if name not in pushed or not torch.equal(pushed.pop(name), tensor.cpu()):
                 return name
         return next(iter(pushed), None)
-
-
-def _lora_of(setup: EngineSetup) -> LoRA:
-    if setup.lora is None:
-        raise UsageError(
-            "VLLMAdapterEngine pushes LoRA adapters, but the actor has none: set lora in its source, or use VLLMEngine"
-        )
-    if setup.lora.rank > _ADAPTER_RANKS[-1]:
-        raise UsageError(
-            f"vLLM supports adapters up to rank {_ADAPTER_RANKS[-1]}, but the actor's have rank {setup.lora.rank}: use "
-            f"VLLMEngine, which gets merged weights"
-        )
-    return setup.lora

@@ -16,7 +16,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.rollout.engine import EngineSetup, OnFinished, RolloutEngine
 from lightning_rlhf.rollout.vllm.engine import VLLMEngine
 from lightning_rlhf.rollout.vllm.requests import as_completion, as_requests
-from lightning_rlhf.rollout.vllm.sync import PublishedNames
+from lightning_rlhf.rollout.vllm.sync import PublishedNames, check_receives
 from lightning_rlhf.types import Completion, SamplingParams
 
 
@@ -50,11 +50,13 @@ class InProcessVLLMEngine(VLLMEngine):
         self._published = PublishedNames(setup.model)
         self._dtype = self.matrix_dtype(setup.dtype)
         environment = self._environment(setup)
+        arguments = self.llm_arguments(setup)
+        check_receives(setup.model, arguments["max_model_len"], arguments["load_format"])
         os.environ.update({name: value for name, value in environment.items() if name.startswith(("VLLM_", "TRITON_"))})
         with _preserved_random_state():
             from lightning_rlhf.rollout.vllm.core import VLLMCore
 
-            self._core = VLLMCore(self.llm_arguments(setup))
+            self._core = VLLMCore(arguments)
 
     @property
     def shares_cores(self) -> bool:

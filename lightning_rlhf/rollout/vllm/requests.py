@@ -47,6 +47,7 @@ def _fields(sampling: SamplingParams) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
+        **({"prompt_logprobs": 0} if sampling.echo else {}),  # without a read of the prefix cache
     }
 
 

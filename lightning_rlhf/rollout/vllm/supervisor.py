@@ -264,6 +264,19 @@ def _remove(directory: Path) -> None:
         log.warning("Temporary files of the engine in %s could not be removed: %s", directory, error)
 
 
+def remove_temporary_files(logs: Path, ranks: int) -> None:
+    """Remove the temporary files that engines of a killed run with more ranks have left.
+
+    Args:
+        logs: directory of the engines' logs, ``rank<number>.log``; it may be missing.
+        ranks: number of ranks of this run, whose engines remove their own files.
+    """
+    for directory in logs.glob("rank*.tmp"):
+        number = directory.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= ranks:
+            _remove(directory)
+
+
 def _signal_name(number: int) -> str:
     names = {member.value: member.name for member in signal.Signals}
     return f"signal {number} ({names.get(number, 'unnamed')})"

@@ -23,7 +23,7 @@ from lightning_rlhf.attention import set_attention
 from lightning_rlhf.expected_errors import RunError, UsageError
 from lightning_rlhf.models.classes import language_model_class
 from lightning_rlhf.models.tensors import whole_tensors
-from lightning_rlhf.rollout.vllm.availability import lost_weights
+from lightning_rlhf.rollout.vllm.availability import lost_weights, other_rotary_factors
 
 log = logging.getLogger(__name__)
 DIRECTORY_VERSION = -1  # policy version of weights that an engine has loaded from its directory
@@ -74,19 +74,24 @@ class PublishedNames:
         return dict(revert_weight_conversion(self._model, {name: tensor}))
 
 
-def check_receives(directory: Path, load_format: str = "dummy") -> None:
-    """Validate that vLLM loads all pushed weights of a model.
+def check_receives(directory: Path, max_tokens: int, load_format: str = "dummy") -> None:
+    """Validate that vLLM loads all pushed weights of a model, and computes with them as the actor.
 
     Args:
         directory: directory of the model's ``config.json``.
+        max_tokens: longest prompt and response together, in tokens.
         load_format: weights with which vLLM starts; only for ``dummy`` ones are weights always pushed.
 
     Raises:
-        ValueError: some are known to be lost.
+        ValueError: some are known to be lost, or the rotary positions differ.
     """
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    if load_format == "dummy" and (fault := lost_weights(config.model_type)):
+    if load_format != "dummy":
+        return
+    if fault := lost_weights(config.model_type):
         raise UsageError(f"{fault}, so it would generate with old ones: use TransformersEngine")
+    if fault := other_rotary_factors(config, max_tokens):
+        raise UsageError(f"{fault}, or use TransformersEngine")
 
 
 def in_dtype(parameters: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:

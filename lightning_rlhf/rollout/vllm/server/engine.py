@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.models.positions import rotary_length
 from lightning_rlhf.rollout.engine import (
     EngineDied,
     EngineSetup,
@@ -100,7 +101,7 @@ class VLLMServerEngine(RolloutEngine):
             raise UsageError(
                 f"{self._url} is not on this machine, so it needs an API key: set it in {self._key_variable}"
             )
-        check_receives(setup.model)
+        check_receives(setup.model, setup.max_tokens)
         self._server = server
         self._setup = setup
         self._published = PublishedNames(setup.model)
@@ -141,11 +142,17 @@ class VLLMServerEngine(RolloutEngine):
         model = config["model_config"]
         dtype = self._setup.dtype
         longest = self._setup.max_tokens
+        most = rotary_length(AutoConfig.from_pretrained(self._setup.model, trust_remote_code=False), "longrope")
         chunked = config["device_config"]["device"] == "cpu" and config["scheduler_config"]["enable_chunked_prefill"]
         return [
             (model["logprobs_mode"] != "processed_logprobs", "--logprobs-mode processed_logprobs"),
             (model["dtype"] != f"torch.{dtype}", f"--dtype {dtype}, not {model['dtype']}"),
             (model["max_model_len"] < longest, f"--max-model-len {longest}, not {model['max_model_len']}"),
+            (
+                most is not None and model["max_model_len"] > most,
+                f"--max-model-len {most} or less, not {model['max_model_len']}: above it, vLLM computes all texts with "
+                f"the Long-RoPE factors of long ones",
+            ),
             (chunked, "--no-enable-chunked-prefill: without it, seeded requests crash vLLM 0.32 on a CPU"),
         ]
 
@@ -261,12 +268,12 @@ class VLLMServerEngine(RolloutEngine):
         ]
         completions = dict[int, Completion]()
         for index, response in self._running.post_all("/inference/v1/generate", bodies):
-            completions[index] = self._completion(response["choices"][0])
+            completions[index] = self._completion(response["choices"][0], response.get("prompt_logprobs") or [])
             if on_finished is not None:
                 on_finished(index, completions[index])
         return [completions[index] for index in range(len(bodies))]
 
-    def _completion(self, choice: dict[str, Any]) -> Completion:
+    def _completion(self, choice: dict[str, Any], prompt: list[dict[str, Any] | None]) -> Completion:
         versions = {span["version"] for span in choice["weight_versions"] or []}
         if versions != {self._label}:
             raise EngineDied(
@@ -275,8 +282,11 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-        return Completion(choice["token_ids"], logprobs, choice["finish_reason"], self._version)
+        echoed = [item for position in prompt for item in (position or {}).items()]  # (token as text, its log-prob)
+        sampled = [(token, own) for token, own in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)]
+        logprobs = [float(own["logprob"]) for _, own in (*echoed, *sampled)]
+        token_ids = [int(token) for token, _ in (*echoed, *sampled)]
+        return Completion(token_ids, logprobs, choice["finish_reason"], self._version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:
         """See :meth:`RolloutEngine.first_difference`; every rank exhausts the parameters."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_rlhf import SFTModule
 from lightning_rlhf.functional import products
-from lightning_rlhf.models.linear import Linear, use_faster_products
+from lightning_rlhf.functional.products import Linear, use_faster_products
 from lightning_rlhf.models.loading import FromConfig
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.types import SequenceBatch

@@ -1,0 +1,130 @@
+"""Comparison of engine and actor after pushes whose first responses are used in a later step."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_rlhf.expected_errors import RunError
+from lightning_rlhf.modules.rlhf import RLHFModule
+from lightning_rlhf.rollout.collect import collect
+from lightning_rlhf.rollout.engine import Generation
+from lightning_rlhf.types import Completion, SamplingParams
+
+from .checks import actor_logprobs, check_gaps
+from .rollout_requests import RolloutRequest
+from .sampling import ResponseSampler
+
+_TEXT_TOKENS = 64  # longest text: vLLM computes the logits of all of its tokens at once
+_COMPARED_TOKENS = 16  # longest end of a text whose log-probs are compared, tokens of a response
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Texts that the engine evaluates after a push, with the actor's log-probs of their ends under the same weights.
+
+    Args:
+        version: version of the policy that was pushed.
+        texts: token ids of each text.
+        logprobs: the actor's log-probs of the last tokens of each text.
+        generation: the engine's log-probs of the texts.
+    """
+
+    version: int
+    texts: list[list[int]]
+    logprobs: list[Tensor]
+    generation: Generation
+
+    def gaps(self) -> Tensor:
+        """Wait for the engine; return (N,) absolute differences of log-probs, nats.
+
+        An engine that loads weights while it generates may evaluate a text with those of a later push; it is left out.
+
+        Raises:
+            RuntimeError: the engine returned no log-probs of the texts, or used older weights.
+        """
+        gaps = [torch.zeros(0)]
+        for text, logprobs, completion in zip(self.texts, self.logprobs, self.generation.completions(), strict=True):
+            if len(completion.logprobs) != len(text):
+                raise RunError(
+                    f"the engine returned {len(completion.logprobs)} log-probabilities for a prompt of {len(text)} "
+                    f"tokens with SamplingParams.echo, which needs {len(text)}: implement it in the engine, or set "
+                    f"check_rows to 0, which disables the check of pushed weights"
+                )
+            if completion.policy_version < self.version:
+                raise RunError(
+                    f"the engine used weights of version {completion.policy_version} after version {self.version} was "
+                    f"pushed: its weights are not the actor's"
+                )
+            if completion.policy_version == self.version:
+                end = slice(len(text) - 1 - len(logprobs), len(text) - 1)  # after it, the engine sampled a token
+                gaps.append((torch.tensor(completion.logprobs[end]) - logprobs).abs())
+        return torch.cat(gaps)
+
+
+@dataclass
+class PushChecks:
+    """Comparisons of engine and actor that are not finished, one for each push.
+
+    With ``max_staleness``, the engine may load pushed weights only after the responses that it is generating, for which
+    the trainer does not wait. So the actor evaluates short texts at the push, the engine evaluates them as prompts when
+    it has loaded the weights, and the results are compared before responses of these weights are used.
+    """
+
+    _pending: deque[_Comparison] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self._pending)
+
+    def begin(
+        self, sampler: ResponseSampler, module: RLHFModule, request: RolloutRequest, rows: int, version: int
+    ) -> None:
+        """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
+
+        A text is a prompt's first token, without which some models compute badly, then the last tokens of the prompt,
+        then the first ones of its response.
+
+        Args:
+            sampler: source of responses.
+            module: module with the actor, whose weights were pushed.
+            request: finished responses to at least one prompt.
+            rows: number of prompts whose first response is used.
+            version: version of the policy that was pushed.
+        """
+        prompts = request.prompts[:rows]
+        responses = request.completions()[: len(prompts) * request.samples : request.samples]
+        longest = min(_TEXT_TOKENS, sampler.max_length - 1)  # the engine samples a token after the text
+        texts, starts = list[list[int]](), list[int]()
+        for prompt, response in zip(prompts.token_ids, responses, strict=True):
+            end = response.token_ids[:_COMPARED_TOKENS]
+            text = [*prompt, *end]
+            texts.append(text[:1] + text[1:][1 - longest :])
+            starts.append(max(1, len(texts[-1]) - len(end)))
+        known = replace(prompts, token_ids=[text[:start] for text, start in zip(texts, starts, strict=True)])
+        ends = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
+        logprobs = actor_logprobs(module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
+        generation = sampler.engine.submit(texts, SamplingParams(1, echo=True), [0] * len(texts))
+        own = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
+        self._pending.append(_Comparison(version, texts, own, generation))
+
+    def finish(
+        self, sampler: ResponseSampler, module: RLHFModule, max_logprob_diff: float | None, version: int
+    ) -> None:
+        """Wait for the comparisons of pushes up to a version. All ranks; the engine has the actor's weights.
+
+        Args:
+            sampler: source of responses.
+            module: module with the actor.
+            max_logprob_diff: argument of :func:`~.checks.check_gaps`.
+            version: largest version of the policy.
+
+        Raises:
+            RuntimeError: log-probs differ by more than a bound.
+        """
+        while self._pending and self._pending[0].version <= version:
+            comparison = self._pending.popleft()
+            check_gaps(sampler.engine, module, comparison.gaps(), max_logprob_diff, comparison.version)

@@ -217,7 +217,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
     before = k.shape[2] - length
     window = None if window is not None and k.shape[2] <= window else window
     if softcap is None and window is None and before == 0:
-        return _attend_block(q, k, v, None, scale, softcap)
+        return _attend_block(q, k, v, scale=scale)
     starts = range(before, before + length, _BLOCK)
     # The same remainder as that of each start, so that all parts of the mask begin at aligned addresses.
     reach = starts[-1] if window is None else min(starts[-1], window - 1 + (before - window + 1) % _ALIGNMENT)
@@ -230,13 +230,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
         first = max(0, start - reach)
         keys, values = (each[:, :, first : start + count] for each in (k, v))
         part = mask[:count, columns - (start - first) : columns + count]
-        outputs.append(_attend_block(queries, keys, values, part, scale, softcap))
+        outputs.append(_attend_block(queries, keys, values, part, scale=scale, softcap=softcap))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """Compute attention of (B, H, L, D) queries to (B, K, M, D) keys; a mask is added, None is causal attention."""
-    if softcap is None:
+    if softcap is None or mask is None:
         shares_keys = q.shape[1] != k.shape[1]
         return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys

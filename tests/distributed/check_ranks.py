@@ -46,6 +46,12 @@ class Checks(Callback):
             with mock.patch.object(text_layout, "pack_texts", unseparated):
                 layout.check()
             self.found["packed without separation"] = layout.packed
+        layout.packed = True
+        # Ranks that split tensors have the same outputs, so that both find a fault.
+        fault = "a reason" if trainer.global_rank or pl_module.data_ranks.size == 1 else None
+        with mock.patch.object(text_layout, "packing_fault", return_value=fault):
+            layout.check()
+        self.found["packed with a fault on one rank"] = layout.packed
         with mock.patch("lightning_rlhf.models.causal.head_of", doubled):
             try:
                 layout.check()

@@ -28,6 +28,7 @@ def test_right_models_pass_and_wrong_ones_are_named_on_every_rank():
             "packed at the start": True,
             "packed": True,
             "packed without separation": False,
+            "packed with a fault on one rank": False,
             "steps": 2,
         }, name
 

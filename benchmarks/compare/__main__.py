@@ -54,6 +54,19 @@ TITLES = {
 }
 
 
+TRIED = """## What was tried and left out
+
+Tried on 25 November 2026, on the machine above:
+
+- `torch.compile` of the decoder layers of the GRPO row: four steps took 400 s with compilation, because packed rows
+  have other lengths in each forward pass and their attention loops over texts. Of the norms only: 2.9 instead of 3.1
+  CPU seconds per step, within the range of steps. A user may call `compile()` on parts of a model in `on_fit_start`.
+- bfloat16 on a CPU is `precision: bf16-mixed`; the rows of SmolLM2 show it. A fifth of its update is the backward pass
+  of attention, for which torch's kernel takes 4 to 6 times the seconds of float32 on short texts.
+- Fewer calls of attention: in the updates of the GRPO row, attention takes 15 % of the seconds, in about 20 calls per
+  layer and forward pass. By estimate, joining groups saves a few per cent of that at most, and adds padding."""
+
+
 def peer_python(name: str, directory: Path) -> Path:
     """Return the interpreter of a virtual environment with a peer, which uses this project's packages."""
     environment = directory / "peers" / name
@@ -280,6 +293,7 @@ Python {platform.python_version()}. Nothing on this page was measured on a GPU.
             f"`VLLMEngine` generates {costs['engine']['tokens_per_cpu_s']:.0f} tokens per CPU second, `vllm.LLM` with",
             f"the same requests {costs['vllm']['tokens_per_cpu_s']:.0f}.",
         ]
+    lines += ["", TRIED]
     lines += [
         "",
         "## Memory of log-probabilities",

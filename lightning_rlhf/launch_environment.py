@@ -129,6 +129,15 @@ VARIABLES = (
         read_by="torch",
     ),
     Variable(
+        name="ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+        reader="oneDNN",
+        process="all",
+        condition="without a GPU",
+        value=_without_gpu("64"),
+        reason="Packed rows have many lengths, and oneDNN would keep the code of 1,024 products: 400 MB in a PPO run.",
+        read_by="torch",
+    ),
+    Variable(
         name="DS_ACCELERATOR",
         reader="DeepSpeed",
         process="all",

@@ -34,6 +34,7 @@ def test_without_a_gpu(bare, monkeypatch):
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "2",
         "DS_ACCELERATOR": "cpu",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "LOCAL_SIZE": "4",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -107,6 +108,7 @@ def test_the_engine_has_variables_of_its_own(bare):
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     shared = {"TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu", "VLLM_NO_USAGE_STATS": "1"}
+    shared |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
     assert engine_environment(hidden) == own | shared
     assert engine_environment(hidden | shared) == own
     assert "TORCH_COMPILE_DISABLE" not in engine_environment(hidden, has_gpu=True)

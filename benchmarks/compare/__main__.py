@@ -54,7 +54,7 @@ TITLES = {
 }
 
 
-TRIED = """## What was tried and left out
+TRIED = """## Tried and left out
 
 Tried on 25 November 2026, on the machine above:
 

@@ -210,35 +210,35 @@ class _HeadScores(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         weight_gradient = None
         bias_gradient = torch.zeros_like(bias).float() if wants_bias else None
-        # The products of a block read and write the head's matrix once; its chunks are computed one by one.
+        # The weight's gradient is read and written once for a block; all else is computed by chunks.
         size = stored_tokens or min(chunk, len(hidden))
         memory = stored if stored_tokens else _memory(hidden, weight, size)
         for begin in range(0, len(hidden), max(1, size)):
             states = hidden[begin : begin + size]
-            gradient, slope = memory[: len(states)], None
             for first in range(begin, begin + len(states), chunk):
                 part = slice(first, min(first + chunk, begin + len(states)))
-                probabilities = gradient[part.start - begin : part.stop - begin]
+                gradient = memory[part.start - begin : part.stop - begin]
+                slope = None
                 if first >= stored_tokens:
-                    logits = head_logits(hidden[part], weight, bias, scale, softcap, out=probabilities)
+                    logits = head_logits(hidden[part], weight, bias, scale, softcap, out=gradient)
                     if softcap is not None:
                         slope = 1 - (logits / (scale * softcap)).square()
                     logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_()
                 _to_gradient(
-                    probabilities,
+                    gradient,
                     targets[part],
                     None if of_logprobs is None else of_logprobs[part],
                     None if of_entropy is None else of_entropy[part],
                     entropy[part],
                 )
-            gradient = gradient.mul_(scale) if slope is None else gradient.mul_(slope.mul_(scale))
+                gradient.mul_(scale if slope is None else slope.mul_(scale))
+                if hidden_gradient is not None:
+                    hidden_gradient[part] = linear(gradient.to(hidden.dtype), weight.T)
+            gradient = memory[: len(states)]
             if bias_gradient is not None:
                 bias_gradient += gradient.sum(dim=0)
-            gradient = gradient.to(states.dtype)
-            if hidden_gradient is not None:
-                hidden_gradient[begin : begin + size] = linear(gradient, weight.T)
             if wants_weight:
-                weight_gradient = _add_product(weight_gradient, gradient.T, states)
+                weight_gradient = _add_product(weight_gradient, gradient.to(hidden.dtype).T, states)
         if wants_weight:
             weight_gradient = torch.zeros_like(weight) if weight_gradient is None else weight_gradient.to(weight.dtype)
         bias_gradient = None if bias_gradient is None else bias_gradient.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Steps of ranks whose tokens are all rejected; for test_rejected_updates.py."""
+"""Steps of ranks whose tokens are all rejected; for test_rejected_ranks.py."""
 
 from __future__ import annotations
 

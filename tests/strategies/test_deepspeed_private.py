@@ -44,7 +44,7 @@ def test_a_step_still_clips_to_the_attribute_that_is_set(module):
 
 @pytest.mark.parametrize("module", LINKED)
 def test_a_first_step_that_makes_no_state_can_still_be_forgotten(module):
-    # That the next one registers the state is for tests/distributed/test_rejected_updates.py.
+    # That the next one registers the state is for tests/distributed/test_rejected_ranks.py.
     source = inspect.getsource(importlib.import_module(f"deepspeed.{module}"))
     name = "self._hp_optimizer_states_linked"
     assert source.count(f"if not {name}:") == source.count(f"{name} = True") == 1, f"see drop_gradients: {module}"

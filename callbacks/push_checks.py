@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -84,9 +85,6 @@ class PushChecks:
     ) -> None:
         """Evaluate texts with the actor, and request their log-probs from the engine. All ranks.
 
-        A text is a prompt's first token, without which some models compute badly, then the last tokens of the prompt,
-        then the first ones of its response.
-
         Args:
             sampler: source of responses.
             module: module with the actor, whose weights were pushed.
@@ -97,19 +95,18 @@ class PushChecks:
         prompts = request.prompts[:rows]
         responses = request.completions()[: len(prompts) * request.samples : request.samples]
         longest = min(_TEXT_TOKENS, sampler.max_length - 1)  # the engine samples a token after the text
-        texts, starts = list[list[int]](), list[int]()
-        for prompt, response in zip(prompts.token_ids, responses, strict=True):
-            end = response.token_ids[:_COMPARED_TOKENS]
-            text = [*prompt, *end]
-            texts.append(text[:1] + text[1:][1 - longest :])
-            starts.append(max(1, len(texts[-1]) - len(end)))
-        known = replace(prompts, token_ids=[text[:start] for text, start in zip(texts, starts, strict=True)])
-        ends = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        parts = [
+            shortened(prompt, response.token_ids, longest)
+            for prompt, response in zip(prompts.token_ids, responses, strict=True)
+        ]
+        known = replace(prompts, token_ids=[prompt for prompt, _ in parts])
+        ends = [end for _, end in parts]
+        texts = [[*prompt, *end] for prompt, end in parts]
         completions = [Completion(end, [0.0] * len(end), "length", version) for end in ends]
         logprobs = actor_logprobs(module, collect(known, completions, [], sampler.tokenizer)).float().cpu()
         generation = sampler.engine.submit(texts, SamplingParams(1, echo=True), [0] * len(texts))
-        own = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
-        self._pending.append(_Comparison(version, texts, own, generation))
+        unpadded = [row[: len(end)] for row, end in zip(logprobs, ends, strict=True)]
+        self._pending.append(_Comparison(version, texts, unpadded, generation))
 
     def finish(
         self, sampler: ResponseSampler, module: RLHFModule, max_logprob_diff: float | None, version: int
@@ -128,3 +125,19 @@ class PushChecks:
         while self._pending and self._pending[0].version <= version:
             comparison = self._pending.popleft()
             check_gaps(sampler.engine, module, comparison.gaps(), max_logprob_diff, comparison.version)
+
+
+def shortened(prompt: Sequence[int], response: Sequence[int], longest: int) -> tuple[list[int], list[int]]:
+    """Return the parts of a prompt and its response that are compared, together at most ``longest`` tokens.
+
+    They are the prompt's first token, without which some models compute badly, then the last tokens of the prompt, then
+    the first ones of the response.
+
+    Args:
+        prompt: token ids, at least one.
+        response: token ids.
+        longest: largest number of tokens, at least 1.
+    """
+    end = list(response[: min(_COMPARED_TOKENS, longest - 1)])
+    before = longest - 1 - len(end)  # most tokens of the prompt after its first
+    return [prompt[0], *prompt[1:][max(0, len(prompt) - 1 - before) :]], end

@@ -134,7 +134,7 @@ VARIABLES = (
         process="all",
         condition="without a GPU",
         value=_without_gpu("64"),
-        reason="Packed rows have many lengths, and oneDNN would keep the code of 1,024 products: 400 MB in a PPO run.",
+        reason="Packed rows have many lengths, and oneDNN would keep the code of 1,024 products: 350 MB in a PPO run.",
         read_by="torch",
     ),
     Variable(

@@ -56,7 +56,7 @@ TITLES = {
 
 TRIED = """## Tried and left out
 
-Tried on 25 November 2026, on the machine above:
+Tried on 25 November 2026, on an AMD EPYC with AVX-512:
 
 - `torch.compile` of the decoder layers of the GRPO row: four steps took 400 s with compilation, because packed rows
   have other lengths in each forward pass and their attention loops over texts. Of the norms only: 2.9 instead of 3.1

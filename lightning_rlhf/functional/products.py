@@ -1,8 +1,8 @@
 """Matrix products in float32 on a CPU, by oneDNN where it is faster than torch's default library, MKL.
 
-On processors that are not Intel's, MKL computes with AVX2 although they have AVX-512. oneDNN, which torch contains too,
-uses AVX-512: on a core of AMD's Zen 5, it takes 0.4 times the seconds. Without AVX-512 the two differ little, and
-everything is left to torch.
+On AMD's processors, MKL computes with AVX2 although they have AVX-512. oneDNN, which torch contains too, uses AVX-512:
+on a core of Zen 5, it takes 0.4 times the seconds. Intel's processors with AVX-512 were not measured. Without AVX-512
+the two differ little, and everything is left to torch.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def uses_onednn(states: Tensor, weight: Tensor) -> bool:
         states.device.type == "cpu"
         and states.dtype == weight.dtype == torch.float32
         and min(weight.shape) >= _SMALLEST
+        and states.dim() > 1
         and states.numel() > 0
         and type(weight) in (Tensor, nn.Parameter)  # a shard of tensor parallelism is a DTensor
         and _has_onednn()
@@ -84,10 +85,14 @@ class _Linear(torch.autograd.Function):
     """A linear layer whose three products are oneDNN's."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer."""
-        ctx.save_for_backward(states, weight)
         return _onednn(states, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        """Keep states and weight; a separate method, because ``torch.func.grad`` requires one."""
+        ctx.save_for_backward(*inputs[:2])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

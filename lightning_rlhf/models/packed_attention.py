@@ -219,9 +219,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
     if softcap is None and window is None and before == 0:
         return _attend_block(q, k, v, scale=scale)
     starts = range(before, before + length, _BLOCK)
-    # The same remainder as that of each start, so that all parts of the mask begin at aligned addresses.
-    reach = starts[-1] if window is None else min(starts[-1], window - 1 + (before - window + 1) % _ALIGNMENT)
-    columns = reach + -(reach - before % _ALIGNMENT) % _BLOCK
+    # A block's part of the mask begins at a column that depends on the number of keys before the block. All of these
+    # numbers leave the same remainder, so that all parts begin at aligned addresses.
+    remainder = before % _ALIGNMENT
+    reach = starts[-1] if window is None else min(starts[-1], _rounded_up(window - 1, _ALIGNMENT, remainder))
+    columns = _rounded_up(reach, _BLOCK, remainder)  # rounded, so that texts of many lengths share few masks
     mask = _visible(columns, window, q.dtype, q.device)
     outputs = []
     for start in starts:
@@ -232,6 +234,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, s
         part = mask[:count, columns - (start - first) : columns + count]
         outputs.append(_attend_block(queries, keys, values, part, scale=scale, softcap=softcap))
     return torch.cat(outputs, dim=2)
+
+
+def _rounded_up(number: int, step: int, remainder: int = 0) -> int:
+    """Return the smallest integer from ``number`` on that leaves this remainder when divided by ``step``."""
+    return number + (remainder - number) % step
 
 
 def _attend_block(
@@ -261,7 +268,7 @@ def _visible(before: int, window: int | None, dtype: torch.dtype, device: torch.
         dtype: dtype of the queries; a mask of another dtype would be copied in each layer.
         device: device of the mask.
     """
-    width = before + _BLOCK + -(before + _BLOCK) % _ALIGNMENT
+    width = _rounded_up(before + _BLOCK, _ALIGNMENT)
     with torch.inference_mode(False):  # a validation may make it, and training use it
         keys = torch.arange(-before, width - before, dtype=torch.int32, device=device)
         distance = torch.arange(_BLOCK, dtype=torch.int32, device=device).unsqueeze(1) - keys

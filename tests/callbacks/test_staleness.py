@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf import PromptDataModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLoop, RunCheckpoint
-from lightning_rlhf.callbacks.push_checks import PushChecks
+from lightning_rlhf.callbacks.push_checks import PushChecks, shortened
 from lightning_rlhf.callbacks.rollout_requests import RolloutRequest
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.modules.algorithms import ReMaxModule
@@ -24,6 +24,22 @@ from tests.callbacks.conftest import ROWS
 from tests.stand_ins import ScriptedEngine
 
 CORRECTION = {"correction": RolloutCorrection(level="token")}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "longest", "expected"),
+    [
+        ([1, 2, 3], [4, 5], 64, ([1, 2, 3], [4, 5])),
+        ([1, 2, 3], [4, 5], 4, ([1, 3], [4, 5])),
+        ([1, 2, 3], [4, 5], 3, ([1], [4, 5])),
+        ([1, 2, 3], [4, 5], 2, ([1], [4])),
+        ([1], [4], 1, ([1], [])),
+        ([1, 2], [], 64, ([1, 2], [])),
+        ([1], list(range(20)), 64, ([1], list(range(16)))),
+    ],
+)
+def test_a_compared_text_has_the_first_token_and_the_border_of_prompt_and_response(prompt, response, longest, expected):
+    assert shortened(prompt, response, longest) == expected
 
 
 class Recorder(Callback):
@@ -219,7 +235,7 @@ def test_no_rows_disable_the_comparison(run):
 
 def test_the_comparison_does_not_change_the_responses(run):
     made = [echoing(run, 2, loop={"check_rows": rows}).fit() for rows in (0, 2)]
-    first, second = ([own.response_ids.tolist() for own in each.recorder.rollouts] for each in made)
+    first, second = ([rollout.response_ids.tolist() for rollout in each.recorder.rollouts] for each in made)
     assert first == second
     weights = [dict(each.module.actor.named_parameters()) for each in made]
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -260,7 +276,7 @@ def test_an_engine_without_log_probs_of_the_prompt_or_with_older_weights_raises(
         generation = submit(prompts, sampling, seeds, on_finished)
         if not sampling.echo:
             return generation
-        return Generation(lambda: [replace(own, **changes) for own in generation.completions()])
+        return Generation(lambda: [replace(completion, **changes) for completion in generation.completions()])
 
     made.engine.submit = changed
     with pytest.raises(RuntimeError, match=message):
@@ -275,7 +291,7 @@ def test_texts_that_were_evaluated_with_later_weights_are_not_compared(run):
         generation = submit(prompts, sampling, seeds, on_finished)
         if not sampling.echo:
             return generation
-        return Generation(lambda: [replace(own, policy_version=9) for own in generation.completions()])
+        return Generation(lambda: [replace(completion, policy_version=9) for completion in generation.completions()])
 
     made.engine.submit = later
     made.fit()
@@ -378,7 +394,7 @@ def sampled(run, directory, max_staleness, resume=None, interrupted_after=None):
     else:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             made.fit()
-    return [(own.policy_version.tolist(), own.response_ids.tolist()) for own in recorder.rollouts]
+    return [(rollout.policy_version.tolist(), rollout.response_ids.tolist()) for rollout in recorder.rollouts]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])

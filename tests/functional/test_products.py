@@ -68,6 +68,16 @@ def test_gradients_have_gradients():
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-2)
 
 
+def test_a_single_state_and_functional_gradients_are_those_of_torch():
+    states, weight, _ = (None if each is None else each.detach() for each in _layer((70,), bias=False))
+    torch.testing.assert_close(products.linear(states[0], weight), functional.linear(states[0], weight))
+    actual, expected = (
+        torch.func.grad(lambda own, function=function: function(states, own).square().sum())(weight)
+        for function in (products.linear, functional.linear)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_only_the_gradients_that_are_needed_are_computed(frozen, onednn):
     tensors = _layer((70,), bias=True)

@@ -32,7 +32,7 @@ def run_with(directory, engine, check_rows=2, **model):
 
 
 def sampled(made):
-    return [(own.policy_version.tolist(), own.response_ids.tolist()) for own in made.recorder.rollouts]
+    return [(rollout.policy_version.tolist(), rollout.response_ids.tolist()) for rollout in made.recorder.rollouts]
 
 
 @pytest.mark.parametrize("unfinished", ["finish", "continue"])

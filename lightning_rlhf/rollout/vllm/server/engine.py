@@ -282,10 +282,11 @@ class VLLMServerEngine(RolloutEngine):
             )
         if choice["finish_reason"] not in ("stop", "length"):
             raise EngineDied(f"the vLLM server at {self._url} aborted a response ({choice['finish_reason']})")
-        echoed = [item for position in prompt for item in (position or {}).items()]  # (token as text, its log-prob)
-        sampled = [(token, own) for token, own in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)]
-        logprobs = [float(own["logprob"]) for _, own in (*echoed, *sampled)]
-        token_ids = [int(token) for token, _ in (*echoed, *sampled)]
+        echoed = [item for position in prompt for item in (position or {}).items()]  # keys are texts
+        sampled = zip(choice["token_ids"], choice["logprobs"]["content"], strict=True)
+        tokens = [*echoed, *sampled]
+        logprobs = [float(fields["logprob"]) for _, fields in tokens]
+        token_ids = [int(token) for token, _ in tokens]
         return Completion(token_ids, logprobs, choice["finish_reason"], self._version)
 
     def first_difference(self, parameters: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -60,15 +60,17 @@ class MetricsCSV(Callback):
         path = self._table(trainer)
         rows = read_metrics(path)
         metrics = {name: repr(float(value)) for name, value in trainer.callback_metrics.items() if is_validation(name)}
-        new = sorted(name for name in metrics if name not in self._columns)
+        last = rows[-1] if rows else {}
+        is_of_validation = last.get("step") == str(trainer.global_step) and any(last.get(name) for name in metrics)
+        others = [last] if is_of_validation else rows
+        new = sorted(name for name in metrics if not any(row.get(name) for row in others))
         if not new:
             return
-        last = rows[-1] if rows else {}
-        if last.get("step") != str(trainer.global_step) or not any(last.get(name) for name in metrics):
+        if not is_of_validation:
             last = {"step": str(trainer.global_step)}
             rows.append(last)
         last.update({name: metrics[name] for name in new})
-        self._columns += new
+        self._columns += [name for name in new if name not in self._columns]
         self._rewrite(path, rows)
 
     def _write(self, trainer: Trainer, validation: bool) -> None:

@@ -9,7 +9,7 @@ from lightning_rlhf.planning.architecture import Architecture, Layer
 from lightning_rlhf.planning.setup import Precision
 
 _FLOAT = 4  # norms, attention's normalizers and logits are float32 in every precision
-_CHUNK_COPIES = 3  # logits, their exponentials, and the gradient of the logits
+_CHUNK_COPIES = 3  # logits, their exponentials, and the gradient of the logits; kept probabilities are one of them
 _INDEX_BYTES = 36  # indices and weights of one expert that a token passes
 
 
@@ -62,7 +62,7 @@ class Pass:
         """Compute the bytes of the head on a GPU: kept probabilities, logits of a chunk, gradient of the weight."""
         logits = _FLOAT * self.tokens * self.model.vocabulary
         stored = min(logits, keep_bytes_on("cuda"))
-        chunks = _CHUNK_COPIES * min(logits, chunk_bytes_on("cuda"))
+        chunks = (_CHUNK_COPIES - (stored == logits)) * min(logits, chunk_bytes_on("cuda"))
         return stored + chunks + _FLOAT * self.model.hidden * self.model.vocabulary
 
     def layer_bytes(self, layer: Layer) -> int:

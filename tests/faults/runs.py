@@ -265,7 +265,7 @@ def assert_same(directory, reference, names=("last", "best")):
     """Curve, texts, weights, optimizers, counters, random state and the exported model are the same to the bit."""
     ours, theirs = rows(directory), rows(reference)
     assert [row[0] for row in ours] == [row[0] for row in theirs], "steps lost or doubled in metrics.csv"
-    assert ours == theirs
+    assert ours == theirs, [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
     for name in (name for name in names if (reference / f"run/checkpoints/{name}.ckpt").exists()):
         found = difference(checkpoint(directory, name), checkpoint(reference, name))
         assert found is None, f"{name}.ckpt{found}"

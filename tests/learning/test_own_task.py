@@ -76,7 +76,8 @@ def test_the_model_is_served(followed):
             if "curl" in line:
                 break
         url, key = re.search(r"curl (http://[\d.]+:\d+)", shown)[1], re.search(r"export KEY=(\S+)", shown)[1]
-        asked = {"model": "export", "prompt": "sort ceiolhgfj:", "max_tokens": 16, "temperature": 0}
+        name = re.search(r'"model": "([^"]+)"', shown)[1]  # that of the run
+        asked = {"model": name, "prompt": "sort ceiolhgfj:", "max_tokens": 16, "temperature": 0}
         headers = {"Authorization": f"Bearer {key}"}
         answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=120).raise_for_status().json()
         assert sorted(answer["choices"][0]["text"]) == list(answer["choices"][0]["text"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import sys
@@ -42,11 +43,30 @@ def check_settings(arguments: Sequence[str]) -> None:
     Raises:
         UsageError: the message has all mistakes that were found, one in a line.
     """
+    config = read_settings(arguments)
+    if config is None:
+        return
+    found = list(dict.fromkeys(mistakes(config)))
+    if len(found) > 1:
+        raise UsageError("\n".join([f"{len(found)} mistakes in the configuration:", *(f"  {own}" for own in found)]))
+    if found:
+        raise UsageError(found[0])
+
+
+def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return the content of the configuration files and options of a run; None without a file, or if help is wanted.
+
+    Args:
+        arguments: command line behind the command's name.
+
+    Raises:
+        UsageError: a file does not exist or is not YAML, or an option is of a callback that it cannot reach.
+    """
     add_import_folders(arguments)
     check_config_files(arguments)
     files = config_files(arguments)
     if not files or any(own in ("-h", "--help") or own.partition("=")[0].endswith(".help") for own in arguments):
-        return
+        return None
     config: dict[str, Any] = {}
     for file in files:
         config = _merge(config, read_yaml(file))
@@ -56,11 +76,36 @@ def check_settings(arguments: Sequence[str]) -> None:
             "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: "
             "set options of other callbacks in its file"
         )
-    found = list(dict.fromkeys(mistakes(_merge(config, settings))))
-    if len(found) > 1:
-        raise UsageError("\n".join([f"{len(found)} mistakes in the configuration:", *(f"  {own}" for own in found)]))
-    if found:
-        raise UsageError(found[0])
+    return _merge(config, settings)
+
+
+def doubts(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each optimizer without a learning rate whose own default is more than ten times the usual.
+
+    Args:
+        config: content of the configuration files and options of a run.
+    """
+    for module in itertools.islice(_classes_in(config.get("model"), "model", None), 1):
+        for name, known in module.known.items():
+            entry = module.arguments.get(name)
+            entry = {"class_path": entry} if isinstance(entry, str) else entry
+            optimizer = next(_classes_in(entry, f"model.{name}", None), None)
+            if optimizer is None or "lr" not in optimizer.known or "lr" in optimizer.arguments:
+                continue
+            own, usual = (_rate(own.default) for own in (optimizer.known["lr"], known))
+            if own is not None and usual is not None and own > 10 * usual:
+                yield (
+                    f"{optimizer.label}: lr is not set, so it is {own:g}, the default of this class; without {name} it "
+                    f"would be {usual:g}. Set lr in its init_args: docs/hyperparameters.md has usual values"
+                )
+
+
+def _rate(default: ast.expr | None) -> float | None:
+    """Return a learning rate that is a default, or an argument ``lr`` in one; None if there is none."""
+    words = [] if default is None else [own for own in ast.walk(default) if isinstance(own, ast.keyword)]
+    value = next((own.value for own in words if own.arg == "lr"), default)
+    rate = value.value if isinstance(value, ast.Constant) else None
+    return float(rate) if isinstance(rate, int | float) else None
 
 
 def mistakes(config: dict[str, Any]) -> Iterator[str]:

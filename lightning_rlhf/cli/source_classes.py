@@ -213,7 +213,7 @@ class SourceClass:
                 if isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
                     is_constant = ast.unparse(own.annotation).startswith("ClassVar")
                     if kind is not None and not is_constant and "init=False" not in ast.unparse(own):
-                        fields[own.target.id] = Parameter(own.annotation, kind.module, own.value is None)
+                        fields[own.target.id] = Parameter(own.annotation, kind.module, own.value)
         return fields
 
 
@@ -224,12 +224,17 @@ class Parameter:
     Args:
         expression: its annotation; None without one.
         module: module in which the annotation is evaluated.
-        is_required: whether it has no default.
+        default: its default; None without one.
     """
 
     expression: ast.expr | None
     module: SourceModule
-    is_required: bool
+    default: ast.expr | None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is None
 
     @functools.cached_property
     def annotation(self) -> Any:
@@ -342,10 +347,9 @@ def _parameters_of(function: ast.FunctionDef, module: SourceModule) -> dict[str,
     """Return the parameters of a constructor, without ``self`` and variadic ones."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
-    without_default = len(positional) - len(given.defaults)
-    result = {own.arg: Parameter(own.annotation, module, i < without_default) for i, own in enumerate(positional)}
-    for own, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        result[own.arg] = Parameter(own.annotation, module, default is None)
+    defaults = [*[None] * (len(positional) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+    pairs = zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    result = {own.arg: Parameter(own.annotation, module, default) for own, default in pairs}
     result.pop(positional[0].arg, None)
     return result
 

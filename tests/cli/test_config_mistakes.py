@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (the sentences are to be read whole)
 """All mistakes of a configuration come at once, from the sources of its classes, which are not imported for it."""
 
 import inspect
@@ -11,7 +12,7 @@ import yaml
 
 import lightning_rlhf
 from lightning_rlhf import callbacks
-from lightning_rlhf.cli.config_mistakes import mistakes
+from lightning_rlhf.cli.config_mistakes import doubts, mistakes
 from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, find_class, find_module
 from lightning_rlhf.references import load_function
 
@@ -138,3 +139,23 @@ def test_a_short_name_of_a_class_is_no_mistake():
     assert not [own for own in mistakes(config) if "engine" in own]
     config["trainer"]["callbacks"][0]["init_args"]["engine"] = "GRPOModule"
     assert [own for own in mistakes(config) if "engine must be 'auto' or a class" in own]
+
+
+OPTIMIZER = "model: {class_path: lightning_rlhf.PPOModule, init_args: {actor: m, %s: %s}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "told"),
+    [
+        ("actor_optimizer", "{class_path: torch.optim.AdamW}", "0.001, the default of this class; without actor_optimizer it would be 1e-06"),
+        ("actor_optimizer", "torch.optim.AdamW", "model.actor_optimizer (AdamW): lr is not set, so it is 0.001"),
+        ("critic_optimizer", "{class_path: torch.optim.NAdam, init_args: {weight_decay: 0.1}}", "0.002, the default of"),
+        ("actor_optimizer", "{class_path: lightning_rlhf.modules.optimizers.MatrixDecayAdamW}", "0.001"),
+        ("actor_optimizer", "{class_path: torch.optim.AdamW, init_args: {lr: 1.0e-3}}", ""),
+        ("ref", "m", ""),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_that_was_left_out_is_reported(name, optimizer, told):
+    found = list(doubts(yaml.safe_load(OPTIMIZER % (name, optimizer))))
+    assert len(found) == bool(told)
+    assert told in "".join(found)

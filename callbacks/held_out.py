@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
@@ -28,9 +29,10 @@ def with_interval(name: str, metrics: Mapping[str, float]) -> str:
         name: name of the metric.
         metrics: metrics by name; the bounds have the same name with ``_low`` and ``_high``.
     """
-    low, high = (metrics.get(f"{name}{end}") for end in BOUNDS)
-    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
-    return f"{metrics[name]:.3f}{interval}" if interval else number(metrics[name])
+    low, high = (metrics.get(f"{name}{end}", math.nan) for end in BOUNDS)
+    if math.isnan(low) or math.isnan(high):
+        return number(metrics[name])
+    return f"{metrics[name]:.3f} ({low:.3f} to {high:.3f})"
 
 
 def number(value: float) -> str:

@@ -302,7 +302,9 @@ def _critic(history: RunHistory) -> _Failure | None:
 
 
 def _over_optimisation(history: RunHistory) -> _Failure | None:
-    name = next((name for name in ("val/sampled", "val/greedy", "val/score_sampled") if _has(history, name)), None)
+    means = [f"val/{reward}_sampled" for reward in history.rewards]
+    names = ["val/sampled", "val/greedy", "val/score_sampled", *(means if len(means) == 1 else [])]
+    name = next((name for name in names if _has(history, name)), None)
     if name is None:
         return None
     values = _values(history.validations, name)

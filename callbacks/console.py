@@ -25,7 +25,7 @@ from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
 from .checks import check_at_least, check_module
-from .held_out import before_and_after, shown_names, with_interval
+from .held_out import before_and_after, left_to_learn, shown_names, with_interval
 from .metrics_csv import MetricsCSV
 from .report import Report
 from .rollout_loop import RolloutLoop
@@ -176,7 +176,10 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
-            self._line(trainer, shown_names({name: float(value) for name, value in trainer.callback_metrics.items()}))
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._line(trainer, shown_names(metrics))
+            if trainer.is_global_zero and trainer.global_step == 0 and (sentence := left_to_learn(metrics)):
+                print(sentence, flush=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the first and the last validation, unless Report prints them."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
 _REPEATED = {"greedy": "greedy", "sampled": "sampled", "best@": "pass@", "maj@": "maj@"}
+_NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
 
 
@@ -65,6 +66,33 @@ def before_and_after(
     names.sort(key=lambda name: f"{name}_low" not in last)
     pairs = [(name, with_interval(name, first), with_interval(name, last)) for name in names]
     return validations[0]["step"], validations[-1]["step"], pairs
+
+
+def left_to_learn(metrics: Mapping[str, float]) -> str:
+    """Return a sentence about what the validation before training leaves to learn; empty if it cannot be known.
+
+    Args:
+        metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
+    """
+    names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
+    pairs = [("val/greedy", "val/sampled"), *((f"{name}_greedy", f"{name}_sampled") for name in names)]
+    known = [pair for pair in pairs if all(name in metrics for name in pair)]
+    if not known or (known[0] != pairs[0] and len(known) > 1):
+        return ""
+    greedy, sampled = (metrics[name] for name in known[0])
+    if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
+        return ""
+    shares = f"before training, greedy responses have {greedy:.3f} and sampled ones {sampled:.3f}"
+    if sampled == 0:
+        return (
+            f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "
+            "with more values, or supervised fine-tuning first"
+        )
+    if sampled > _NEARLY_ALL:
+        return f"{shares}: little is left to learn"
+    if greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
+        return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
+    return f"{shares}: there is something to learn"
 
 
 def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:

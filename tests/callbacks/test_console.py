@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning_rlhf import Pretrained, SFTModule
 from lightning_rlhf.callbacks import Console, MetricsCSV, console
 from lightning_rlhf.callbacks.console import _count, remaining_time, reward_model_accuracy
-from lightning_rlhf.callbacks.held_out import before_and_after, number, shown_names, with_interval
+from lightning_rlhf.callbacks.held_out import before_and_after, left_to_learn, number, shown_names, with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
@@ -137,6 +137,26 @@ def test_no_number_of_a_validation_is_shown_twice():
     assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
     assert with_interval("val/greedy", METRICS) == "0.875 (0.807 to 0.922)"
     assert with_interval("val/response_tokens_mean", METRICS) == "12"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "sentence"),
+    [
+        (0.0, 0.0, "nothing to learn from. Use easier prompts"),
+        (0.99, 0.96, "little is left to learn"),
+        (0.875, 0.164, "the most likely answers are right already"),
+        (0.4, 0.3, "there is something to learn"),
+        (3.0, 0.3, ""),
+    ],
+)
+def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, sampled, sentence):
+    for pair in (("val/greedy", "val/sampled"), ("val/right_greedy", "val/right_sampled")):
+        told = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
+        assert sentence in told
+        assert bool(told) == bool(sentence)
+    two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
+    assert left_to_learn(two) == left_to_learn({}) == ""
+    assert left_to_learn({**two, "val/greedy": 0.5, "val/sampled": 0.5})
 
 
 def test_the_first_and_last_validation_are_compared():

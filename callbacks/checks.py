@@ -127,7 +127,7 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     data = trainer.datamodule
     if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
         raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks
     loops = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
     if loops > 1:
         raise UsageError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.cli.config_files import add_import_folders, check_config_files, config_files, read_yaml
+from lightning_rlhf.cli.errors import in_one_message
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
 from lightning_rlhf.cli.source_classes import (
     Absent,
@@ -27,6 +28,7 @@ from lightning_rlhf.cli.wrong_values import wrong_value
 from lightning_rlhf.expected_errors import UsageError
 
 _SECTIONS = ("model", "data", "trainer", "seed_everything", "ckpt_path", "config")
+_OF_LIGHTNING = ("weights_only", "verbose", "return_predictions")  # in the config.yaml of a run
 _REQUIRED = ("model", "data")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _TRAINER = "lightning.pytorch.trainer.trainer.Trainer"
@@ -47,10 +49,8 @@ def check_settings(arguments: Sequence[str]) -> None:
     if config is None:
         return
     found = list(dict.fromkeys(mistakes(config)))
-    if len(found) > 1:
-        raise UsageError("\n".join([f"{len(found)} mistakes in the configuration:", *(f"  {own}" for own in found)]))
     if found:
-        raise UsageError(found[0])
+        raise UsageError(in_one_message(found))
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -123,7 +123,7 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
 def unknown_names(config: dict[str, Any]) -> Iterator[str]:
     """Yield a message for each unknown section, option of the Trainer, class, and argument of a class."""
     for name, value in config.items():
-        if name not in _SECTIONS:
+        if name not in (*_SECTIONS, *_OF_LIGHTNING):
             yield f"unknown option {name!r}{hint(name, _SECTIONS)}"
         if name == "trainer" and isinstance(value, dict):
             known = _trainer().parameters
@@ -262,8 +262,8 @@ def _unknown_in(used: _UsedClass, config: dict[str, Any]) -> Iterator[str]:
             else:
                 yield f"{used.label}: unknown option {name!r}{hint(name, [*used.known, *_CLASS_KEYS])}"
     reference = used.arguments.get("function")
-    is_reward = used.kind is not None and used.kind.path == _REWARD and isinstance(reference, str)
-    if is_reward and (message := _missing_function(reference)):
+    is_reward = used.kind is not None and used.kind.path == _REWARD
+    if is_reward and isinstance(reference, str) and (message := _missing_function(reference)):
         yield f"reward function {reference!r}: {message}"
 
 
@@ -288,7 +288,7 @@ def _missing_function(reference: str) -> str:
         found = find_class(f"{source}.{name}" if colon else reference)
         return found.message if isinstance(found, Absent) and "was not found" in found.message else ""
     path = Path(source).expanduser()
-    path = next((own for folder in (Path.cwd(), *sys.path) if (own := Path(folder, path)).is_file()), path)
+    path = next((own for folder in (".", *sys.path) if (own := Path(folder, path)).is_file()), path)
     if not path.is_file():
         return ""
     module = SourceModule(source, path)
@@ -378,11 +378,16 @@ def _settings_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _merge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested dictionaries; the second overrides values, and replaces a dictionary of another class.
+    """Merge nested dictionaries; the second overrides values. Of another class, it keeps the arguments that it knows.
 
     A dictionary for a list has options of its last entry, as on the command line.
     """
-    merged = dict(first) if second.get("class_path") in (None, first.get("class_path")) else {}
+    merged = dict(first)
+    path, before = second.get("class_path"), first.get("init_args")
+    if isinstance(path, str) and path != first.get("class_path") and isinstance(before, dict):
+        kind = _found(path)
+        known = kind.parameters if isinstance(kind, SourceClass) else {}
+        merged["init_args"] = {name: value for name, value in before.items() if name in known}
     for name, value in second.items():
         before = merged.get(name)
         if isinstance(before, list) and before and isinstance(before[-1], dict) and isinstance(value, dict):

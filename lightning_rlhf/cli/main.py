@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resu
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_files import add_import_folders, check_classes
 from lightning_rlhf.cli.config_mistakes import check_settings, doubts, read_settings
-from lightning_rlhf.cli.constructors import constructor_errors
+from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
     check_writable,
@@ -31,6 +31,7 @@ from lightning_rlhf.cli.earlier_run import (
 from lightning_rlhf.cli.errors import (
     CLIError,
     disk_error,
+    in_one_message,
     interrupt_of,
     one_line,
     one_line_errors,
@@ -182,9 +183,13 @@ class RLHFCLI(LightningCLI):
         configured = trainer.get("logger")
         if self.subcommand == "fit" and config.get("ckpt_path") is not None:
             trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
-        with constructor_errors(self.parser):
-            check_classes(config)
-            super().instantiate_classes()
+        try:
+            with constructor_errors(self.parser):
+                check_classes(config)
+                super().instantiate_classes()
+        except CLIError as error:  # find the mistakes in the other parts, too
+            others = failures(config, {"model": RoleModule, "data": LightningDataModule})
+            raise CLIError(in_one_message(list(dict.fromkeys([*others, str(error)])))) from error
         trainer["logger"] = configured  # config.yaml is that of the first part of the run
 
     def after_fit(self) -> None:

@@ -19,10 +19,7 @@ from lightning_rlhf.references import load_function
 ROOT = Path(__file__).parents[2]
 OTHERS = {"tokenizer.yaml", "jobset.yaml"}
 CONFIGS = sorted(
-    path
-    for folder in ("configs", "examples", "lightning_rlhf/cli/templates")
-    for path in (ROOT / folder).rglob("*.yaml")
-    if path.name not in OTHERS
+    path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml") if path.name not in OTHERS
 )
 # Files that are used together with another one.
 PARTIAL = re.compile(r"the section '(model|data)' is missing|model \(\w+\): actor is missing")

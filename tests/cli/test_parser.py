@@ -225,6 +225,20 @@ def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
     assert "data (PromptDataModule): train, tokenizer are missing" in told
 
 
+def test_the_refusals_of_several_constructors_come_at_once(fit, config):
+    put(config, f"{MODEL}.update_epochs", 0)
+    put(config, f"{DATA}.batch_size", 0)
+    put(config, f"{LOOP}.group_size", 0)
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        "lightning-rlhf: 3 mistakes in the configuration:",
+        "  update_epochs must be at least 1, got 0",
+        "  batch_size must be at least 1, got 0",
+        "  group_size must be at least 1, got 0",
+    ]
+
+
 def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceback(fit, config):
     put(config, f"{MODEL}.actor_optimizer", {**ADAM, "init_args": {"lr": -1.0}})
     result = fit(config)

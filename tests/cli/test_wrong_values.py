@@ -23,7 +23,7 @@ class Colour(Enum):
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(
     path
-    for folder in ("configs", "examples", "lightning_rlhf/cli/templates")
+    for folder in ("configs", "examples")
     for path in (ROOT / folder).rglob("*.yaml")
     if path.name != "tokenizer.yaml"
 )

@@ -25,6 +25,8 @@ class MetricsCSV(Callback):
         every_n_steps: steps between two training rows, at least 1.
     """
 
+    writes_metrics = True
+
     def __init__(self, every_n_steps: int = 1) -> None:
         check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps

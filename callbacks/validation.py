@@ -94,7 +94,7 @@ class Validation:
     a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2, 4,
     8, ... and N. These are exact means over all draws of k of the N samples, so they are unbiased and not random. A
     truncated response counts with its reward. A response without a reward (NaN) is not part of the means, and its
-    prompt not part of the statistics that compare a prompt's samples.
+    prompt not part of the statistics that compare a prompt's samples. The means have 95 % intervals over prompts.
 
     All prompts have the same weight; the samples of a prompt are on one rank.
 
@@ -203,8 +203,7 @@ class Validation:
         metrics = means.means(ranks)
         of_conversations = means_over_ranks(self._conversations)
         metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
-        if self._correctness is not None:
-            metrics |= self._intervals(self._correctness.table, sources, ranks)
+        metrics |= self._intervals(sources, ranks)
         if self._correctness is not None and self._score is not None:
             metrics |= self._score_order(self._score.table[:, 1:], self._correctness.table[:, 1:], sources, ranks)
         return metrics
@@ -214,15 +213,22 @@ class Validation:
         groups = {"val/": torch.ones_like(sources, dtype=torch.bool)}
         return groups | {f"val/{name}/": sources == number for number, name in enumerate(self._sources)}
 
-    def _intervals(self, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
-        """Return the bounds of the 95 % intervals of the shares of correct responses; none without a response."""
-        table = ranks.gather(torch.cat([sources.unsqueeze(1).double(), correct], dim=1))
+    def _intervals(self, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
+        """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
+        others = [*self._rewards.values(), *([] if self._score is None else [self._score])]
+        quantities = [*([] if self._correctness is None else [self._correctness]), *others]
+        columns = [sources.unsqueeze(1).double(), *(quantity.table for quantity in quantities)]
+        first, *tables = ranks.gather(torch.cat(columns, dim=1)).split([own.shape[1] for own in columns], dim=1)
+        groups = self._groups(first[:, 0])
         metrics = dict[str, float]()
-        for prefix, rows in self._groups(table[:, 0]).items():
-            for name, values in (("greedy", table[rows, 1:2]), ("sampled", table[rows, 2:])):
-                known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
-                interval = mean_interval([row for row in known if row]) if any(known) else {}
-                metrics |= {f"{prefix}{name}_{bound}": interval.get(bound, math.nan) for bound in ("low", "high")}
+        for quantity, table in zip(quantities, tables, strict=True):
+            for place, rows in groups.items():
+                for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
+                    known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
+                    interval = mean_interval([row for row in known if row]) if any(known) else {}
+                    for bound in ("low", "high"):
+                        value = interval.get(bound)
+                        metrics[f"{place}{quantity.prefix}{name}_{bound}"] = math.nan if value is None else value
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

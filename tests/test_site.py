@@ -14,8 +14,7 @@ from lightning.pytorch import Trainer
 
 import lightning_rlhf
 from lightning_rlhf import callbacks
-from lightning_rlhf.cli.parser import parameters
-from lightning_rlhf.strategies.fsdp import RLHFFSDPStrategy
+from lightning_rlhf.cli.source_classes import find_class
 
 ROOT = Path(__file__).resolve().parents[1]
 CHANGES_OF_PEERS = ("from_trl", "from_verl")
@@ -105,7 +104,8 @@ def arguments():
 @pytest.mark.parametrize("page", CHANGES_OF_PEERS)
 def test_the_options_that_replace_those_of_a_peer_exist(page):
     trainer = set(inspect.signature(Trainer).parameters)
-    known = arguments() | trainer | {*parameters(lightning_rlhf.PPOModule), *parameters(RLHFFSDPStrategy)}
+    paths = ("PPOModule", "strategies.fsdp.RLHFFSDPStrategy")
+    known = arguments() | trainer | {name for own in paths for name in find_class(f"lightning_rlhf.{own}").parameters}
     known |= {
         "rlhf_fsdp",
         "rlhf_fsdp_offload",

@@ -128,6 +128,14 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
     if len(history.first) < FIRST_STEPS or len(history.recent) > FIRST_STEPS:
         return None
     for name in history.rewards:
+        if _values(history.first, f"reward_{name}/not_applicable") == [1.0] * FIRST_STEPS:
+            return (
+                f"reward_{name}/not_applicable",
+                1.0,
+                1.0,
+                f"reward {name} was None for all responses of {FIRST_STEPS} steps: the policy learns nothing from it",
+                "Return a number for each response that the reward judges, and None only where it does not apply",
+            )
         means = _values(history.first, f"reward/{name}")
         deviations = _values(history.first, f"reward/{name}_std")
         constant = len(deviations) == len(means) == FIRST_STEPS and len({f"{mean:.6g}" for mean in means}) == 1
@@ -294,7 +302,9 @@ def _critic(history: RunHistory) -> _Failure | None:
 
 
 def _over_optimisation(history: RunHistory) -> _Failure | None:
-    name = next((name for name in ("val/sampled", "val/greedy", "val/score_sampled") if _has(history, name)), None)
+    means = [f"val/{reward}_sampled" for reward in history.rewards]
+    names = ["val/sampled", "val/greedy", "val/score_sampled", *(means if len(means) == 1 else [])]
+    name = next((name for name in names if _has(history, name)), None)
     if name is None:
         return None
     values = _values(history.validations, name)

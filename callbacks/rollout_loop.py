@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.compat import is_taking_snapshot, run_validation
+from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -128,7 +129,8 @@ class RolloutLoop(Callback):
         self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
         self._push_checks = PushChecks()
-        self._validation: Validation | None = None
+        self.validation: Validation | None = None
+        self.conversations: dict[int, ConversationRecord] = {}  # of the last step, by position among its responses
 
     # -- start and end ----------------------------------------------------------------------------------------
 
@@ -250,6 +252,7 @@ class RolloutLoop(Callback):
                 if later_step not in self._ahead:
                     self._ahead.add(self._requests(rollouts, prompts, later_step))
         rollout, greedy, counts = self._rollout(rollouts, batch)
+        self.conversations = rollouts.conversations()
         with clock("time/check_s"):
             if rollouts.are_current:
                 self.verify(pl_module, rollout)
@@ -354,7 +357,7 @@ class RolloutLoop(Callback):
             self.sync_weights(trainer, pl_module)
         self._push_checks.finish(self._responses, pl_module, self.max_logprob_diff, trainer.global_step)
         self._validated_step = trainer.global_step
-        self._validation = Validation(
+        self.validation = Validation(
             self.val_samples,
             rewards=list(reward_weights(self)),
             metric=self.val_metric,
@@ -367,7 +370,7 @@ class RolloutLoop(Callback):
         self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Generate and score a greedy response and samples of each prompt, with the same seeds in every validation."""
-        assert self._validation is not None
+        assert self.validation is not None
         if averages_weights(trainer) and batch_idx == 0:  # Lightning has replaced the actor's weights by the average
             self._synced_step = None
             self.sync_weights(trainer, pl_module)
@@ -386,7 +389,7 @@ class RolloutLoop(Callback):
         sampled = generate(samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
-        self._validation.add(batch, rollout, tokenizer, sampled)
+        self.validation.add(batch, rollout, tokenizer, sampled, greedy)
         if self.max_staleness > 1 and batch_idx == 0:
             self.verify(pl_module, rollout[[i for i in range(len(rollout)) if i % (1 + size)]])
         pl_module.receive(rollout)
@@ -401,17 +404,17 @@ class RolloutLoop(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Store the reward model's scores."""
-        assert self._validation is not None
+        assert self.validation is not None
         if "scores" in outputs:
-            self._validation.add_scores(outputs["scores"])
+            self.validation.add_scores(outputs["scores"])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Log the metrics of the validation."""
-        assert self._validation is not None
+        assert self.validation is not None
         if averages_weights(trainer):  # Lightning will restore the actor's weights
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
-        for name, value in self._validation.metrics(pl_module.data_ranks).items():
+        for name, value in self.validation.metrics(pl_module.data_ranks).items():
             pl_module.log(name, value, prog_bar=name in ("val/greedy", "val/sampled"), batch_size=1)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
@@ -443,4 +446,4 @@ class RolloutLoop(Callback):
     @property
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
-        return [] if self._validation is None else self._validation.samples
+        return [] if self.validation is None else self.validation.samples

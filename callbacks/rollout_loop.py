@@ -79,6 +79,7 @@ class RolloutLoop(Callback):
     """
 
     provides_rollouts = True
+    validation: Validation | None = None  # the last one
 
     def __init__(
         self,
@@ -129,7 +130,6 @@ class RolloutLoop(Callback):
         self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
         self._push_checks = PushChecks()
-        self.validation: Validation | None = None
         self.conversations: dict[int, ConversationRecord] = {}  # of the last step, by position among its responses
 
     # -- start and end ----------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ def value_counts(lengths: Sequence[int], rewards: Sequence[float], most: int) ->
 
 def _common_limit(lengths: Sequence[int], most: int) -> int:
     """Return the largest limit of all responses with which they have at most ``most`` tokens together."""
-    for place, length in enumerate(sorted(lengths)):
-        rest = len(lengths) - place
+    for number, length in enumerate(sorted(lengths)):
+        rest = len(lengths) - number
         if length * rest > most:
             return most // rest
         most -= length

@@ -28,8 +28,8 @@ def definitions(names: Iterable[str]) -> dict[str, dict[str, str]]:
     Args:
         names: names of metrics.
     """
-    found = {name: _definition(name) for name in names}
-    return {name: {**own, "link": ""} for name, own in found.items() if own is not None}
+    known = {name: _definition(name) for name in names}
+    return {name: {**own, "link": ""} for name, own in known.items() if own is not None}
 
 
 @cache
@@ -46,16 +46,16 @@ def _definition(name: str) -> dict[str, str] | None:
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], dict[str, str]]]:
     """Return a pattern and the definition of each metric; patterns with more fixed characters are first."""
-    found = []
+    patterns = []
     for row, (unit, meaning) in json.loads(_TABLE.read_text(encoding="utf-8")).items():
         for name in expanded(row):
             fixed = len(re.sub("<.*?>", "", name)) if "<" in name else len(name) + 1000
             pattern = re.escape(name)
             for placeholder, values in _PLACEHOLDERS.items():
                 pattern = pattern.replace(re.escape(placeholder), values)
-            found.append((fixed, re.compile(pattern), {"unit": unit, "meaning": meaning}))
-    found.sort(key=lambda entry: -entry[0])
-    return [(pattern, definition) for _, pattern, definition in found]
+            patterns.append((fixed, re.compile(pattern), {"unit": unit, "meaning": meaning}))
+    patterns.sort(key=lambda entry: -entry[0])
+    return [(pattern, definition) for _, pattern, definition in patterns]
 
 
 def expanded(row: str) -> list[str]:

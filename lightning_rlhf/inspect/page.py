@@ -8,16 +8,16 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_rlhf.inspect.definitions import definitions
-from lightning_rlhf.inspect.health import VALIDATION_MARK, is_validation
+from lightning_rlhf.inspect.health import VALIDATION_MARK, Row, is_validation
 from lightning_rlhf.inspect.run_directory import RunDirectory, read_responses
-from lightning_rlhf.inspect.values import as_json, number
+from lightning_rlhf.inspect.values import as_json, number, rounded
 
 _ASSETS = Path(__file__).parent / "assets"
 _SAMPLES = 12  # responses of a step on the page, and prompts whose answers are on it
@@ -105,13 +105,13 @@ def _data_of(run: RunDirectory, live: bool, signature: tuple[Any, ...]) -> dict[
     files, validations = run.rollout_files(), run.rollout_files("validation")
     steps = list(files)
     ends = {step: read_responses(files[step], tokens=False) for step in sorted({*steps[:1], *steps[-1:]})}
-    of_validations = [(step, _validation_names(row)) for step, row in rows if _of_validation(row)]
+    training, validation = split_rows(rows)
     return {
-        "training": _columns([(step, row) for step, row in rows if not _of_validation(row)]),
-        "validation": _columns(of_validations),
+        "training": _columns(training),
+        "validation": _columns(validation),
         "findings": [asdict(finding) for finding in findings],
         "checks": run.checks(rows, findings),
-        "config": {name: _shown(value) for name, value in run.config().items()},
+        "config": setting_texts(run.config()),
         "environment": run.environment(),
         "rewards": [reward_quantiles(step, paths) for step, paths in files.items()],
         "groups": groups_of(ends[steps[-1]]) if steps else [],
@@ -121,31 +121,40 @@ def _data_of(run: RunDirectory, live: bool, signature: tuple[Any, ...]) -> dict[
     }
 
 
-def _of_validation(row: dict[str, float]) -> bool:
-    return any(is_validation(name) for name in row)
+def split_rows(rows: Sequence[tuple[int, Row]]) -> tuple[list[tuple[int, Row]], list[tuple[int, Row]]]:
+    """Return the rows of training steps, and those of validations with names that begin with ``val/``.
+
+    Args:
+        rows: step and metrics of each row of ``metrics.csv``.
+    """
+    training: list[tuple[int, Row]] = []
+    validation: list[tuple[int, Row]] = []
+    for step, row in rows:
+        if any(is_validation(name) for name in row):
+            validation.append((step, _validation_names(row)))
+        else:
+            training.append((step, row))
+    return training, validation
 
 
-def _validation_names(row: dict[str, float]) -> dict[str, float]:
+def _validation_names(row: Row) -> Row:
     """Return the metrics of a validation with names that begin with ``val/``, which a user's metrics may not have."""
     named = {f"val/{name}": value for name, value in row.items() if not is_validation(name)}
     return named | {name: value for name, value in row.items() if is_validation(name) and name != VALIDATION_MARK}
 
 
-def _columns(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[float | None]]:
+def _columns(rows: list[tuple[int, Row]]) -> dict[str, list[float | None]]:
     """Return the values of each metric to six digits; None where a row lacks it."""
     names = sorted({name for _, row in rows for name in row})
     return {
         "step": [step for step, _ in rows],
-        **{name: [_rounded(row.get(name)) for _, row in rows] for name in names},
+        **{name: [rounded(row.get(name)) for _, row in rows] for name in names},
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+def setting_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a configuration as texts."""
+    return {k: own if isinstance(own, str) else json.dumps(own, default=str) for k, own in config.items()}
 
 
 def reward_quantiles(step: int, files: Sequence[Path]) -> dict[str, Any]:

@@ -84,11 +84,15 @@ class RunDirectory:
         """Return whether a path is a regular file, and not a link out of the directory."""
         return path.is_file() and path.resolve().is_relative_to(self.path.resolve())
 
-    def signature(self) -> tuple[Any, ...]:
-        """Return names, times and sizes of all files that are read: equal for equal content."""
+    def signature(self, responses: bool = True) -> tuple[Any, ...]:
+        """Return names, times and sizes of the files that are read: equal as long as they do not change.
+
+        Args:
+            responses: whether the files of responses are among them.
+        """
         paths = [self.path / name for name in _FILES]
         files = [(path.name, path.stat()) for path in paths if path.is_file()]
-        files += [(entry.name, entry.stat()) for entry in self._rollout_entries()]
+        files += [(entry.name, entry.stat()) for entry in (self._rollout_entries() if responses else ())]
         return tuple((name, state.st_ino, state.st_mtime_ns, state.st_size) for name, state in files)
 
     def rows(self) -> list[tuple[int, dict[str, float]]]:
@@ -112,6 +116,10 @@ class RunDirectory:
     def environment(self) -> dict[str, Any]:
         """Return ``env.json``: command, Python, packages and devices; empty without the file."""
         return self._json("env.json")
+
+    def has_ended(self) -> bool:
+        """Return whether ReportPage has written the end of the run."""
+        return self._has(self.path / RUN_END)
 
     def state(self) -> dict[str, Any]:
         """Return whether the run has ended.

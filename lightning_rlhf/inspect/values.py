@@ -53,3 +53,8 @@ def number(value: Any) -> float | None:
     except OverflowError:  # an integer beyond the range of floats
         return None
     return converted if math.isfinite(converted) else None
+
+
+def rounded(value: float | None) -> float | None:
+    """Return a number with six digits; None for None."""
+    return None if value is None else float(f"{value:.6g}")

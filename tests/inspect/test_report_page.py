@@ -269,10 +269,11 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert report.run([str(folder)]) == 0
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert report.run([str(folder), str(folder), "--to", str(tmp_path / "new/x.html")]) == 0
-    assert report.run([str(tmp_path)]) == 2
+    assert report.run([str(tmp_path), str(folder)]) == 2
     told = capsys.readouterr().err
     assert "has no metrics.csv, which a run writes when training begins: expected the" in told
     assert told.endswith(f"; runs below it: {folder}\n")
+    assert report.run([str(tmp_path / "new")]) == 2
     assert report.run([str(tmp_path / "none")]) == 2
     assert "none does not exist: expected the directory of a run, its default_root_dir" in capsys.readouterr().err
     assert report.run([str(folder / "metrics.csv")]) == 2

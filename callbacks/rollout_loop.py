@@ -37,7 +37,7 @@ from .checks import check_at_least, check_engine, check_overlap, check_rollouts,
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .push_checks import PushChecks
-from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
+from .rollout_requests import RequestsAhead, RolloutRequest, conversations_of, upcoming_batches
 from .sampling import ResponseSampler, StepRollouts, choose_run_engine, make_engine_directory
 from .validation import Answer, Validation, averages_weights, sources_in
 
@@ -252,7 +252,7 @@ class RolloutLoop(Callback):
                 if later_step not in self._ahead:
                     self._ahead.add(self._requests(rollouts, prompts, later_step))
         rollout, greedy, counts = self._rollout(rollouts, batch)
-        self.conversations = rollouts.conversations()
+        self.conversations = conversations_of(rollouts.requests)
         with clock("time/check_s"):
             if rollouts.are_current:
                 self.verify(pl_module, rollout)

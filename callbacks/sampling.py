@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.models.loading import ModelSource, save_architecture
@@ -313,17 +312,6 @@ class StepRollouts:
         self.reward_metrics.append(scored.metrics)
         self.module.log_step("rewards", metrics | self._means())
         return request.collector.with_rewards(rollout, scored)
-
-    def conversations(self) -> dict[int, ConversationRecord]:
-        """Return the records of the sampled conversations of the step, by their position among all responses."""
-        records = {}
-        for request in (own for own in self.requests if own.temperature > 0):
-            prompts = request.prompts.positions or range(len(request.prompts))
-            positions = [prompt * request.samples + k for prompt in prompts for k in range(request.samples)]
-            for position, completion in zip(positions, request.completions(), strict=True):
-                if completion.conversation is not None:
-                    records[position] = completion.conversation
-        return records
 
     def _means(self) -> dict[str, float]:
         """Return the metrics of the reward functions over all ranks; ranks with the same data count once."""

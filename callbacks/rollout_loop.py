@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rlhf.compat import is_taking_snapshot, run_validation
-from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.prompts import PromptDataModule
 from lightning_rlhf.environments.settings import EnvironmentSettings
 from lightning_rlhf.expected_errors import RunError, UsageError
@@ -130,7 +129,7 @@ class RolloutLoop(Callback):
         self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
         self._push_checks = PushChecks()
-        self.conversations: dict[int, ConversationRecord] = {}  # of the last step, by position among its responses
+        self.conversations = conversations_of([])  # of the last step, by position among its responses
 
     # -- start and end ----------------------------------------------------------------------------------------
 
@@ -340,8 +339,7 @@ class RolloutLoop(Callback):
         """Compare log-probs of engine and actor on a few responses, to find damaged weights before the update.
 
         Raises:
-            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first parameter that
-                differs.
+            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first such parameter.
         """
         if self.check_rows:
             assert self.engine is not None

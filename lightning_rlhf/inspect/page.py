@@ -33,7 +33,8 @@ def report_page(runs: Sequence[RunDirectory], live: bool = False) -> str:
         live: whether the page is that of the inspector, which gets new data and responses from its server.
     """
     data = as_json({"runs": run_data(runs)}).replace("<", "\\u003c")
-    names = ("uPlot.iife.min.js", "report.js", *(("viewer.js",) if live else ()))
+    names = ("uPlot.iife.min.js", "common.js", "texts.js", "charts.js", "prompts.js", "report.js")
+    names += ("diff.js", "tokens.js", "viewer.js") if live else ()
     scripts = [(_ASSETS / name).read_text(encoding="utf-8") for name in names]
     styles = [(_ASSETS / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "report.css")]
     policy = (

@@ -53,7 +53,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert len(assets) == 6
     templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/cli/templates/*/*.[yj]*")}
     assert len(templates) == 16
-    assets |= templates
+    assets |= {*templates, "lightning_rlhf/inspect/metrics.json"}
     assert names == {name for name in package if name[0] == "l"} | moved | {"lightning_rlhf/py.typed"} | assets
 
 

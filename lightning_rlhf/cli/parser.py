@@ -87,7 +87,8 @@ def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) ->
     callbacks = config.get("trainer", {}).get("callbacks")
     if not isinstance(options, dict) or not isinstance(callbacks, list) or not callbacks:
         return False
-    last = next(_classes_in(callbacks[-1:], "", None), None)
+    entry = callbacks[-1]
+    last = next(_classes_in({"class_path": entry} if isinstance(entry, str) else entry, "", None), None)
     names = {**options, **options.get("init_args", {})}.keys() - set(_CLASS_KEYS)
     return last is not None and not names <= last.known.keys()
 

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 FIRST_STEPS = 3
+VALIDATION_MARK = "validation"  # column of metrics.csv, 1 for a validation without metrics that begin with val/
 _RECENT_STEPS = 40
 MAX_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
 Row = Mapping[str, float]
+
+
+def is_validation(metric: str) -> bool:
+    """Return whether only validations have a metric."""
+    return metric.startswith("val/") or metric == VALIDATION_MARK
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,11 @@ class HealthMonitor:
 
         Args:
             step: number of the step, starting at 1.
-            metrics: metrics of a training step, or of a validation, whose names begin with ``val/``.
+            metrics: metrics of a training step, or of a validation, some of whose names begin with ``val/``.
         """
         history = self._history
         row = {**metrics, "step": float(step)}
-        if any(name.startswith("val/") for name in metrics):
+        if any(is_validation(name) for name in metrics):
             history.validations.append(row)
         else:
             history.recent.append(row)

@@ -118,11 +118,18 @@ def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
     assert refused(fit(config, option, "3")) == told
 
 
-@pytest.mark.parametrize("option", ["group_size", "0.init_args.group_size", "init_args.group_size"])
-def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option):
-    config["trainer"]["callbacks"].append(
-        {"class_path": "lightning_rlhf.callbacks.KLControl", "init_args": {"target": 1.0}}
-    )
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"class_path": "lightning_rlhf.callbacks.KLControl", "init_args": {"target": 1.0}},
+        "lightning_rlhf.callbacks.Report",
+    ],
+)
+@pytest.mark.parametrize(
+    "option", ["group_size", "0.init_args.group_size", "init_args.group_size", "RolloutLoop.group_size"]
+)
+def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, last):
+    config["trainer"]["callbacks"].append(last)
     assert refused(fit(config, f"--trainer.callbacks.{option}", "4")) == (
         "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: set "
         "options of other callbacks in its file"

@@ -319,4 +319,4 @@ def test_the_command(run_directory, monkeypatch, capsys):
         assert inspect.run([str(folder), "--port", str(used.getsockname()[1])]) == 2
         assert "cannot be used: Address already in use; choose another --port" in capsys.readouterr().err
     assert inspect.run([str(folder), "--port", "-1"]) == 2
-    assert inspect.run([str(folder.parent)]) == 2
+    assert inspect.run([str(folder.parent), str(folder)]) == 2

@@ -180,8 +180,9 @@ def test_a_run_without_responses_and_steps_has_a_page(page, run_directory):
 
 def test_quantiles_groups_and_samples(run_directory):
     run = RunDirectory(run_directory("a", ROWS, {1: RESPONSES, 2: []}))
-    assert reward_quantiles(run, 1)["quantiles"] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
-    assert reward_quantiles(run, 2)["quantiles"] == []
+    assert [reward_quantiles(step, files)["quantiles"] for step, files in run.rollout_files().items()] == [
+        [0, 0, 0.75, 1.5, 2.25, 3, 3], []
+    ]  # fmt: skip
     assert groups_of(RESPONSES) == [
         {"prompt": f"question {i}", "mean": 1.5, "rewards": [0.0, 1.0, 2.0, 3.0]} for i in range(2)
     ]
@@ -198,15 +199,16 @@ def test_responses_without_a_reward_are_shown_without_one(run_directory, reward)
     assert groups_of(broken) == []
     assert groups_of([*broken, *RESPONSES]) == groups_of(RESPONSES)
     run = RunDirectory(run_directory("a", ROWS, {1: [*RESPONSES, *broken], 2: broken}))
-    assert reward_quantiles(run, 1)["quantiles"] == [0, 0, 0.75, 1.5, 2.25, 3, 3]
-    assert reward_quantiles(run, 2)["quantiles"] == []
+    assert [reward_quantiles(step, files)["quantiles"] for step, files in run.rollout_files().items()] == [
+        [0, 0, 0.75, 1.5, 2.25, 3, 3], []
+    ]  # fmt: skip
 
 
 def test_responses_beyond_the_limit_of_memory_are_left_out(run_directory, caplog, monkeypatch):
     folder = run_directory("a", ROWS, {1: [{"prompt": "x" * 1000}] * 20})
     monkeypatch.setattr("lightning_rlhf.inspect.run_directory._MAX_ROLLOUT_BYTES", 5000)
     assert len(RunDirectory(folder).rollouts(1)) == 4
-    assert "step 1 has more than 0 MiB of responses; those after the first 4 are left out" in caplog.text
+    assert "the step has more than 0 MiB of responses; those after the first 4 are left out" in caplog.text
     (folder / "rollouts/step-000002.jsonl").write_text("x" * 100_000)
     assert RunDirectory(folder).rollouts(2) == []
 
@@ -268,10 +270,11 @@ def test_the_command(run_directory, tmp_path, capsys):
     assert report.run([str(folder)]) == 0
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert report.run([str(folder), str(folder), "--to", str(tmp_path / "new/x.html")]) == 0
-    assert report.run([str(tmp_path)]) == 2
+    assert report.run([str(tmp_path), str(folder)]) == 2
     told = capsys.readouterr().err
     assert "has no metrics.csv, which a run writes when training begins: expected the" in told
     assert told.endswith(f"; runs below it: {folder}\n")
+    assert report.run([str(tmp_path / "new")]) == 2
     assert report.run([str(tmp_path / "none")]) == 2
     assert "none does not exist: expected the directory of a run, its default_root_dir" in capsys.readouterr().err
     assert report.run([str(folder / "metrics.csv")]) == 2

@@ -2,13 +2,14 @@
 /** The table of the runs below a folder: states, settings that differ, and values of metrics. */
 (() => {
   const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, compare, meaningOf, kept, ready } = window.report;
-  const { runs, path } = data.project;
+  let { runs } = data.project;
   const FEATURED = ["val/greedy", "val/sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy", "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
+  const NEW_DATA = 10_000, NEW_DATA_OF_HIDDEN = 60_000;  // ms between requests
   const selected = new Set(), opened = new Set();  // numbers of runs; groups of seeds
   let order = { name: "name", descending: false };
 
-  page.append(element("h1", { text: `Runs below ${path}` }));
+  page.append(element("h1", { text: `Runs below ${data.project.path}` }));
   const place = section("runs", "Runs");
   const words = element("input", { type: "search", id: "words", placeholder: "e.g. ppo lr=0.001", "aria-label": "filter the runs" });
   const states = choices("state", [["", "all"], ...[...new Set(runs.map((run) => run.state))].map((state) => [state, state])]);
@@ -16,23 +17,21 @@
   const metrics = element("input", { type: "search", id: "metrics", placeholder: "main ones", "aria-label": "names of metrics" });
   const single = element("input", { type: "checkbox", id: "single" });
   [words, states, checks, metrics, single].forEach(kept);
+  const note = element("span", { class: "muted", role: "status" });
   const comparison = element("span", { id: "comparison", role: "status" });
   place.append(element("div", { class: "controls" }, element("label", {}, "show", words), element("label", {}, "state", states),
-    element("label", {}, "checks", checks), element("label", {}, "metrics", metrics), element("label", {}, single, "each seed in a row"), comparison));
+    element("label", {}, "checks", checks), element("label", {}, "metrics", metrics), element("label", {}, single, "each seed in a row"), comparison, note));
   const count = element("p", { class: "muted", role: "status" });
   const table = element("table", { class: "project" });
   place.append(count, element("div", { class: "scroll list" }, table));
-  if (runs.length) {
-    place.append(element("p", { class: "muted", text: "Metrics: first → last value; of runs that differ in the seed alone, mean ± standard deviation of the last values (number of runs)."
-      + ` Settings: those that differ between the runs.${live ? ` Select up to ${MOST_COMPARED} runs to compare them.` : ""}` }));
-  }
+  place.append(element("p", { class: "muted", text: "Metrics: first → last value; of runs that differ in the seed alone, mean ± standard deviation of the last values (number of runs)."
+    + ` Settings: those that differ between the runs.${live ? ` Select up to ${MOST_COMPARED} runs to compare them.` : ""}` }));
 
   // -- rows -----------------------------------------------------------------------------------------------------------
-  const settings = [...new Set(runs.flatMap((run) => Object.keys(run.config)))]
-    .filter((name) => new Set(runs.map((run) => own(run.config, name) ?? "")).size > 1);
-  const namesOfMetrics = [...new Set(runs.flatMap((run) => Object.keys(run.last)))].sort();
-
   function columnsOf() {
+    const settings = [...new Set(runs.flatMap((run) => Object.keys(run.config)))]
+      .filter((name) => new Set(runs.map((run) => own(run.config, name) ?? "")).size > 1);
+    const namesOfMetrics = [...new Set(runs.flatMap((run) => Object.keys(run.last)))].sort();
     const wanted = metrics.value.trim().toLowerCase();
     const shown = wanted ? namesOfMetrics.filter((name) => name.toLowerCase().includes(wanted)).slice(0, 30)
       : FEATURED.filter((name) => namesOfMetrics.includes(name));
@@ -90,12 +89,13 @@
       }, { class: "sort", "aria-expanded": String(isOpen), "data-group": row.group })];
     }
     const name = run.link && address(run) ? element("a", { href: address(run), text: run.name }) : run.name;
-    return isMember ? [element("span", { class: "member" }, name)] : [name];
+    const reason = run.state === "damaged" ? [element("div", { class: "reason muted", text: run.error ?? "" })] : [];
+    return isMember ? [element("span", { class: "member" }, name)] : [name, ...reason];
   }
 
   function stateCell(row) {
     return [...Map.groupBy(row.runs, (run) => run.state)].map(([state, same]) =>
-      element("span", { class: state === "failed" ? "failed" : "", text: row.runs.length > 1 ? `${same.length} ${state} ` : state }));
+      element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text: row.runs.length > 1 ? `${same.length} ${state} ` : state }));
   }
 
   function cellOf(row, column, isMember) {
@@ -167,8 +167,25 @@
       : former.dataset.group ? one.dataset.group === former.dataset.group : one.ariaLabel && one.ariaLabel === former.ariaLabel);
   }
 
+  let tag = "";
+  async function refresh() {
+    try {
+      const answer = await fetch("data", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      if (answer.ok) {
+        tag = answer.headers.get("ETag") ?? "";
+        const fresh = await answer.json();
+        Object.assign(data, fresh);
+        ({ runs } = fresh.project);
+        draw();
+      }
+      note.textContent = "";
+    } catch { note.textContent = "the inspector has ended"; }
+    setTimeout(refresh, document.hidden ? NEW_DATA_OF_HIDDEN : NEW_DATA);
+  }
+
   for (const input of [words, metrics]) input.addEventListener("input", draw);
   for (const input of [states, checks, single]) input.addEventListener("change", draw);
   draw();
+  if (live) setTimeout(refresh, NEW_DATA);
   ready();
 })();

@@ -9,6 +9,7 @@
   const selected = new Set(), opened = new Set();  // numbers of runs; groups of seeds
   let order = { name: "name", descending: false };
 
+  page.classList.add("wide");
   page.append(element("h1", { text: `Runs below ${data.project.path}` }));
   const place = section("runs", "Runs");
   const words = element("input", { type: "search", id: "words", placeholder: "e.g. ppo lr=0.001", "aria-label": "filter the runs" });
@@ -23,7 +24,7 @@
     element("label", {}, "checks", checks), element("label", {}, "metrics", metrics), element("label", {}, single, "each seed in a row"), comparison, note));
   const count = element("p", { class: "muted", role: "status" });
   const table = element("table", { class: "project" });
-  place.append(count, element("div", { class: "scroll list" }, table));
+  place.append(count, element("div", { class: "runs-table" }, table));
   place.append(element("p", { class: "muted", text: "Metrics: first → last value; of runs that differ in the seed alone, mean ± standard deviation of the last values (number of runs)."
     + ` Settings: those that differ between the runs.${live ? ` Select up to ${MOST_COMPARED} runs to compare them.` : ""}` }));
 
@@ -38,12 +39,12 @@
     return [
       { name: "name", value: (run) => run.name },
       { name: "state", value: (run) => run.state },
-      { name: "steps", value: (run) => run.steps, isNumber: true },
-      { name: "time", value: (run) => run.seconds, isNumber: true },
       { name: "failed checks", value: (run) => run.failed_checks, isNumber: true },
-      { name: "seed", value: (run) => run.seed, isNumber: true },
-      ...settings.map((name) => ({ name, value: (run) => settingValue(own(run.config, name)), isSetting: true })),
       ...shown.map((name) => ({ name, value: (run) => own(run.last, name), isNumber: true, isMetric: true })),
+      ...settings.map((name) => ({ name, value: (run) => settingValue(own(run.config, name)), isSetting: true })),
+      { name: "steps", value: (run) => run.steps, isNumber: true },
+      { name: "seed", value: (run) => run.seed, isNumber: true },
+      { name: "last metrics", value: (run) => run.seconds, isNumber: true },
     ];
   }
 
@@ -103,13 +104,19 @@
     if (column.name === "name") return nameCell(row, isMember);
     if (column.name === "state") return stateCell(row);
     if (column.name === "seed") return [values.length ? values.join(", ") : "–"];
-    if (column.name === "time") return [values.length ? duration(mean(values)) : "–"];
-    if (column.name === "steps" && !isGroup) return [run.limit > run.steps ? `${run.steps} of ${run.limit}` : short(run.steps)];
     if (!values.length) return ["–"];
+    if (column.name === "last metrics") return [`${duration(Math.min(...values))} ago`];
+    if (column.name === "failed checks") return [String(values.reduce((sum, value) => sum + value, 0))];
+    if (column.name === "steps") return [stepsOf(run, Math.min(...values), Math.max(...values))];
     if (column.isSetting) return [String(own(run.config, column.name))];
     if (isGroup) return [values.length > 1 ? `${short(mean(values))} ± ${short(deviation(values))} (${values.length})` : `${short(values[0])} (1)`];
     const first = column.isMetric ? own(run.first, column.name) : undefined;
     return [isMissing(first) ? short(values[0]) : `${short(first)} → ${short(values[0])}`];
+  }
+
+  function stepsOf({ limit }, least, most) {
+    const steps = least < most ? `${least} to ${most}` : String(most);
+    return limit > least ? `${steps} of ${limit}` : steps;
   }
 
   function boxOf(row) {

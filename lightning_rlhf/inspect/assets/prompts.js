@@ -27,7 +27,7 @@
   /** A row for each step with the responses of the runs in columns. */
   function answersOf({ row, answers }) {
     const { prompt, ground_truth: answer, prompt_left_out: leftOut } = row;
-    const made = [element("div", { class: "samples" }, card({ prompt, ground_truth: answer, prompt_left_out: leftOut }, [], "prompt"))];
+    const made = [element("div", { class: "samples" }, card({ prompt, ground_truth: answer, prompt_left_out: leftOut }, []))];
     made[0].querySelector(".numbers").remove();
     for (const step of [...new Set(answers.map((own) => own.step))].sort((a, b) => a - b)) {
       const cards = answers.filter((own) => own.step === step).sort((a, b) => a.run - b.run).map((own) => {

@@ -104,9 +104,8 @@
   }
 
   /** The card of a response: numbers, prompt, blocks of the response, and the correct answer. */
-  function card(row, blocks = responseBlocks(row), title = "") {
+  function card(row, blocks = responseBlocks(row)) {
     const made = element("article", { class: "sample" });
-    if (title) made.append(element("h4", { text: title }));
     const texts = [row.prompt, row.response, ...(row.segments || []).map((part) => part.text)].map((text) => String(text ?? ""));
     const height = button("full height", () => setHeight(made, !made.classList.contains("whole")), { class: "height", "aria-pressed": "false" });
     height.hidden = !texts.some((text) => text.length > LONG || text.split("\n").length > 12);

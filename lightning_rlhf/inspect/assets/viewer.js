@@ -11,7 +11,7 @@
   const count = element("div", { class: "muted", role: "status", text: "" });
   const heading = element("div", { class: "line heading" });
   const lines = element("div", { class: "lines" });
-  const list = element("div", { class: "list", id: "list" }, count, heading, lines);
+  const list = element("div", { class: "list", id: "list" });
   const legend = element("div", { class: "legend muted", id: "legend" });
   const detail = element("div", { class: "samples", id: "detail" });
   const told = element("div", { class: "told", id: "told", role: "status" });
@@ -29,7 +29,7 @@
   let columns = [], order = { name: "prompt", descending: false };
 
   // -- list -----------------------------------------------------------------------------------------------------------
-  const numeric = (name, value) => ({ name, value, width: "max-content", isNumber: true });
+  const numeric = (name, value) => ({ name, value, isNumber: true });
 
   /** The columns that the rows have: numbers first, then texts. */
   function columnsOf() {
@@ -41,9 +41,9 @@
       ...parts.map((name) => numeric(name, (row) => own(row.rewards, name))),
       ...[["advantage", (row) => row.advantage], ["tokens", tokens], ["turns", (row) => row.turns], ["tool calls", (row) => row.tool_calls]]
         .filter(([, value]) => has(value)).map(([name, value]) => numeric(name, value)),
-      ...(has(stopOf) ? [{ name: "end", value: stopOf, width: "max-content" }] : []),
-      { name: "prompt", value: (row) => row.group, width: "minmax(9em, 1fr)", cell: (row) => [cut(ownPart(row.prompt ?? ""))] },
-      { name: "response", value: (row) => row.response, width: "minmax(14em, 2fr)", cell: responseCell },
+      ...(has(stopOf) ? [{ name: "end", value: stopOf }] : []),
+      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", cell: (row) => [cut(ownPart(row.prompt ?? ""))] },
+      { name: "response", value: (row) => row.response, least: "14em", share: "2fr", cell: responseCell },
     ];
   }
 
@@ -99,8 +99,14 @@
         title: "sort", "aria-pressed": String(Boolean(arrow)) });
     }));
     [...heading.children].find((one) => one.dataset.column === focused)?.focus();
-    list.style.setProperty("--columns", columns.map((column) => column.width).join(" "));
-    list.style.setProperty("--count", String(columns.length));
+    const widths = columns.map((column) => column.least ?? `${widthOf(column)}ch`);
+    list.style.setProperty("--columns", columns.map((column, i) => column.share ? `minmax(${widths[i]}, ${column.share})` : widths[i]).join(" "));
+    list.style.setProperty("--least", `calc(${widths.join(" + ")} + ${columns.length}em)`);
+  }
+
+  /** The characters of the widest cell of a column; lines that are out of sight have no width of their own. */
+  function widthOf({ name, value, isNumber }) {
+    return rows.reduce((widest, row) => Math.max(widest, String(isNumber ? short(value(row)) : value(row)).length), name.length + 3);
   }
 
   function drawFilters() {
@@ -112,6 +118,7 @@
   }
 
   function drawList() {
+    if (!list.hasChildNodes()) list.append(count, heading, lines);
     heading.hidden = !rows.length;
     if (!rows.length && !step.options.length) {
       count.textContent = NO_RESPONSES;

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 from http.client import HTTPConnection
 
 import pytest
@@ -63,37 +62,8 @@ RESPONSES = [
 
 
 @pytest.fixture
-def serve():
-    """Starts the inspector for some directories."""
-    servers = []
-
-    def serve(*folders):
-        server = InspectServer([RunDirectory(folder) for folder in folders])
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        return server
-
-    yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.fixture
-def page(browser, serve):
-    """Opens the inspector of some directories."""
-    before = browser.allowed
-
-    def page(*folders, **options):
-        server = serve(*folders)
-        browser.allowed = (*before, server.url)
-        browser.open(server.url, **options)
-        browser.wait("document.querySelector('#list .muted') !== null")
-        return browser
-
-    yield page
-    browser.leave()  # before its server ends
-    browser.allowed = before
+def page(inspect_page):
+    return inspect_page
 
 
 LINES = (  # the texts of each line by column

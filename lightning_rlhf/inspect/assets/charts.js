@@ -91,17 +91,19 @@
   /** Limits of a linear axis: a single value is in its middle. */
   const limits = (pad) => (_, low, high) => low === null ? [0, 1]
     : low < high ? uPlot.rangeNum(low, high, pad, pad > 0) : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
-  const limitsOfSteps = (plot, low, high) => plot.data[0].length > 1 && low < high ? [low, high] : limits(0)(plot, low, low);
+  const limitsOfSteps = (plot, low, high) => low < high && plot.data[0].length > 1 ? [low, high] : limits(0)(plot, plot.data[0][0] ?? null, plot.data[0][0]);
   const limitsOfLog = (_, low, high) => low === null ? [0.1, 1] : low < high ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
 
-  /** Marks of a logarithmic axis: 1, 2 and 5 times powers of 10, or equal distances where these are fewer than two. */
+  /** Marks of a logarithmic axis: 1, 2 and 5 times powers of 10, or equal distances where these are fewer than three. */
   function marksOfLog(_, __, low, high) {
     const marks = [];
     for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++) marks.push(...[1, 2, 5].map((part) => part * 10 ** power));
     const inside = marks.filter((mark) => low <= mark && mark <= high);
-    const tens = inside.filter((mark) => Number.isInteger(Number(Math.log10(mark).toFixed(9))));
-    if (tens.length > 3) return tens;
-    return inside.length > 1 ? inside : [0, 1, 2, 3].map((part) => low + (part + 0.5) * (high - low) / 4);
+    if (inside.length > 8) return inside.filter((mark) => Number.isInteger(Number(Math.log10(mark).toFixed(9))));
+    if (inside.length > 2) return inside;
+    const unit = 10 ** Math.floor(Math.log10((high - low) / 4));
+    const step = [1, 2, 5, 10].map((part) => part * unit).find((distance) => (high - low) / distance <= 5), first = Math.ceil(low / step);
+    return Array.from({ length: Math.floor(high / step) - first + 1 }, (___, i) => (first + i) * step);
   }
 
   /** The legend has the values under the pointer, else the last one of each curve. */

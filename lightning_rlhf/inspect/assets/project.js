@@ -95,8 +95,8 @@
   }
 
   function stateCell(row) {
-    return [...Map.groupBy(row.runs, (run) => run.state)].map(([state, same]) =>
-      element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text: row.runs.length > 1 ? `${same.length} ${state} ` : state }));
+    return [...Map.groupBy(row.runs, (run) => run.state)].sort().flatMap(([state, same], i) => [i ? ", " : "",
+      element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text: row.runs.length > 1 ? `${same.length} ${state}` : state })]);
   }
 
   function cellOf(row, column, isMember) {
@@ -109,7 +109,7 @@
     if (column.name === "failed checks") return [String(values.reduce((sum, value) => sum + value, 0))];
     if (column.name === "steps") return [stepsOf(run, Math.min(...values), Math.max(...values))];
     if (column.isSetting) return [String(own(run.config, column.name))];
-    if (isGroup) return [values.length > 1 ? `${short(mean(values))} ± ${short(deviation(values))} (${values.length})` : `${short(values[0])} (1)`];
+    if (isGroup) return [values.length > 1 ? `${short(mean(values))} ± ${Number(deviation(values).toPrecision(2))} (${values.length})` : `${short(values[0])} (1)`];
     const first = column.isMetric ? own(run.first, column.name) : undefined;
     return [isMissing(first) ? short(values[0]) : `${short(first)} → ${short(values[0])}`];
   }

@@ -5,7 +5,7 @@
   const KINDS = [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["entropy", "entropy"],
     ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"],
     ["none", "none"], ["text", "whole text, folded"]];
-  const MISSING = "no values of tokens were written for this response: raise max_token_values of RolloutLog";
+  const MISSING = "No values of tokens were written for this response: raise max_token_values of RolloutLog";
 
   const values = {
     advantage: (tokens, i) => tokens.advantage[i],

@@ -99,14 +99,14 @@
         title: "sort", "aria-pressed": String(Boolean(arrow)) });
     }));
     [...heading.children].find((one) => one.dataset.column === focused)?.focus();
-    const widths = columns.map((column) => column.least ?? `${widthOf(column)}ch`);
+    const widths = columns.map((column) => column.least ?? `${widthOf(column).toFixed(1)}ch`);
     list.style.setProperty("--columns", columns.map((column, i) => column.share ? `minmax(${widths[i]}, ${column.share})` : widths[i]).join(" "));
     list.style.setProperty("--least", `calc(${widths.join(" + ")} + ${columns.length}em)`);
   }
 
   /** The characters of the widest cell of a column; lines that are out of sight have no width of their own. */
   function widthOf({ name, value, isNumber }) {
-    return rows.reduce((widest, row) => Math.max(widest, String(isNumber ? short(value(row)) : value(row)).length), name.length + 3);
+    return rows.reduce((widest, row) => Math.max(widest, String(isNumber ? short(value(row)) : value(row)).length), 0.9 * (name.length + 2));
   }
 
   function drawFilters() {

@@ -11,7 +11,6 @@ from http.client import HTTPConnection
 import pytest
 
 from lightning_rlhf.cli.commands import inspect
-from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.server import InspectServer
 from tests.inspect.test_report_page import HOSTILE, ROWS, SCRIPT, chart
 
@@ -68,7 +67,8 @@ def page(inspect_page):
 
 LINES = (  # the texts of each line by column
     "[...document.querySelectorAll('button.line')].map((line) => Object.fromEntries("
-    "[...line.children].map((cell, i) => [document.querySelectorAll('.heading .sort')[i].dataset.column, cell.textContent])))"
+    "[...line.children].map((cell, i) => "
+    "[document.querySelectorAll('.heading .sort')[i].dataset.column, cell.textContent])))"
 )
 SPANS = "[...document.querySelectorAll('.sample')].map((card) => [...card.querySelectorAll('.tokens span')].map("
 

@@ -63,7 +63,10 @@ def test_the_keyboard_moves_between_lines_and_selects_them(inspect_page, run_dir
     browser.evaluate("document.querySelector('button.line').focus()")
     key(browser, "ArrowDown")
     browser.evaluate("document.activeElement.click()")
-    state = "[...document.querySelectorAll('button.line')].map((own) => [own.ariaPressed, own === document.activeElement, own.tabIndex])"
+    state = (
+        "[...document.querySelectorAll('button.line')].map((own) => "
+        "[own.ariaPressed, own === document.activeElement, own.tabIndex])"
+    )
     expected = [["false", False, -1], ["true", True, 0], ["false", False, -1], ["false", False, -1]]
     assert browser.evaluate(state) == expected
     assert browser.evaluate("document.querySelector('#detail .numbers b').textContent") == "reward 0"
@@ -96,8 +99,12 @@ def test_responses_with_values_of_their_first_tokens_or_none(inspect_page, run_d
     texts = [" a", "<s>", "b\n", "c"]  # the special token is not in the response, its first space neither
     partly = {**response("p", [], 1.0, 0), "response": "ab\ncd <think>e</think>", "response_tokens": 9}
     partly["tokens"] = tokens(texts, [1.0] * 4)
-    segments = [{"from": "policy", "text": "ab"}, {"from": "environment", "text": "cd"}, {"from": "policy", "text": "e"}]
-    turns = {**response("q", ["a", "b", "c"], 1.0, 1, sampled=[True, True, False]), "segments": segments, "response_tokens": 5}
+    parts = (("policy", "ab"), ("environment", "cd"), ("policy", "e"))
+    turns = {
+        **response("q", ["a", "b", "c"], 1.0, 1, sampled=[True, True, False]),
+        "segments": [{"from": writer, "text": text} for writer, text in parts],
+        "response_tokens": 5,
+    }
     without = {key: value for key, value in partly.items() if key != "tokens"}
     browser = inspect_page(run_directory("a", ROWS, {1: [partly, turns, {**without, "group": 2}]}))
     browser.evaluate(click(0))
@@ -171,9 +178,10 @@ def test_two_long_responses_are_compared_quickly_and_once(inspect_page, run_dire
     rows = [response("p", texts, 1.0, 0) for texts in (one, other)]
     browser = inspect_page(run_directory("a", ROWS, {1: rows}))
     took = (
-        f"(() => {{ const rows = [...document.querySelectorAll('button.line')].map((own) => own.row); {{}} "
-        "const start = performance.now(); window.report.comparison(rows[0], rows[1]); const first = performance.now();"
-        "for (let i = 0; i < 100; i++) { window.report.comparison(rows[1], rows[0]); window.report.comparison(rows[0], rows[1]); }"
+        "(() => { const rows = [...document.querySelectorAll('button.line')].map((own) => own.row);"
+        "const { comparison } = window.report, start = performance.now(); comparison(rows[0], rows[1]);"
+        "const first = performance.now();"
+        "for (let i = 0; i < 100; i++) { comparison(rows[1], rows[0]); comparison(rows[0], rows[1]); }"
         "return [first - start, performance.now() - first]; })()"
     )
     first, again = browser.evaluate(took)
@@ -203,8 +211,8 @@ def test_unchanged_data_is_not_sent_again_and_ended_runs_are_asked_more_rarely(i
     browser = inspect_page(folder)
     browser.evaluate(
         "window.seen = [], window.before = fetch, window.fetch = async (...given) => { const start = performance.now();"
-        "const answer = await before(...given); seen.push([given[0], answer.status, given[1].headers['If-None-Match'] ?? '', start]);"
-        "return answer; }, 0"
+        "const answer = await before(...given), tag = given[1].headers['If-None-Match'] ?? '';"
+        "seen.push([given[0], answer.status, tag, start]); return answer; }, 0"
     )
     browser.wait("seen.length === 3")
     seen = browser.evaluate("seen")

@@ -76,7 +76,7 @@ def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
             run("c", training={"step": []}),
         ),
     )
-    browser.evaluate("search.value = '', document.querySelectorAll('.groups details').forEach((own) => own.open = true)")
+    browser.evaluate("document.querySelectorAll('.groups details').forEach((own) => own.open = true)")
     browser.wait(f"document.querySelector('[data-metric=\"{name}\"]') !== null")
     assert browser.evaluate(chart(name)) == [[2, 4], [0.5, 0.75]]
     assert browser.evaluate(chart("train/loss")) == [[1, 2], [2, 1]]
@@ -113,8 +113,8 @@ def test_the_address_keeps_the_controls_and_the_section(show):
 def test_the_log_scale_is_for_curves_above_zero(show):
     training = table(step=[1, 2], reward__mean=[-1.0, 2.0], kl__ref=[0.001, 1.0], grad_norm__actor=[1.0, 1.02])
     browser = show(page(run(training=training)), fragment="#log=true")
-    kinds = "Object.fromEntries([...document.querySelectorAll('.chart')].map((box) => [box.dataset.metric, box.plot.scales.y.distr]))"
-    assert browser.evaluate(kinds) == {"reward/mean": 1, "kl/ref": 3, "grad_norm/actor": 3}
+    kinds = "[...document.querySelectorAll('.chart')].map((box) => [box.dataset.metric, box.plot.scales.y.distr])"
+    assert dict(browser.evaluate(kinds)) == {"reward/mean": 1, "kl/ref": 3, "grad_norm/actor": 3}
     assert "above 0" in browser.evaluate("document.querySelector('[data-metric=\"reward/mean\"]').textContent")
     marks = "document.querySelector('[data-metric=\"{}\"]').plot.axes[1]._splits"
     assert browser.evaluate(marks.format("kl/ref")) == pytest.approx([0.001, 0.01, 0.1, 1])
@@ -176,8 +176,8 @@ def test_a_failed_run_has_its_own_colour_and_its_whole_error(show):
         browser = show(page(run(state="failed", error=error)), width=width)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         inside = (
-            "(() => { const box = document.querySelector('.finding pre'), range = new Range(); range.selectNodeContents(box); "
-            "const text = range.getBoundingClientRect(); return [box.textContent.endsWith('END'), box.scrollHeight <= "
+            "(() => { const box = document.querySelector('.finding pre'), range = new Range(); "
+            "range.selectNodeContents(box); const text = range.getBoundingClientRect(); return [box.textContent.endsWith('END'), box.scrollHeight <= "
             "box.clientHeight, text.right <= innerWidth]; })()"
         )
         assert browser.evaluate(inside) == [True, True, True]
@@ -192,8 +192,8 @@ def test_one_step_is_drawn_as_points(show):
     browser = show(page(run(training=table(step=[7], reward__mean=[0.5]), rewards=rewards)))
     ranges = "[...document.querySelectorAll('.chart')].map((box) => [box.plot.scales.x.min, box.plot.scales.x.max])"
     assert browser.evaluate(ranges) == [[3.5, 10.5]] * 2
-    points = "document.querySelector('[data-metric=\"reward quantiles\"]').plot.series.slice(1).map((own) => own.points.show())"
-    assert all(browser.evaluate(points))
+    series = "document.querySelector('[data-metric=\"reward quantiles\"]').plot.series.slice(1)"
+    assert all(browser.evaluate(f"{series}.map((own) => own.points.show())"))
 
 
 def test_empty_sections_say_why(show):

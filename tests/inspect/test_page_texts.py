@@ -3,6 +3,7 @@
 import pytest
 
 from tests.inspect.page_data import page, response, run, with_responses
+from tests.inspect.test_inspector import choose
 
 pytestmark = pytest.mark.timeout(180)
 CARDS = "[...document.querySelectorAll('#responses .sample')]"
@@ -51,7 +52,8 @@ def test_turns_are_numbered_and_results_of_tools_folded(show):
     labels = f"{CARDS}.flatMap((own) => [...own.querySelectorAll('.label')].map((one) => one.textContent))"
     expected = ["prompt", "policy, turn 1", "environment, tool", "policy, turn 2", "environment"]
     assert browser.evaluate(labels) == expected
-    assert [fold[0] for fold in browser.evaluate(FOLDS)] == ["tool call, 26 characters", "result of a tool, 1 character"]
+    folds = [fold[0] for fold in browser.evaluate(FOLDS)]
+    assert folds == ["tool call, 26 characters", "result of a tool, 1 character"]
     numbers = browser.evaluate("[...document.querySelector('.numbers').children].map((own) => own.textContent)")
     assert numbers == ["reward 1", "advantage -0.5", "9 tokens", "2 turns", "1 tool call", "end: max_turns"]
     assert "reward of this turn: 0.25" in browser.evaluate("document.getElementById('responses').innerText")
@@ -75,7 +77,7 @@ def test_the_search_opens_what_it_finds(show):
     browser = show(data)
     opened = "[...document.querySelectorAll('#responses > details')].map((own) => own.open)"
     assert browser.evaluate(opened) == [False, True]
-    browser.evaluate("(own => { own.value = 'needle'; own.dispatchEvent(new Event('input')); })(document.getElementById('text'))")
+    browser.evaluate(choose("text", "needle", "input"))
     assert browser.evaluate(opened) == [True, True]
     assert [fold[2] for fold in browser.evaluate(FOLDS)] == [True, False, False]
     assert browser.evaluate("[...CSS.highlights.get('found')].map(String)") == ["NEEDLE"]
@@ -111,9 +113,11 @@ def test_the_same_prompt_is_shown_over_steps_for_all_runs(show):
     browser = show(page(run("a", answers=one), run("b", answers=other)))
     choices = "[...document.getElementById('prompt').options].map((own) => own.textContent)"
     assert browser.evaluate(choices) == ["7: how much? (0 → 1, 0.5)", "7: other prompt (–)"]
-    shown = "[...document.querySelectorAll('#prompts h3, #prompts h4, #prompts .numbers b')].map((own) => own.textContent)"
+    parts = "document.querySelectorAll('#prompts h3, #prompts h4, #prompts .numbers b')"
+    shown = f"[...{parts}].map((own) => own.textContent)"
     assert browser.evaluate(shown) == ["step 0", "a", "reward 0", "b", "reward 0.5", "step 10", "a", "reward 1"]
-    browser.evaluate("[...document.querySelectorAll('#prompts button')].find((own) => own.textContent === 'next').click()")
+    buttons = "[...document.querySelectorAll('#prompts button')]"
+    browser.evaluate(f"{buttons}.find((own) => own.textContent === 'next').click()")
     assert browser.evaluate(shown) == ["step 0", "b", "reward –"]
     assert not browser.problems
 

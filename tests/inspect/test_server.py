@@ -12,7 +12,7 @@ from http.client import HTTPConnection
 import pytest
 
 from lightning_rlhf.cli.commands import inspect, report
-from lightning_rlhf.inspect import page, project, server
+from lightning_rlhf.inspect import project, server
 from lightning_rlhf.inspect.project import find_runs, is_folder_of_runs, project_data
 from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.server import InspectServer

@@ -8,6 +8,7 @@ import pytest
 from lightning_rlhf.inspect.project import find_runs
 from lightning_rlhf.inspect.server import InspectServer
 from tests.inspect.page_data import project
+from tests.inspect.test_inspector import choose
 from tests.inspect.test_report_page import HOSTILE, ROWS
 
 pytestmark = pytest.mark.timeout(180)
@@ -23,10 +24,6 @@ RUNS = [
      "group": 1, "state": "failed", "seed": None},
     {"name": "c", "config": {"same": "x"}, "last": {}, "group": 2, "state": "damaged", "error": "c cannot be read"},
 ]  # fmt: skip
-
-
-def control(name, value, event="input"):
-    return f"(own => {{ own.value = '{value}'; own.dispatchEvent(new Event('{event}')); }})(document.getElementById('{name}'))"
 
 
 def sort(column):
@@ -49,9 +46,9 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
         ["cc cannot be read", "damaged", "0", "–", "–", "10", "3", "5 s ago"],
     ]
     browser.evaluate("document.querySelector('[aria-expanded]').click()")
-    assert [line[0] for line in browser.evaluate(CELLS)] == ["▾ a/0 and 1 other seed", "a/0", "a/1", "b", "cc cannot be read"]
+    names = [line[0] for line in browser.evaluate(CELLS)]
+    assert names == ["▾ a/0 and 1 other seed", "a/0", "a/1", "b", "cc cannot be read"]
     assert browser.evaluate(CELLS)[1][3:6] == ["0.5 → 1", "0.1", "10"]
-    assert browser.evaluate("document.activeElement === document.body || document.activeElement.ariaExpanded === 'true'")
     browser.evaluate("document.getElementById('single').click()")
     assert len(browser.evaluate(CELLS)) == 4
     assert not browser.problems
@@ -63,7 +60,7 @@ def test_columns_sort_with_missing_values_last(table):
         browser.evaluate(sort(column))
         shown = "".join(line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS))
         assert shown == names, column
-    browser.evaluate(sort("reward/mean") + "," + sort("reward/mean"))
+    browser.evaluate(f"{sort('reward/mean')}, {sort('reward/mean')}")
     assert [line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS)] == ["a", "b", "c"]
     assert browser.evaluate("document.querySelector('[aria-sort=ascending]').textContent") == "reward/mean ↑"
 
@@ -71,21 +68,21 @@ def test_columns_sort_with_missing_values_last(table):
 def test_filters(table):
     browser = table()
     for words, names in (("lr=0.1", "a"), ("B FAILED", "b"), ("nothing", ""), ("", "abc")):
-        browser.evaluate(control("words", words))
+        browser.evaluate(choose("words", words, "input"))
         assert "".join(line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS)) == names
-    browser.evaluate(control("state", "failed", "change"))
+    browser.evaluate(choose("state", "failed"))
     assert [line[0] for line in browser.evaluate(CELLS)] == ["b"]
     assert browser.evaluate("location.hash") == "#state=failed"
-    browser.evaluate(control("state", "", "change"))
-    browser.evaluate(control("checks", "failed", "change"))
+    browser.evaluate(choose("state", ""))
+    browser.evaluate(choose("checks", "failed"))
     assert [line[0] for line in browser.evaluate(CELLS)] == ["a/1"]  # the only one that is left of its group
-    browser.evaluate(control("metrics", "OTH"))
+    browser.evaluate(choose("metrics", "OTH", "input"))
     assert browser.evaluate(HEADINGS)[3:5] == ["other", "lr"]
 
 
 def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
     links = ["a/0/report.html", "", "javascript:window.hacked=1", "//evil.example/x"]
-    browser = table(*[{**own, "link": link, "group": i} for i, (own, link) in enumerate(zip(RUNS, links, strict=True))])
+    browser = table(*[{**own, "link": links[i], "group": i} for i, own in enumerate(RUNS)])
     found = browser.evaluate("[...document.querySelectorAll('a')].map((own) => own.href)")
     assert found[0].endswith("/a/0/report.html")
     assert all(address.startswith("file:///") for address in found)
@@ -99,10 +96,10 @@ def test_hostile_texts_are_only_text(table):
     definitions = {text: {"unit": text, "meaning": text, "link": text} for text in HOSTILE}
     browser = table(*runs, definitions=definitions)
     browser.evaluate("document.getElementById('single').click()")
-    browser.evaluate(control("metrics", "<"))
+    browser.evaluate(choose("metrics", "<", "input"))
     assert browser.evaluate("typeof window.hacked") == "undefined"
-    kinds = "[...document.querySelectorAll('script, img, svg, iframe, base, link, form, object, template')].map((own) => own.tagName)"
-    assert browser.evaluate(kinds) == ["SCRIPT"] * 3
+    kinds = "document.querySelectorAll('script, img, svg, iframe, base, link, form, object, template')"
+    assert browser.evaluate(f"[...{kinds}].map((own) => own.tagName)") == ["SCRIPT"] * 3
     assert not browser.problems
 
 
@@ -112,7 +109,8 @@ def test_a_folder_without_runs_says_so(show):
 
 
 def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
-    folder = [run_directory(f"sweep/{i}", ROWS, config={"lr": i // 2, "seed_everything": i}) for i in range(10)][0].parent
+    for i in range(10):
+        folder = run_directory(f"sweep/{i}", ROWS, config={"lr": i // 2, "seed_everything": i}).parent
     server = InspectServer(find_runs(folder), folder=folder)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     before, browser.allowed = browser.allowed, (*browser.allowed, server.url)

@@ -91,7 +91,10 @@
   /** Limits of a linear axis: a single value is in its middle. */
   const limits = (pad) => (_, low, high) => low === null ? [0, 1]
     : low < high ? uPlot.rangeNum(low, high, pad, pad > 0) : [low - (Math.abs(low) / 2 || 1), high + (Math.abs(high) / 2 || 1)];
-  const limitsOfSteps = (plot, low, high) => low < high && plot.data[0].length > 1 ? [low, high] : limits(0)(plot, plot.data[0][0] ?? null, plot.data[0][0]);
+  const limitsOfSteps = (plot, low, high) => {
+    const [steps] = plot.data;
+    return low < high && steps.length > 1 ? [low, high] : limits(0)(plot, steps[0] ?? null, steps[0]);
+  };
   const limitsOfLog = (_, low, high) => low === null ? [0.1, 1] : low < high ? [low / 1.1, high * 1.1] : [low / 2, high * 2];
 
   /** Marks of a logarithmic axis: 1, 2 and 5 times powers of 10, or equal distances where these are fewer than three. */
@@ -175,12 +178,14 @@
       tables.push(columns);
     }
     const words = present.map(({ run, table }) => inWords(labelled ? run.name : metric, run[table].step, run[table][metric]));
-    const box = element("div", { class: "chart", "data-metric": metric, role: "group", "aria-label": `${labelled ? `${metric}: ` : ""}${words.join("; ")}` }, ...titleOf(metric));
+    const label = `${labelled ? `${metric}: ` : ""}${words.join("; ")}`;
+    const box = element("div", { class: "chart", "data-metric": metric, role: "group", "aria-label": label }, ...titleOf(metric));
     const isLog = log.checked && tables.every(([, ...columns]) => columns.every((values) => known(values).every((number) => number > 0)));
     if (log.checked && !isLog) box.append(element("p", { class: "muted definition", text: "linear: it has values that are not above 0" }));
     parent.append(box);
     const shown = (_, number) => isMissing(number) ? "" : short(number);
-    draw(box, tables.length === 1 ? tables[0] : uPlot.join(tables), [{ label: axis.options[axis.selectedIndex].text, value: shown }, ...series], { bands }, isLog);
+    const joined = tables.length === 1 ? tables[0] : uPlot.join(tables);
+    draw(box, joined, [{ label: axis.options[axis.selectedIndex].text, value: shown }, ...series], { bands }, isLog);
   }
 
   function redraw() {
@@ -226,10 +231,13 @@
       const box = element("div", { class: "chart", "data-metric": "reward quantiles", role: "group", "aria-label": words },
         element("h3", {}, key(i), labelled ? run.name : "reward"));
       quantiles.append(box);
-      const value = (_, number) => short(number);
-      const line = (label, width) => ({ label, stroke: width ? stroke : "transparent", width, points: width || rows.length === 1 ? { ...points, stroke } : { show: false }, value });
+      const value = (_, number) => short(number), hasPoints = (name) => name === "median" || rows.length === 1;
+      const line = (label) => ({
+        label, value, stroke: label === "median" ? stroke : "transparent", width: label === "median" ? 2 : 0,
+        points: hasPoints(label) ? { ...points, stroke } : { show: false },
+      });
       draw(box, [steps, ...columns],
-        [{ label: "step" }, line("least", 0), line("10 %", 0), line("25 %", 0), line("median", 2), line("75 %", 0), line("90 %", 0), line("largest", 0)],
+        [{ label: "step" }, ...["least", "10 %", "25 %", "median", "75 %", "90 %", "largest"].map(line)],
         { bands: [[7, 1, 0.13], [6, 2, 0.2], [5, 3, 0.27]].map(([high, low, alpha]) => ({ series: [high, low], fill: faded(stroke, alpha) })) });
     });
     if (!quantiles.hasChildNodes()) quantiles.append(element("p", { class: "muted", text: "No rewards of responses were written yet." }));

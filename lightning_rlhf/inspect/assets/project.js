@@ -1,9 +1,11 @@
 "use strict";
 /** The table of the runs below a folder: states, settings that differ, and values of metrics. */
 (() => {
-  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, compare, meaningOf, kept, ready } = window.report;
+  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration,
+    compare, meaningOf, kept, ready } = window.report;
   let { runs } = data.project;
-  const FEATURED = ["val/greedy", "val/sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy", "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
+  const FEATURED = ["val/greedy", "val/sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
+    "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
   const NEW_DATA = 10_000, NEW_DATA_OF_HIDDEN = 60_000;  // ms between requests
   const selected = new Set(), opened = new Set();  // numbers of runs; groups of seeds
@@ -21,12 +23,14 @@
   const note = element("span", { class: "muted", role: "status" });
   const comparison = element("span", { id: "comparison", role: "status" });
   place.append(element("div", { class: "controls" }, element("label", {}, "show", words), element("label", {}, "state", states),
-    element("label", {}, "checks", checks), element("label", {}, "metrics", metrics), element("label", {}, single, "each seed in a row"), comparison, note));
+    element("label", {}, "checks", checks), element("label", {}, "metrics", metrics),
+    element("label", {}, single, "each seed in a row"), comparison, note));
   const count = element("p", { class: "muted", role: "status" });
   const table = element("table", { class: "project" });
   place.append(count, element("div", { class: "runs-table" }, table));
-  place.append(element("p", { class: "muted", text: "Metrics: first → last value; of runs that differ in the seed alone, mean ± standard deviation of the last values (number of runs)."
-    + ` Settings: those that differ between the runs.${live ? ` Select up to ${MOST_COMPARED} runs to compare them.` : ""}` }));
+  place.append(element("p", { class: "muted", text: "Metrics: first → last value; of runs that differ in the seed alone, mean ± "
+    + `standard deviation of the last values (number of runs). Settings: those that differ between the runs.`
+    + `${live ? ` Select up to ${MOST_COMPARED} runs to compare them.` : ""}` }));
 
   // -- rows -----------------------------------------------------------------------------------------------------------
   function columnsOf() {
@@ -95,8 +99,10 @@
   }
 
   function stateCell(row) {
-    return [...Map.groupBy(row.runs, (run) => run.state)].sort().flatMap(([state, same], i) => [i ? ", " : "",
-      element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text: row.runs.length > 1 ? `${same.length} ${state}` : state })]);
+    return [...Map.groupBy(row.runs, (run) => run.state)].sort().flatMap(([state, same], i) => {
+      const text = row.runs.length > 1 ? `${same.length} ${state}` : state;
+      return [i ? ", " : "", element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text })];
+    });
   }
 
   function cellOf(row, column, isMember) {
@@ -109,7 +115,8 @@
     if (column.name === "failed checks") return [String(values.reduce((sum, value) => sum + value, 0))];
     if (column.name === "steps") return [stepsOf(run, Math.min(...values), Math.max(...values))];
     if (column.isSetting) return [String(own(run.config, column.name))];
-    if (isGroup) return [values.length > 1 ? `${short(mean(values))} ± ${Number(deviation(values).toPrecision(2))} (${values.length})` : `${short(values[0])} (1)`];
+    if (isGroup && values.length === 1) return [`${short(values[0])} (1)`];
+    if (isGroup) return [`${short(mean(values))} ± ${Number(deviation(values).toPrecision(2))} (${values.length})`];
     const first = column.isMetric ? own(run.first, column.name) : undefined;
     return [isMissing(first) ? short(values[0]) : `${short(first)} → ${short(values[0])}`];
   }
@@ -131,7 +138,12 @@
   }
 
   function line(row, columns, isMember = false) {
-    const cells = columns.map((column) => element("td", { dir: "auto", class: `${column.isNumber ? "number" : ""} ${column.name === "failed checks" && valueOf(row, column) ? "failed" : ""}` }, ...cellOf(row, column, isMember)));
+    const cells = columns.map((column) => {
+      const made = element("td", { dir: "auto" }, ...cellOf(row, column, isMember));
+      made.classList.toggle("number", Boolean(column.isNumber));
+      made.classList.toggle("failed", column.name === "failed checks" && valueOf(row, column) > 0);
+      return made;
+    });
     return element("tr", { class: isMember ? "of-group" : "" }, ...(live ? [element("td", {}, boxOf(row))] : []), ...cells);
   }
 

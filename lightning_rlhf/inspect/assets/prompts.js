@@ -1,7 +1,7 @@
 "use strict";
 /** "The same prompt": its responses at each validation, for all runs side by side. */
 (() => {
-  const { runs, labelled, live, element, section, choices, button, short, key, card, expand } = window.report;
+  const { runs, labelled, live, element, section, choices, button, short, key, card, expandButton } = window.report;
   const MOST_VALIDATIONS = 12;  // files that the inspector reads for this section
 
   /** Prompts by position and text: {title, answers: [{run, step, row}]}. */
@@ -45,8 +45,9 @@
     const place = section("prompts", "The same prompt");
     const choice = choices("prompt", []), content = element("div"), note = element("p", { class: "muted", role: "status" });
     const move = (by) => { choice.selectedIndex = Math.min(Math.max(choice.selectedIndex + by, 0), choice.length - 1); draw(); };
-    const all = button("expand all", () => { expand(content, all.ariaPressed !== "true"); all.ariaPressed = String(all.ariaPressed !== "true"); }, { "aria-pressed": "false" });
-    const controls = element("div", { class: "controls" }, element("label", {}, "prompt", choice), button("previous", () => move(-1)), button("next", () => move(1)), all);
+    const all = expandButton(content);
+    const controls = element("div", { class: "controls" }, element("label", {}, "prompt", choice),
+      button("previous", () => move(-1)), button("next", () => move(1)), all);
     let prompts = [];
     const draw = () => { content.replaceChildren(...(prompts.length ? answersOf(prompts[choice.selectedIndex]) : [])); all.ariaPressed = "false"; };
     choice.addEventListener("change", draw);
@@ -75,7 +76,8 @@
       loaded = JSON.stringify(wanted);
       controls.hidden = !wanted.flat().length;
       const left = runs.reduce((sum, run, i) => sum + (run.validations ?? []).length - wanted[i].length, 0);
-      note.textContent = controls.hidden ? "No responses of a validation were written yet." : left ? `The first, the last, and others in equal distances; ${left} are not shown.` : "";
+      note.textContent = controls.hidden ? "No responses of a validation were written yet."
+        : left ? `The first, the last, and others in equal distances; ${left} are not shown.` : "";
       const files = wanted.flatMap((steps, run) => steps.map((step) => ({ run, step })));
       const answers = await Promise.all(files.map(async ({ run, step }) => {
         const answer = await fetch(`validations/${run}/${step}`);

@@ -1,8 +1,8 @@
 "use strict";
 /** The parts of the page of one or more runs, from top to bottom. */
 (() => {
-  const { runs, labelled, live, page, element, section, button, own, short, counted, known, total, duration, key, colour, marked, card,
-    expand, find, NO_RESPONSES, addCurves, addQuantiles, addPrompts, redraw, ready } = window.report;
+  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, key, colour, marked, box, card,
+    expandButton, find, NO_RESPONSES, addCurves, addQuantiles, addPrompts, redraw, ready } = window.report;
   const fills = [];  // functions that fill the sections with the data of the runs
   let received = Date.now();  // time of the data
 
@@ -38,12 +38,13 @@
     const kind = (run, name) => name === "state" && run.state === "failed" ? "failed" : "";
     if (labelled) {
       const table = element("table", {}, element("tr", {}, element("th"), ...headings.map((text) => element("th", { text }))));
-      figures.forEach((run, i) => table.append(element("tr", {}, element("td", {}, key(i), runs[i].name),
+      figures.forEach((run, i) => table.append(element("tr", {}, element("td", { class: "name" }, key(i), runs[i].name),
         ...headings.map((name) => element("td", { text: run[name], class: `nowrap ${kind(run, name)}` })))));
       summary.replaceChildren(element("div", { class: "scroll" }, table));
     } else {
-      summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) =>
-        element("div", { class: `figure ${kind(figures[0], name)}` }, element("b", { text: figures[0][name] }), element("span", { class: "muted", text: name })))));
+      const [run] = figures;
+      summary.replaceChildren(element("div", { class: "figures" }, ...headings.map((name) => element("div", { class: `figure ${kind(run, name)}` },
+        element("b", { text: run[name] }), element("span", { class: "muted", text: name })))));
     }
   }
   fills.push(summarise);
@@ -72,7 +73,7 @@
     health.replaceChildren();
     runs.forEach((run, i) => {
       if (labelled) health.append(element("h3", {}, key(i), run.name));
-      if (run.error) health.append(element("div", { class: "finding" }, element("b", { text: "The run failed" }), element("pre", { dir: "auto" }, ...marked(run.error))));
+      if (run.error) health.append(element("div", { class: "finding" }, element("b", { text: "The run failed" }), box(run.error)));
       if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: "No check failed." }));
       for (const found of run.findings) {
         const now = known(own(run.training, found.metric)).at(-1);
@@ -90,7 +91,8 @@
   addCurves();
   if (live || runs.some((run) => run.rewards.length)) {
     const rewards = section("rewards", "Rewards of responses");
-    rewards.append(element("p", { class: "muted", text: "Quantiles of the logged responses of each step: least and largest, 10 to 90 %, 25 to 75 %, median." }));
+    const explanation = "Quantiles of the logged responses of each step: least and largest, 10 to 90 %, 25 to 75 %, median.";
+    rewards.append(element("p", { class: "muted", text: explanation }));
     addQuantiles(rewards);
     const groups = element("div");
     rewards.append(groups);
@@ -101,7 +103,8 @@
   function groupsOf(run) {
     if (!run.groups.length || run.groups.every((group) => group.rewards.length < 2)) return [];
     const equal = run.groups.filter((group) => group.rewards.at(-1) - group.rewards[0] < 1e-9);
-    const table = element("table", {}, element("tr", {}, ...["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }))));
+    const headings = ["mean", "least", "largest", "prompt"].map((text, i) => element("th", { text, class: i < 3 ? "number" : "" }));
+    const table = element("table", {}, element("tr", {}, ...headings));
     const shown = run.groups.length > 8 ? [...run.groups.slice(0, 4), ...run.groups.slice(-4)] : run.groups;
     for (const group of shown) {
       const numbers = [group.mean, group.rewards[0], group.rewards.at(-1)].map((value) => element("td", { class: "number", text: short(value) }));
@@ -113,7 +116,10 @@
   }
 
   // -- time -----------------------------------------------------------------------------------------------------------
-  const parts = { "time/generate_s": "generate", "time/update_s": "update", "time/evaluate_s": "evaluate the models", "time/reward_s": "compute rewards", "time/sync_s": "sync weights", "time/check_s": "compare engine and actor" };
+  const parts = {
+    "time/generate_s": "generate", "time/update_s": "update", "time/evaluate_s": "evaluate the models",
+    "time/reward_s": "compute rewards", "time/sync_s": "sync weights", "time/check_s": "compare engine and actor",
+  };
   const time = element("div");
   section("time", "Time").append(time);
   fills.push(() => {
@@ -148,9 +154,8 @@
 
   function addSamples(samples) {
     const text = element("input", { type: "search", placeholder: "text", "aria-label": "search in the responses", id: "text" });
-    const all = button("expand all", () => { expand(samples, all.ariaPressed !== "true"); all.ariaPressed = String(all.ariaPressed !== "true"); }, { "aria-pressed": "false" });
     const note = element("span", { class: "muted", role: "status" });
-    samples.append(element("div", { class: "controls" }, text, all, note));
+    samples.append(element("div", { class: "controls" }, text, expandButton(samples), note));
     for (const run of runs) {
       for (const { step, rows } of run.samples) {
         const grid = element("div", { class: "samples" }, ...rows.map((row) => card(row)));
@@ -192,7 +197,9 @@
   const namesOfFacts = [...new Set(facts.flatMap((fact) => Object.keys(fact)))];
   table("environment", namesOfFacts.map((name) => [name, facts.map((fact) => own(fact, name) ?? "")]), false);
 
-  for (const made of page.querySelectorAll("section")) navigation.append(element("a", { href: `#${made.id}`, text: made.querySelector("h2").textContent }));
+  for (const made of page.querySelectorAll("section")) {
+    navigation.append(element("a", { href: `#${made.id}`, text: made.querySelector("h2").textContent }));
+  }
 
   function fill() {
     fills.forEach((one) => one());

@@ -130,6 +130,15 @@
     for (const part of root.querySelectorAll("details")) part.open = isWhole || (part.open && !part.classList.contains("fold"));
   }
 
+  /** A button that expands all cards in an element, and undoes it. */
+  function expandButton(root) {
+    const made = button("expand all", () => {
+      made.ariaPressed = String(made.ariaPressed !== "true");
+      expand(root, made.ariaPressed === "true");
+    }, { "aria-pressed": "false" });
+    return made;
+  }
+
   /** Opens the folded parts that contain a text, and marks where it is. Returns the number of places. */
   function find(root, wanted) {
     const places = [], text = wanted.trim().toLowerCase();
@@ -145,11 +154,12 @@
       }
     }
     for (const range of places) {
-      for (let part = range.startContainer.parentElement.closest("details"); part && root.contains(part); part = part.parentElement.closest("details")) part.open = true;
+      const around = (node) => node.parentElement.closest("details");
+      for (let part = around(range.startContainer); part && root.contains(part); part = around(part)) part.open = true;
     }
     if (window.CSS.highlights) CSS.highlights.set("found", new Highlight(...places));
     return places.length;
   }
 
-  Object.assign(window.report, { NO_RESPONSES, marked, box, fold, block, card, expand, find, segmentBlocks, stopOf, policyText, responseBlocks });
+  Object.assign(window.report, { NO_RESPONSES, marked, box, block, card, expand, expandButton, find, segmentBlocks, stopOf, responseBlocks });
 })();

@@ -34,7 +34,10 @@
     return { kind, origin, least, largest, strongest };
   }
 
-  const units = { weight: (number) => short(Math.exp(number)), version: (number) => `version ${number}`, in_loss: (number) => number ? "in the loss" : "not in the loss", advantage: short };
+  const units = {
+    weight: (number) => short(Math.exp(number)), version: (number) => `version ${number}`, advantage: short,
+    in_loss: (number) => number ? "in the loss" : "not in the loss",
+  };
   const nats = (number) => `${short(number)} nats`;
 
   function legendOf(scale) {
@@ -71,7 +74,10 @@
         const label = !tokens.sampled[i] ? "environment" : tokens.sampled.includes(false) ? `policy, turn ${turn}` : "policy";
         blocks.push(block(tokens.sampled[i] ? "policy" : "environment", label, box));
       }
-      const span = element("span", { class: `${tokens.sampled[i] ? "" : "written "}${common && !common[i] ? "differs " : ""}${text.includes("\n") ? "newline" : ""}` }, ...marked(text));
+      const span = element("span", {}, ...marked(text));
+      span.classList.toggle("written", !tokens.sampled[i]);
+      span.classList.toggle("differs", Boolean(common) && !common[i]);
+      span.classList.toggle("newline", text.includes("\n"));
       if (scale && numbers[i] !== null) span.style.backgroundColor = paint(numbers[i] - scale.origin, scale.strongest);
       span.title = describe(tokens, i).join("\n");
       spans.push(span);
@@ -140,7 +146,8 @@
     if (!row.tokens?.ids.length) return [element("p", { class: "muted note", text: `${MISSING}.` }), ...responseBlocks(row)];
     const count = row.tokens.ids.length, blocks = tokenBlocks(row, other, scale, tell);
     if (isMissing(row.response_tokens) || row.response_tokens <= count) return blocks;
-    const text = `The first ${whole(count)} of ${whole(row.response_tokens)} tokens have values; the rest follows without: raise max_token_values of RolloutLog.`;
+    const text = `The first ${whole(count)} of ${whole(row.response_tokens)} tokens have values; the rest follows without: `
+      + "raise max_token_values of RolloutLog.";
     return [...blocks, element("p", { class: "muted note", text }), ...restBlocks(row)];
   }
 

@@ -42,17 +42,19 @@
       ...[["advantage", (row) => row.advantage], ["tokens", tokens], ["turns", (row) => row.turns], ["tool calls", (row) => row.tool_calls]]
         .filter(([, value]) => has(value)).map(([name, value]) => numeric(name, value)),
       ...(has(stopOf) ? [{ name: "end", value: stopOf }] : []),
-      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", cell: (row) => [cut(ownPart(row.prompt ?? ""))] },
-      { name: "response", value: (row) => row.response, least: "14em", share: "2fr", cell: responseCell },
+      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", nodes: (row) => cell(ownPart(row.prompt ?? "")) },
+      { name: "response", value: (row) => row.response, least: "14em", share: "2fr", nodes: responseCell },
     ];
   }
 
-  const cut = (own) => String(own).slice(0, CELL);
+  const cut = (own) => String(own ?? "").slice(0, CELL);
+  const cell = (own) => marked(cut(own));
 
   /** The beginning of a response; the parts of a conversation are apart. */
   function responseCell(row) {
-    if (!row.segments?.length) return marked(cut(row.response ?? ""));
-    return row.segments.slice(0, 12).map((part) => element("span", { class: part.from === "policy" ? "part" : "part muted" }, ...marked(cut(part.text))));
+    if (!row.segments?.length) return cell(row.response);
+    const kind = (part) => part.from === "policy" ? "part" : "part muted";
+    return row.segments.slice(0, 12).map((part) => element("span", { class: kind(part) }, ...marked(cut(part.text))));
   }
 
   const filters = {
@@ -133,19 +135,19 @@
   }
 
   function drawLines() {
-    const found = shown(), rewardsOfLine = (row) => columns.map((column) => cellOf(column, row));
+    const found = shown();
     count.textContent = `${whole(found.length)} of ${whole(rows.length)} responses`;
     lines.replaceChildren(...found.map((row, i) => {
-      const line = element("button", { type: "button", class: "line", tabindex: i ? -1 : 0 }, ...rewardsOfLine(row));
+      const line = element("button", { type: "button", class: "line", tabindex: i ? -1 : 0 }, ...columns.map((column) => cellOf(column, row)));
       line.row = row;
       return line;
     }));
     markChosen();
   }
 
-  function cellOf({ value, isNumber, cell }, row) {
+  function cellOf({ value, isNumber, nodes }, row) {
     if (isNumber) return element("span", { class: "number", text: short(value(row)) });
-    return element("span", { class: cell ? "cut" : "nowrap", dir: "auto" }, ...(cell ? cell(row).flatMap((node) => typeof node === "string" ? marked(node) : [node]) : [String(value(row))]));
+    return element("span", { class: nodes ? "cut" : "nowrap", dir: "auto" }, ...(nodes ? nodes(row) : cell(value(row))));
   }
 
   function markChosen() {
@@ -193,7 +195,7 @@
     legend.replaceChildren(...(scale ? legendOf(scale) : []));
     if (!scale && colour.value === "entropy" && chosen.some((row) => row.tokens)) legend.append("The files of this run have no entropies.");
     const tell = (numbers) => { told.textContent = numbers; };
-    detail.replaceChildren(...chosen.map((row, i) => card(row, colouredBlocks(row, chosen.length === 2 ? chosen[1 - i] : null, scale, colour.value, tell))));
+    detail.replaceChildren(...chosen.map((row, i) => card(row, colouredBlocks(row, chosen[1 - i], scale, colour.value, tell))));
     if (!chosen.length && rows.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
     if (all.ariaPressed === "true") expand(detail, true);
     find(detail, text.value);

@@ -177,8 +177,8 @@ def test_a_failed_run_has_its_own_colour_and_its_whole_error(show):
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         inside = (
             "(() => { const box = document.querySelector('.finding pre'), range = new Range(); "
-            "range.selectNodeContents(box); const text = range.getBoundingClientRect(); return [box.textContent.endsWith('END'), box.scrollHeight <= "
-            "box.clientHeight, text.right <= innerWidth]; })()"
+            "range.selectNodeContents(box); return [box.textContent.endsWith('END'), "
+            "box.scrollHeight <= box.clientHeight, range.getBoundingClientRect().right <= innerWidth]; })()"
         )
         assert browser.evaluate(inside) == [True, True, True]
     colour = "getComputedStyle(document.querySelector('.figure.failed b')).color"

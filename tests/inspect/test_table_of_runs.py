@@ -45,7 +45,8 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
         ["b", "failed", "0", "0 → 9", "0.02", "10", "–", "5 s ago"],
         ["cc cannot be read", "damaged", "0", "–", "–", "10", "3", "5 s ago"],
     ]
-    browser.evaluate("document.querySelector('[aria-expanded]').click()")
+    browser.evaluate("(own => { own.focus(); own.click(); })(document.querySelector('[aria-expanded]'))")
+    assert browser.evaluate("document.activeElement.ariaExpanded") == "true"  # of the new table
     names = [line[0] for line in browser.evaluate(CELLS)]
     assert names == ["▾ a/0 and 1 other seed", "a/0", "a/1", "b", "cc cannot be read"]
     assert browser.evaluate(CELLS)[1][3:6] == ["0.5 → 1", "0.1", "10"]
@@ -91,8 +92,12 @@ def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
 
 
 def test_hostile_texts_are_only_text(table):
-    runs = [{"name": text, "state": text, "error": text, "config": {text: text}, "last": {text: 1.0}, "first": {text: 0.0},
-             "seed": text, "link": text, "group": 1} for text in HOSTILE]  # fmt: skip
+    plain = ("name", "state", "error", "seed", "link")
+    parts = {"config": lambda text: {text: text}, "last": lambda text: {text: 1.0}, "first": lambda text: {text: 0.0}}
+    runs = [
+        {**dict.fromkeys(plain, text), **{name: make(text) for name, make in parts.items()}, "group": 1}
+        for text in HOSTILE
+    ]
     definitions = {text: {"unit": text, "meaning": text, "link": text} for text in HOSTILE}
     browser = table(*runs, definitions=definitions)
     browser.evaluate("document.getElementById('single').click()")

@@ -68,7 +68,7 @@ def test_the_legend_has_the_last_value_of_each_run(show):
 @pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/greedy"])
 def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
-    empty = {"step": [1, 2], name: [None, None]}
+    empty = {"step": [1, 2], name: [None, None], "no/values": [None, None]}
     browser = show(
         page(
             run("a", training=table(step=[1, 2], train__loss=[2.0, 1.0]), validation=validation),
@@ -80,6 +80,7 @@ def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     browser.wait(f"document.querySelector('[data-metric=\"{name}\"]') !== null")
     assert browser.evaluate(chart(name)) == [[2, 4], [0.5, 0.75]]
     assert browser.evaluate(chart("train/loss")) == [[1, 2], [2, 1]]
+    assert browser.evaluate("document.querySelector('[data-metric=\"no/values\"]')") is None
     assert not browser.problems
 
 

@@ -20,6 +20,8 @@ from lightning_rlhf.inspect.run_directory import RunDirectory, read_responses
 from lightning_rlhf.inspect.values import as_json, number, rounded
 
 _ASSETS = Path(__file__).parent / "assets"
+_SCRIPTS = ("uPlot.iife.min.js", "common.js", "texts.js", "charts.js", "prompts.js", "report.js")  # in this order
+_LIVE_SCRIPTS = ("diff.js", "tokens.js", "viewer.js")  # after those
 _SAMPLES = 12  # responses of a step on the page, and prompts whose answers are on it
 _LONGEST_TEXT = 20_000  # characters of a text on the page
 _LONGEST_PROMPT = 1000  # characters of the prompt of a group
@@ -37,7 +39,7 @@ def report_page(runs: Sequence[RunDirectory], live: bool = False) -> str:
     """
     data = run_data(runs, live)
     names = {name for run in data for table in ("training", "validation") for name in run[table]} - {"step"}
-    scripts = ("uPlot.iife.min.js", "report.js", *(("viewer.js",) if live else ()))
+    scripts = (*_SCRIPTS, *(_LIVE_SCRIPTS if live else ()))
     return html_page({"runs": data, "definitions": definitions(sorted(names))}, scripts, live)
 
 

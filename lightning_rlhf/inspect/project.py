@@ -53,7 +53,7 @@ def project_page(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str
         links: address of the page of each run, relative to this page; empty without one.
         live: whether the page is that of the inspector.
     """
-    return html_page(project_data(folder, runs, links), ("project.js",), live)
+    return html_page(project_data(folder, runs, links), ("common.js", "project.js"), live)
 
 
 def project_data(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_the_controls(page, run_directory):
     assert browser.evaluate(chart("reward/mean"))[0] == [2 * i for i in range(1, 11)]
     browser.evaluate("smoothing.value = 0.5, smoothing.dispatchEvent(new Event('input'))")
     smoothed = (0.5 * 0.1 + 0.2) / 1.5  # by hand: the mean with weights 1/2 and 1
-    browser.wait(f"Math.abs({chart('reward/mean')}[1][1] - {smoothed}) < 1e-12")
+    browser.wait(f"Math.abs({chart('reward/mean')}.at(-1)[1] - {smoothed}) < 1e-12")  # behind the raw values
     browser.evaluate("search.value = 'KL', search.dispatchEvent(new Event('input'))")
     browser.wait("document.querySelectorAll('[data-metric=\"reward/mean\"]').length === 0")
     shown = "[...document.querySelectorAll('#curves [data-metric]')].map((box) => box.dataset.metric)"
@@ -132,7 +132,7 @@ def test_several_runs_share_charts_and_their_differences_come_first(page, run_di
     assert not browser.problems
 
 
-def test_hostile_texts_are_only_text(page, run_directory):
+def test_hostile_texts_are_only_text(page, run_directory, tmp_path):
     rows = [{"step": 1, "reward/mean": 1.0, **{f"reward/{text}": 1.0 for text in HOSTILE if "\x00" not in text}}]
     responses = [
         {"prompt": text, "response": text, "ground_truth": text, "reward": 1.0, "rewards": {text: 1.0}, "group": i,
@@ -152,7 +152,8 @@ def test_hostile_texts_are_only_text(page, run_directory):
         elements = "[...document.querySelectorAll('script, img, svg, iframe, base, link, form, object, template, a')]"
         kinds = browser.evaluate(f"{elements}.map((own) => own.tagName + (own.getAttribute('href') || ''))")
         assert {kind for kind in kinds if not kind.startswith("A#")} == {"SCRIPT"}
-        assert kinds.count("SCRIPT") == 3
+        scripts = browser.evaluate("document.scripts.length")
+        assert kinds.count("SCRIPT") == scripts == (tmp_path / "page.html").read_text().count("<script")
         assert "<script>window.hacked=1</script>" in browser.evaluate("document.body.textContent")
         assert not browser.problems
 

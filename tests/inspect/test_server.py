@@ -12,7 +12,7 @@ from http.client import HTTPConnection
 import pytest
 
 from lightning_rlhf.cli.commands import inspect, report
-from lightning_rlhf.inspect import page, project, server
+from lightning_rlhf.inspect import project, server
 from lightning_rlhf.inspect.project import find_runs, is_folder_of_runs, project_data
 from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.server import InspectServer
@@ -38,14 +38,6 @@ def start():
     for made in servers:
         made.shutdown()
         made.server_close()
-
-
-@pytest.fixture(autouse=True)
-def a_script_of_the_table(monkeypatch, tmp_path_factory):
-    assets = tmp_path_factory.mktemp("assets")
-    shutil.copytree(page._ASSETS, assets, dirs_exist_ok=True)
-    (assets / "project.js").write_text("")
-    monkeypatch.setattr(page, "_ASSETS", assets)
 
 
 def get(made, path, method="GET", **headers):

@@ -69,7 +69,7 @@ def before_and_after(
 
 
 def left_to_learn(metrics: Mapping[str, float]) -> str:
-    """Return a sentence about what the validation before training leaves to learn; empty if it cannot be known.
+    """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 
     Args:
         metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
@@ -101,10 +101,10 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric of a reward has the same values as that of correct responses."""
-    place, _, own = name.rpartition("/")
+    group, _, own = name.rpartition("/")
     for end, other in _REPEATED.items():
-        before, found, k = own.rpartition(f"_{end}")
-        same = f"{place}/{other}{k}"
-        if found and before and (k.isdigit() or not k) and metrics.get(same) == metrics[name]:
+        before, ending, k = own.rpartition(f"_{end}")
+        same = f"{group}/{other}{k}"
+        if ending and before and (k.isdigit() or not k) and metrics.get(same) == metrics[name]:
             return True
     return False

@@ -248,13 +248,13 @@ class Validation:
         groups = self._groups(first[:, 0])
         metrics = dict[str, float]()
         for quantity, table in zip(quantities, tables, strict=True):
-            for place, rows in groups.items():
+            for group, rows in groups.items():
                 for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
                     known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
                     interval = mean_interval([row for row in known if row]) if any(known) else {}
                     for bound in ("low", "high"):
                         value = interval.get(bound)
-                        metrics[f"{place}{quantity.prefix}{name}_{bound}"] = math.nan if value is None else value
+                        metrics[f"{group}{quantity.prefix}{name}_{bound}"] = math.nan if value is None else value
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

@@ -47,8 +47,8 @@ def with_responses(*rows, **changes):
 def project(*runs, definitions=None):
     """Data of the table of runs."""
     whole = [
-        {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600, "seed": i,
-         "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **own}
+        {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600,
+         "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **own}
         for i, own in enumerate(runs)
     ]  # fmt: skip
     return {"project": {"path": "runs", "runs": whole}, "definitions": definitions or {}}

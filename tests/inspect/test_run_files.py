@@ -68,7 +68,7 @@ def test_other_files_beside_the_responses_are_ignored(run_directory, tmp_path):
     (tmp_path / "secret.jsonl").write_text(json.dumps({"response": "secret"}))
     (rollouts / "step-000005.jsonl").symlink_to(tmp_path / "secret.jsonl")
     (rollouts / "step-000006.jsonl").symlink_to(tmp_path / "missing")
-    assert data_of(folder) == {**before, "seconds": data_of(folder)["seconds"]}
+    assert data_of(folder) == before
     assert RunDirectory(folder).rollouts(5) == []
 
 
@@ -235,7 +235,6 @@ def test_the_page_defines_the_metrics_of_its_runs(run_directory):
     assert found["kl/ref"] == {
         "unit": "nats per response",
         "meaning": "KL to the reference by k1, before the update",
-        "link": "",
     }
     assert found["val/greedy"]["unit"] == "share"
     assert "mine" not in found

@@ -127,6 +127,12 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     data = trainer.datamodule
     if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
         raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
+    callbacks: list[Any] = trainer.callbacks
+    loops = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
+    if loops > 1:
+        raise UsageError(
+            f"the Trainer has {loops} RolloutLoops, allowed: one; put all rewards into its list of rewards"
+        )
     labels = list(reward_weights(loop))
     if not labels and "reward_model" not in module.sources:
         raise UsageError(
@@ -135,6 +141,13 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     if loop.environment is not None and ENVIRONMENT in [reward.label for reward in loop.rewards]:
         raise UsageError(f"a reward cannot be called {ENVIRONMENT!r}, the name of the environment's: use another name")
     check_val_metric(loop.val_metric, labels)
+    if loop.val_metric is not None and "val" not in data.reports:
+        log.warning("val_metric is %r, but there is no validation data: set data.init_args.val", loop.val_metric)
+    if not any(getattr(callback, "writes_metrics", False) for callback in callbacks):
+        log.info(
+            "The Trainer lacks the default callbacks, so this run has no metrics.csv, report or health checks: use "
+            "callbacks=lightning_rlhf.callbacks.complete([...])"
+        )
     for warning in filter(None, (data.ignored_tools, data.end_token_warning(loop.stop_token_ids))):
         log.warning(warning)
     if loop.dynamic_sampling is not None:

@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,17 +17,22 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
+from lightning_rlhf.compat import optimizer_at
 from lightning_rlhf.counted import counted
+from lightning_rlhf.inspect.run_directory import read_metrics
 from lightning_rlhf.models.loading import Pretrained
 from lightning_rlhf.modules.rlhf import RLHFModule
 from lightning_rlhf.modules.role_module import RoleModule
 
 from .checks import check_at_least, check_module
+from .held_out import before_and_after, left_to_learn, shown_names, with_interval
+from .metrics_csv import MetricsCSV
+from .report import Report
 from .rollout_loop import RolloutLoop
 
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
-_BOUNDS = ("_low", "_high")  # ends of names of metrics
+_WAITING_SECONDS = 5.0  # between two lines before the first step
 _TIMED_STEPS = 3  # before the line about the remaining time
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
 _LINE_METRICS = (
@@ -52,7 +58,9 @@ class StepProgressBar(RichProgressBar):
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
-    After three steps, a line has the estimated time of the others, if that is more than five minutes.
+    Until the first step, a line every five seconds names the work in progress. After three steps, a line has the
+    estimated time of the others, if that is more than five minutes. The last lines compare the first and the last
+    validation.
 
     Args:
         every_n_steps: number of steps between two lines, at least 1.
@@ -61,19 +69,34 @@ class Console(Callback):
     def __init__(self, every_n_steps: int = 1) -> None:
         check_at_least(1, every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self._step_ended: threading.Event | None = None
+        self._ended: threading.Event | None = None
         self._began = 0.0
         self._seconds: list[float] = []  # of the first steps
+        self._doing = ""  # work before the first step
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Validate the module."""
+        """Validate the module, and start to print the work in progress."""
         check_module(self, pl_module, RoleModule)
+        if stage == "fit":
+            self._doing = "the models load" if _rollout_loop(trainer) is None else "the engine starts, the models load"
+            self._print_regularly(trainer, lambda: self._doing, _WAITING_SECONDS)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Update the line about the work in progress: the models are loaded."""
+        self._doing = "the run is prepared" if _rollout_loop(trainer) is None else "the engine starts"
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
         self._seconds = []
         if trainer.is_global_zero:
             print("\n".join(self.description(trainer, pl_module)), flush=True)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Update the line about the work in progress: a batch of the validation."""
+        count = sum(int(own) for own in trainer.num_val_batches if math.isfinite(own))
+        self._doing = f"validation, batch {batch_idx + 1} of {count}"
 
     def description(self, trainer: Trainer, module: RoleModule) -> list[str]:
         """Return lines about models, data, batch arithmetic, engine and device."""
@@ -104,31 +127,42 @@ class Console(Callback):
             lines.append(f"one step: {counted(data.batch_size, 'row')}, one update; {counted(steps, 'step')}")
         if unused := unused_validation(trainer, steps):
             lines.append(unused)
+        lines += learning_rates(module)
         lines.append(f"run directory: {trainer.default_root_dir}")
         return lines
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int) -> None:
         """Start to print a line for every minute that the step takes."""
         self._began = time.monotonic()
-        if trainer.is_global_zero and not _draws_a_bar(trainer):
-            self._stop_heartbeat()
-            self._step_ended = threading.Event()
-            beat = threading.Thread(target=_heartbeat, args=(trainer.global_step + 1, self._step_ended), daemon=True)
-            beat.start()
+        self._stop()
+        if not _draws_a_bar(trainer):
+            step = trainer.global_step + 1
+            self._print_regularly(trainer, lambda: f"step {step}: running", _HEARTBEAT_SECONDS)
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
-        """Stop the heartbeat."""
-        self._stop_heartbeat()
+        """Stop printing the work in progress."""
+        self._stop()
 
-    def _stop_heartbeat(self) -> None:
-        if self._step_ended is not None:
-            self._step_ended.set()
+    def teardown(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
+        """Stop printing the work in progress."""
+        self._stop()
+
+    def _print_regularly(self, trainer: Trainer, doing: Callable[[], str], seconds: float) -> None:
+        """Print the work in progress every few seconds, until it is stopped."""
+        self._stop()
+        if trainer.is_global_zero:
+            self._ended = threading.Event()
+            threading.Thread(target=_print_until, args=(self._ended, doing, seconds), daemon=True).start()
+
+    def _stop(self) -> None:
+        if self._ended is not None:
+            self._ended.set()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RoleModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Print one line."""
-        self._stop_heartbeat()
+        self._stop()
         loop = _rollout_loop(trainer)
         rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
@@ -142,15 +176,26 @@ class Console(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print one line with the metrics of the validation."""
         if not trainer.sanity_checking:
-            names = [name for name in trainer.callback_metrics if name.startswith("val/")]
-            zeros = [name for name in names if "/fault_" in name and not trainer.callback_metrics[name]]
-            self._line(trainer, tuple(name for name in names if name not in zeros and not name.endswith(_BOUNDS)))
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self._line(trainer, shown_names(metrics))
+            if trainer.is_global_zero and trainer.global_step == 0 and (sentence := left_to_learn(metrics)):
+                print(sentence, flush=True)
 
-    def _line(self, trainer: Trainer, names: tuple[str, ...]) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: RoleModule) -> None:
+        """Print the first and the last validation, unless Report prints them."""
+        if (
+            trainer.is_global_zero
+            and not trainer.fast_dev_run
+            and not _has(trainer, Report)
+            and _has(trainer, MetricsCSV)
+        ):
+            print("".join(f"{line}\n" for line in comparison(Path(trainer.default_root_dir))), end="", flush=True)
+
+    def _line(self, trainer: Trainer, names: Sequence[str]) -> None:
         if not trainer.is_global_zero or _draws_a_bar(trainer):
             return
-        metrics = trainer.callback_metrics
-        shown = [f"{name} {_number(float(metrics[name]))}" for name in names if name in metrics]
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        shown = [f"{name} {with_interval(name, metrics)}" for name in names if name in metrics]
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
 
 
@@ -183,12 +228,42 @@ def _draws_a_bar(trainer: Trainer) -> bool:
     return sys.stdout.isatty() and trainer.progress_bar_callback is not None
 
 
-def _heartbeat(step: int, ended: threading.Event) -> None:
-    """Print a line each minute until a step has ended."""
-    minutes = 0
-    while not ended.wait(_HEARTBEAT_SECONDS):
-        minutes += 1
-        print(f"step {step}: running for {minutes * _HEARTBEAT_SECONDS:.0f} s", flush=True)
+def _has(trainer: Any, kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in trainer.callbacks)
+
+
+def _print_until(ended: threading.Event, doing: Callable[[], str], seconds: float) -> None:
+    """Print the work in progress, with the seconds so far, until it has ended."""
+    count = 0
+    while not ended.wait(seconds):
+        count += 1
+        print(f"{doing()} for {count * seconds:.0f} s", flush=True)
+
+
+def comparison(directory: Path) -> list[str]:
+    """Return lines that compare the first and the last validation of a run; none with fewer than two.
+
+    Args:
+        directory: directory of the run, with ``metrics.csv``.
+    """
+    compared = before_and_after(read_metrics(directory / "metrics.csv"))
+    if compared is None:
+        return []
+    first, last, pairs = compared
+    width = max((len(name) for name, _, _ in pairs), default=0)
+    lines = [f"  {name:<{width}}  {before} -> {after}" for name, before, after in pairs]
+    return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines] if lines else []
+
+
+def learning_rates(module: RoleModule) -> list[str]:
+    """Return a line with the learning rate and the optimizer of each role that learns, before any schedule."""
+    rates = []
+    for i, name in enumerate(module.trained_roles):
+        optimizer = optimizer_at(module, i)
+        group = optimizer.param_groups[0]
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__  # DeepSpeed's contain the configured one
+        rates.append(f"{name} {group.get('initial_lr', group['lr']):g} ({kind})")
+    return [f"learning rate: {', '.join(rates)}"]
 
 
 def unused_validation(trainer: Any, steps: float) -> str:
@@ -224,7 +299,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.2f}{unit}"
     return str(number)
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

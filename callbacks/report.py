@@ -15,6 +15,7 @@ from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.inspect.run_directory import read_metrics
 from lightning_rlhf.modules.rlhf import RLHFModule
 
+from .held_out import before_and_after
 from .metrics_csv import MetricsCSV
 from .rollout_loop import RolloutLoop
 
@@ -85,21 +86,16 @@ class Report(Callback):
 
     def progress(self, rows: list[dict[str, str]]) -> Table | None:
         """Return a table of the first and last validation, with reward, KL and speed of training."""
-        validations = [row for row in rows if any(k.startswith("val/") and v for k, v in row.items())]
         training = [row for row in rows if row.get("reward/mean")]
-        if not validations or not training:
+        validations = before_and_after(rows, _LABELS)
+        if validations is None or not training:
             return None
-        first, last = validations[0], validations[-1]
-        table = Table(title="Held-out problems", title_justify="left")
-        for heading in ("", f"step {first['step']}", f"step {last['step']}"):
+        first, last, pairs = validations
+        table = Table(title="Held-out problems, with 95 % intervals", title_justify="left")
+        for heading in ("", f"step {first}", f"step {last}"):
             table.add_column(heading, justify="right" if heading else "left")
-        for name in _shown_metrics(first):
-            row = (first[name], last.get(name, ""))
-            # A reward that is 0 or 1 equals the fraction of correct responses, which has a row already.
-            correct = f"val/{name.rpartition('_')[2]}"
-            repeated = correct != name and correct in first and row == (first[correct], last.get(correct))
-            if all(row) and not repeated:
-                table.add_row(_LABELS.get(name, name.removeprefix("val/")), *(f"{float(value):.3f}" for value in row))
+        for name, *values in pairs:
+            table.add_row(_LABELS.get(name, name.removeprefix("val/")), *values)
         table.add_section()
         # Dynamic sampling trains only on prompts with contrast, whose mean reward is biased.
         reward = "reward/generated_mean" if training[0].get("reward/generated_mean") else "reward/mean"
@@ -148,9 +144,3 @@ class Report(Callback):
 
     def _loop(self, trainer: Trainer) -> RolloutLoop:
         return next(callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop))
-
-
-def _shown_metrics(row: dict[str, str]) -> list[str]:
-    """Return the validation metrics in the table: those with a label, and those of each reward."""
-    of_rewards = [name for name in row if name.startswith("val/") and name.endswith(("_greedy", "_sampled"))]
-    return [name for name in dict.fromkeys((*_LABELS, *of_rewards)) if name in row and name.count("/") == 1]

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console as RichConsole
 from rich.table import Table
-from transformers import PreTrainedTokenizerBase
 
+from lightning_rlhf.inspect.run_directory import ROLLOUT_FILE
+from lightning_rlhf.inspect.values import finite
 from lightning_rlhf.loggers import log_table
 from lightning_rlhf.modules.rlhf import RLHFModule
-from lightning_rlhf.types import Experience, PromptBatch, Rollout
 
 from .checks import check_at_least, check_module
 from .rollout_loop import RolloutLoop
+from .rollout_rows import correct_answers, end_of, segments_of, token_values, value_counts
 
 
 class RolloutLog(Callback):
     """Writes the responses of each step to ``rollouts/step-000001.jsonl``, and some as a table to console and loggers.
 
-    Loggers also get a table of the first 64 prompts of each validation with their greedy responses and rewards.
+    The first 64 prompts of each validation with their greedy responses and rewards are written to
+    ``rollouts/validation-000010.jsonl``, and logged as a table. A run that is resumed, or begun again, removes the
+    files of later steps.
 
     Args:
         max_rows: number of responses to write per step and rank, at least 1.
         table_every_n_steps: steps between tables; 0 prints none.
         table_rows: number of responses in a table, equally spaced from the best to the worst, at least 1.
         max_token_values: number of tokens per step and rank whose texts, log-probabilities and advantages are written,
-            about 90 bytes each; responses behind this limit are written without them.
+            about 90 bytes each. Each response has those of its first tokens, up to the same token; if that were fewer
+            than 16, only the best and the worst responses have them.
     """
 
     def __init__(
@@ -50,6 +54,23 @@ class RolloutLog(Callback):
         """Validate the module."""
         check_module(self, pl_module, RLHFModule)
 
+    def on_fit_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Remove the files of an earlier run in the same directory."""
+        if trainer.ckpt_path is None:
+            self._remove_after(trainer, -1)
+
+    def on_train_start(self, trainer: Trainer, pl_module: RLHFModule) -> None:
+        """Remove the files of steps after the checkpoint."""
+        self._remove_after(trainer, trainer.global_step)
+
+    def _remove_after(self, trainer: Trainer, step: int) -> None:
+        """Remove the files of later steps, of all ranks; the first rank removes them before any rank ends a step."""
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            for path in (Path(trainer.default_root_dir) / "rollouts").glob("*.jsonl"):
+                match = re.fullmatch(ROLLOUT_FILE, path.name)
+                if match is not None and int(match["step"]) > step:
+                    path.unlink()
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: RLHFModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -57,30 +78,35 @@ class RolloutLog(Callback):
         if trainer.fast_dev_run:
             return
         rows = self.rows(trainer, pl_module, correct_answers(pl_module.experience.rollout, batch))
-        directory = Path(trainer.default_root_dir) / "rollouts"
-        directory.mkdir(parents=True, exist_ok=True)
-        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
-        path = directory / f"step-{trainer.global_step:06d}{rank}.jsonl"
-        # Answers may be any value of the data, such as dates of a parquet file or invalid Unicode.
-        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        self._write(trainer, "step", rows)
         if self.table_every_n_steps and trainer.global_step % self.table_every_n_steps == 0 and trainer.is_global_zero:
             self._print_table(rows, trainer.global_step, trainer.loggers)
 
     def on_validation_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
-        """Log the greedy responses of a validation as a table, where a logger has tables."""
-        samples = [
-            sample
-            for callback in trainer.callbacks
-            if isinstance(callback, RolloutLoop)
-            for sample in callback.validation_samples
-        ]
-        if trainer.sanity_checking or not trainer.is_global_zero or not samples:
+        """Write the greedy responses of a validation, and log them as a table, where a logger has tables."""
+        validations = [loop.validation for loop in _loops(trainer) if loop.validation is not None]
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:
+            rows = [row for validation in validations for row in validation.rows]
+            self._write(trainer, "validation", rows)
+        samples = [sample for validation in validations for sample in validation.samples]
+        if not trainer.is_global_zero or not samples:
             return
         columns = list(dict.fromkeys(["prompt", "response", *samples[0]]))
-        rows = [[sample.get(name, "") for name in columns] for sample in samples]
+        cells = [[sample.get(name, "") for name in columns] for sample in samples]
         for logger in trainer.loggers:
-            log_table(logger, "validation", columns, rows, trainer.global_step)
+            log_table(logger, "validation", columns, cells, trainer.global_step)
+
+    def _write(self, trainer: Trainer, kind: str, rows: list[dict[str, Any]]) -> None:
+        """Write this rank's responses of a step or validation."""
+        directory = Path(trainer.default_root_dir) / "rollouts"
+        directory.mkdir(parents=True, exist_ok=True)
+        rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
+        path = directory / f"{kind}-{trainer.global_step:06d}{rank}.jsonl"
+        # Answers may be any value of the data, such as dates of a parquet file or invalid Unicode.
+        lines = [json.dumps(finite(row), ensure_ascii=False, default=str) + "\n" for row in rows]
+        path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
     def rows(self, trainer: Trainer, module: RLHFModule, answers: list[Any]) -> list[dict[str, Any]]:
         """Return the first responses of the step as plain values.
@@ -95,26 +121,31 @@ class RolloutLog(Callback):
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
-        rows = []
-        left = self.max_token_values
+        conversations = {position: own for loop in _loops(trainer) for position, own in loop.conversations.items()}
+        lengths = rollout.response_lengths.tolist()
+        valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
         group_size = len(module.experience.rollout) // len(module.experience.rollout.group.unique())
+        rows = []
         for i in range(count):
-            left -= int(rollout.response_lengths[i])
             prompt = rollout.prompt_ids[i, : rollout.prompt_lengths[i]]
-            response = rollout.response_ids[i, : rollout.response_lengths[i]]
+            position, truncated = int(rollout.position[i]), bool(rollout.truncated[i])
+            advantages = experience.advantages[i][experience.mask[i]]
             rows.append(
                 {
                     "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                    "response": tokenizer.decode(response, skip_special_tokens=True),
+                    "response": tokenizer.decode(rollout.response_ids[i, : lengths[i]], skip_special_tokens=True),
                     **segments_of(tokenizer, rollout, i),
                     **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
+                    "advantage": advantages.mean().item() if len(advantages) else None,
                     "kl": kl[i].item(),
-                    "truncated": bool(rollout.truncated[i]),
+                    "response_tokens": lengths[i],
+                    "truncated": truncated,
+                    **end_of(truncated, conversations.get(position)),
                     "policy_version": int(rollout.policy_version[i][rollout.response_mask[i]].min()),
-                    "group": int(rollout.position[i]) // group_size,
-                    **({"tokens": token_values(tokenizer, experience, i)} if left >= 0 else {}),
+                    "group": position // group_size,
+                    **({"tokens": token_values(tokenizer, experience, i, valued[i])} if valued[i] else {}),
                 }
             )
         return rows
@@ -145,28 +176,8 @@ class RolloutLog(Callback):
             log_table(logger, "rollouts", columns, cells, step)
 
 
-def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) -> dict[str, Any]:
-    """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
-
-    A turn before the last has its ``reward``, times the weight of the environment, if it is not 0.
-
-    Args:
-        tokenizer: tokenizer that decodes them, special tokens included.
-        rollout: rollout of the step, on the CPU.
-        row: number of the response.
-    """
-    length = int(rollout.response_lengths[row])
-    mask = rollout.response_mask[row, :length].tolist()
-    if all(mask):
-        return {}
-    rewards = [0.0] * length if rollout.step_rewards is None else rollout.step_rewards[row, :length].tolist()
-    tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
-    segments = []
-    for sampled, part in groupby(tokens, key=itemgetter(0)):
-        _, ids, values = zip(*part, strict=True)
-        reward = {"reward": sum(values)} if any(values) else {}
-        segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(list(ids)), **reward})
-    return {"segments": segments}
+def _loops(trainer: Trainer) -> list[RolloutLoop]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, RolloutLoop)]
 
 
 def _marked(row: dict[str, Any]) -> str:
@@ -174,56 +185,6 @@ def _marked(row: dict[str, Any]) -> str:
     if "segments" not in row:
         return str(row["response"])
     return "".join(f"⟦{part['text']}⟧" if part["from"] == "policy" else part["text"] for part in row["segments"])
-
-
-def token_values(tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int) -> dict[str, list[Any]]:
-    """Return values of each token of a response, by name.
-
-    Args:
-        tokenizer: tokenizer that decodes single tokens, special tokens included.
-        experience: experience of the step, on the CPU.
-        row: number of the response.
-
-    Returns:
-        ``ids``, ``texts``, log-probabilities in nats of the actor before the update (``logprob``), of the engine
-        (``rollout_logprob``) and of the reference (``ref_logprob``), ``entropy`` of the actor's distribution in nats if
-        it was evaluated, ``advantage``, importance ``weight`` in the loss, policy ``version``, and whether a token is
-        ``sampled`` and ``in_loss``.
-    """
-    rollout = experience.rollout
-    length = int(rollout.response_lengths[row])
-    ids = rollout.response_ids[row, :length].tolist()
-    numbers = {
-        "logprob": experience.old_logprobs,
-        "rollout_logprob": rollout.rollout_logprobs,
-        "ref_logprob": experience.ref_logprobs,
-        **({} if experience.entropies is None else {"entropy": experience.entropies}),
-        "advantage": experience.advantages,
-        "weight": experience.weights,
-    }
-    return {
-        "ids": ids,
-        "texts": [str(tokenizer.decode([token])) for token in ids],
-        **{name: [round(value, 4) for value in values[row, :length].tolist()] for name, values in numbers.items()},
-        "version": rollout.policy_version[row, :length].tolist(),
-        "sampled": rollout.response_mask[row, :length].tolist(),
-        "in_loss": experience.mask[row, :length].tolist(),
-    }
-
-
-def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
-    """Return the correct answer to the prompt of each response; an empty list if the data has no answers.
-
-    Args:
-        rollout: rollout of this rank.
-        batch: prompts of this rank.
-    """
-    answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
-    if answers is None:
-        return []
-    size = len(rollout) // len(rollout.group.unique())
-    prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
-    return [answers[prompts[position // size]] for position in rollout.position.tolist()]
 
 
 def _short(text: str, limit: int = 300) -> str:

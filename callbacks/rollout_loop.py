@@ -36,7 +36,7 @@ from .checks import check_at_least, check_engine, check_overlap, check_rollouts,
 from .clock import sum_over_ranks
 from .dynamic_sampling import DynamicSampling
 from .push_checks import PushChecks
-from .rollout_requests import RequestsAhead, RolloutRequest, upcoming_batches
+from .rollout_requests import RequestsAhead, RolloutRequest, conversations_of, upcoming_batches
 from .sampling import ResponseSampler, StepRollouts, choose_run_engine, make_engine_directory
 from .validation import Answer, Validation, averages_weights, sources_in
 
@@ -78,6 +78,7 @@ class RolloutLoop(Callback):
     """
 
     provides_rollouts = True
+    validation: Validation | None = None  # the last one
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class RolloutLoop(Callback):
         self._sampler: ResponseSampler | None = None
         self._ahead = RequestsAhead()
         self._push_checks = PushChecks()
-        self._validation: Validation | None = None
+        self.conversations = conversations_of([])  # of the last step, by position among its responses
 
     # -- start and end ----------------------------------------------------------------------------------------
 
@@ -250,6 +251,7 @@ class RolloutLoop(Callback):
                 if later_step not in self._ahead:
                     self._ahead.add(self._requests(rollouts, prompts, later_step))
         rollout, greedy, counts = self._rollout(rollouts, batch)
+        self.conversations = conversations_of(rollouts.requests)
         with clock("time/check_s"):
             if rollouts.are_current:
                 self.verify(pl_module, rollout)
@@ -337,8 +339,7 @@ class RolloutLoop(Callback):
         """Compare log-probs of engine and actor on a few responses, to find damaged weights before the update.
 
         Raises:
-            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first parameter that
-                differs.
+            RuntimeError: they differ by more than ``max_logprob_diff``; the message names the first such parameter.
         """
         if self.check_rows:
             assert self.engine is not None
@@ -354,7 +355,7 @@ class RolloutLoop(Callback):
             self.sync_weights(trainer, pl_module)
         self._push_checks.finish(self._responses, pl_module, self.max_logprob_diff, trainer.global_step)
         self._validated_step = trainer.global_step
-        self._validation = Validation(
+        self.validation = Validation(
             self.val_samples,
             rewards=list(reward_weights(self)),
             metric=self.val_metric,
@@ -367,7 +368,7 @@ class RolloutLoop(Callback):
         self, trainer: Trainer, pl_module: RLHFModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Generate and score a greedy response and samples of each prompt, with the same seeds in every validation."""
-        assert self._validation is not None
+        assert self.validation is not None
         if averages_weights(trainer) and batch_idx == 0:  # Lightning has replaced the actor's weights by the average
             self._synced_step = None
             self.sync_weights(trainer, pl_module)
@@ -386,7 +387,7 @@ class RolloutLoop(Callback):
         sampled = generate(samples=size, temperature=1.0, on_finished=partial(score, 1))
         ordered = [c for i in range(len(batch)) for c in (greedy[i], *sampled[i * size : (i + 1) * size])]
         rollout, _ = roles.run_on_group_leader(partial(collector.rollout, ordered, 1.0))
-        self._validation.add(batch, rollout, tokenizer, sampled)
+        self.validation.add(batch, rollout, tokenizer, sampled, greedy)
         if self.max_staleness > 1 and batch_idx == 0:
             self.verify(pl_module, rollout[[i for i in range(len(rollout)) if i % (1 + size)]])
         pl_module.receive(rollout)
@@ -401,17 +402,17 @@ class RolloutLoop(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Store the reward model's scores."""
-        assert self._validation is not None
+        assert self.validation is not None
         if "scores" in outputs:
-            self._validation.add_scores(outputs["scores"])
+            self.validation.add_scores(outputs["scores"])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: RLHFModule) -> None:
         """Log the metrics of the validation."""
-        assert self._validation is not None
+        assert self.validation is not None
         if averages_weights(trainer):  # Lightning will restore the actor's weights
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
-        for name, value in self._validation.metrics(pl_module.data_ranks).items():
+        for name, value in self.validation.metrics(pl_module.data_ranks).items():
             pl_module.log(name, value, prog_bar=name in ("val/greedy", "val/sampled"), batch_size=1)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
@@ -443,4 +444,4 @@ class RolloutLoop(Callback):
     @property
     def validation_samples(self) -> list[dict[str, Any]]:
         """Prompts of the last validation with their greedy responses and rewards."""
-        return [] if self._validation is None else self._validation.samples
+        return [] if self.validation is None else self.validation.samples

@@ -159,6 +159,18 @@ class RequestsAhead:
         return [completion for key in keys for completion in self._restored.pop(key)]
 
 
+def conversations_of(requests: Iterable[RolloutRequest]) -> dict[int, ConversationRecord]:
+    """Return the records of the sampled conversations of a step, by their position among all responses."""
+    records = {}
+    for request in (own for own in requests if own.temperature > 0):
+        prompts = request.prompts.positions or range(len(request.prompts))
+        positions = [prompt * request.samples + k for prompt in prompts for k in range(request.samples)]
+        for position, completion in zip(positions, request.completions(), strict=True):
+            if completion.conversation is not None:
+                records[position] = completion.conversation
+    return records
+
+
 def covered(intervals: Iterable[tuple[float, float]], start: float, end: float) -> float:
     """Return the length of the part of [start, end] that is in at least one of the intervals."""
     total = 0.0

@@ -32,6 +32,7 @@ from lightning_rlhf.rollout.collect import conversation_metrics
 from lightning_rlhf.types import Completion, PromptBatch, Rollout
 
 from .clock import means_over_ranks
+from .rollout_rows import end_of, segments_of
 
 log = logging.getLogger(__name__)
 Answer = Callable[[list[str]], Sequence[Hashable]]
@@ -94,7 +95,7 @@ class Validation:
     a prompt's samples, and the reward of the best, the worst and the most frequent answer of k samples, for k = 2, 4,
     8, ... and N. These are exact means over all draws of k of the N samples, so they are unbiased and not random. A
     truncated response counts with its reward. A response without a reward (NaN) is not part of the means, and its
-    prompt not part of the statistics that compare a prompt's samples.
+    prompt not part of the statistics that compare a prompt's samples. The means have 95 % intervals over prompts.
 
     All prompts have the same weight; the samples of a prompt are on one rank.
 
@@ -131,6 +132,8 @@ class Validation:
         self._source_numbers: list[int] = []  # of each prompt; -1 without a source
         self._conversations: list[MetricSums] = []
         self.samples: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []  # the same prompts and responses with fixed names, for files
+        self._unscored: list[tuple[int, dict[str, Any]]] = []  # (prompt, row) of the last batch
 
     def add(
         self,
@@ -138,6 +141,7 @@ class Validation:
         rollout: Rollout,
         tokenizer: PreTrainedTokenizerBase,
         sampled: Sequence[Completion] = (),
+        greedy: Sequence[Completion] = (),
     ) -> None:
         """Add a batch of B prompts.
 
@@ -146,6 +150,7 @@ class Validation:
             rollout: B x (1 + N) responses.
             tokenizer: tokenizer that decodes them.
             sampled: B x N sampled completions, whose conversations are counted.
+            greedy: B greedy completions, for the ends of their conversations in :attr:`rows`.
         """
         conversations = [own for own in sampled if own.conversation is not None]
         if conversations:
@@ -165,19 +170,40 @@ class Validation:
         ids = [row[:length] for row, length in zip(rollout.response_ids, lengths, strict=True)]
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         size = 1 + self._val_samples
+        self._unscored = []
         for i, row in enumerate(rows):
-            greedy = i * size
+            first = i * size
             if self._answer is not None:
-                self._answers.append(self._answers_of(texts[greedy + 1 : greedy + size]))
+                self._answers.append(self._answers_of(texts[first + 1 : first + size]))
             if len(self.samples) < _MAX_STORED_SAMPLES:
-                sample = {**row, "prompt": batch.texts[i], "response": texts[greedy]}  # these names replace columns
-                sample |= {name: values[greedy].item() for name, values in rollout.rewards.items()}
-                self.samples.append(sample)
+                texts_of = {"prompt": batch.texts[i], "response": texts[first]}
+                rewards = {name: values[first].item() for name, values in rollout.rewards.items()}
+                self.samples.append({**row, **texts_of, **rewards})  # these names replace columns
+                conversation = greedy[i].conversation if greedy else None
+                answer = {"ground_truth": row["ground_truth"]} if "ground_truth" in row else {}
+                self.rows.append(
+                    {
+                        "index": batch.indices[i],
+                        **texts_of,
+                        **segments_of(tokenizer, rollout, first),
+                        **answer,
+                        "reward": rewards.get(str(self._metric), next(iter(rewards.values()), None)),
+                        "rewards": rewards,
+                        "response_tokens": lengths[first],
+                        **end_of(bool(rollout.truncated[first]), conversation),
+                    }
+                )
+                self._unscored.append((i, self.rows[-1]))
 
     def add_scores(self, scores: Tensor) -> None:
         """Add the reward model's scores of the responses that were added last."""
         assert self._score is not None
-        self._score.batches.append(self._table(scores))
+        table = self._table(scores)
+        self._score.batches.append(table)
+        for i, row in self._unscored:
+            score = table[i, 0].item()
+            row["rewards"]["score"] = score
+            row["reward"] = score if len(row["rewards"]) == 1 else row["reward"]
 
     def metrics(self, ranks: DataRanks) -> dict[str, float]:
         """Return all metrics over all ranks, those of a source under ``val/<source>/``. All ranks.
@@ -203,8 +229,7 @@ class Validation:
         metrics = means.means(ranks)
         of_conversations = means_over_ranks(self._conversations)
         metrics |= {f"val/{name}": value for name, value in of_conversations.items() if name.startswith("env/")}
-        if self._correctness is not None:
-            metrics |= self._intervals(self._correctness.table, sources, ranks)
+        metrics |= self._intervals(sources, ranks)
         if self._correctness is not None and self._score is not None:
             metrics |= self._score_order(self._score.table[:, 1:], self._correctness.table[:, 1:], sources, ranks)
         return metrics
@@ -214,15 +239,22 @@ class Validation:
         groups = {"val/": torch.ones_like(sources, dtype=torch.bool)}
         return groups | {f"val/{name}/": sources == number for number, name in enumerate(self._sources)}
 
-    def _intervals(self, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
-        """Return the bounds of the 95 % intervals of the shares of correct responses; none without a response."""
-        table = ranks.gather(torch.cat([sources.unsqueeze(1).double(), correct], dim=1))
+    def _intervals(self, sources: Tensor, ranks: DataRanks) -> dict[str, float]:
+        """Return the bounds of the 95 % intervals of the means of greedy and sampled responses; NaN without one."""
+        others = [*self._rewards.values(), *([] if self._score is None else [self._score])]
+        quantities = [*([] if self._correctness is None else [self._correctness]), *others]
+        columns = [sources.unsqueeze(1).double(), *(quantity.table for quantity in quantities)]
+        first, *tables = ranks.gather(torch.cat(columns, dim=1)).split([own.shape[1] for own in columns], dim=1)
+        groups = self._groups(first[:, 0])
         metrics = dict[str, float]()
-        for prefix, rows in self._groups(table[:, 0]).items():
-            for name, values in (("greedy", table[rows, 1:2]), ("sampled", table[rows, 2:])):
-                known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
-                interval = mean_interval([row for row in known if row]) if any(known) else {}
-                metrics |= {f"{prefix}{name}_{bound}": interval.get(bound, math.nan) for bound in ("low", "high")}
+        for quantity, table in zip(quantities, tables, strict=True):
+            for group, rows in groups.items():
+                for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
+                    known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
+                    interval = mean_interval([row for row in known if row]) if any(known) else {}
+                    for bound in ("low", "high"):
+                        value = interval.get(bound)
+                        metrics[f"{group}{quantity.prefix}{name}_{bound}"] = math.nan if value is None else value
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

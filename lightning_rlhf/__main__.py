@@ -8,6 +8,7 @@ from importlib import import_module
 from lightning_rlhf import launch_environment
 from lightning_rlhf.__about__ import __version__
 from lightning_rlhf.cli.commands import COMMANDS, LIGHTNING
+from lightning_rlhf.expected_errors import UsageError
 
 _RUN_HELP = """usage: lightning-rlhf {command} --config FILE [--config FILE ...] [OPTION VALUE ...]
 
@@ -48,12 +49,29 @@ def main() -> int:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
+    if (message := _mistakes(name, arguments[1:])) is not None:
+        if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":  # others find the same
+            print(f"lightning-rlhf: {message}", file=sys.stderr)
+        return 2
     launch_environment.apply()  # before libraries are imported that read environment variables
     try:
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
     except KeyboardInterrupt:  # during the import; commands handle it themselves
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
+
+
+def _mistakes(name: str, arguments: list[str]) -> str | None:
+    """Return a message about the configuration of a run, found before libraries are imported; None if it is right."""
+    if COMMANDS.get(name, ("",))[0] != LIGHTNING and name not in ("data", "plan"):
+        return None
+    from lightning_rlhf.cli.config_mistakes import check_settings
+
+    try:
+        check_settings(arguments)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _show(text: str) -> int:

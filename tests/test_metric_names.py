@@ -1,6 +1,5 @@
 """Every metric that runs of all kinds log has a row in docs/metrics.md, and every row is logged by one of them."""
 
-import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning_rlhf.callbacks import DynamicSampling, PolicyCheck, RolloutLoop, 
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.data.tokenizers import CharacterTokenizer
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.inspect.definitions import definitions, expanded
 from lightning_rlhf.objectives.base import PolicyLoss
 from lightning_rlhf.objectives.corrections import RolloutCorrection
 from lightning_rlhf.objectives.group_advantages import GRPO
@@ -36,6 +36,7 @@ from lightning_rlhf.rewards.function import _RESERVED_LABELS, RewardFunction, ch
 from lightning_rlhf.types import SequenceBatch
 from tests.environments import worlds
 from tests.helpers import concrete_objectives
+from tests.metric_definitions import WRITTEN, content, table
 from tests.stand_ins import ScriptedEngine, TinyModel, fit, quiet_trainer, responses, rollout_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,12 +184,6 @@ LOGGED, NOT_LOGGED = (ROOT / "docs/metrics.md").read_text().split("## Not logged
 ROWS = re.findall("^\\| `(.*?)` \\|", LOGGED, re.MULTILINE)
 
 
-def expanded(row):
-    """Return the names of a row with all alternatives in braces, and with its placeholders."""
-    parts = re.split(r"\{(.*?)\}", row)
-    return ["".join(choice) for choice in itertools.product(*(part.split(",") for part in parts))]
-
-
 NAMES = [name for row in ROWS for name in expanded(row)]
 
 
@@ -211,6 +206,21 @@ def test_every_metric_that_is_logged_has_exactly_one_row(logged):
     every = set().union(*logged.values())
     assert {name: rows for name in every if len(rows := rows_of(name)) != 1} == {}
     assert any(name.startswith("val/one/") for name in every)
+
+
+def test_the_page_defines_every_metric_as_its_row_does(logged):
+    assert WRITTEN.read_text() == content(), "run python -m tests.metric_definitions"
+    rows = {name: own for row, own in table().items() for name in expanded(row)}
+    for name in set().union(*logged.values()):
+        (row,) = rows_of(name)
+        unit, meaning = rows[row]
+        assert unit
+        assert meaning
+        assert definitions([name]) == {name: {"unit": unit, "meaning": meaning, "link": ""}}, name
+
+
+def test_metrics_of_a_user_have_no_definition():
+    assert definitions(["mine", "val/eval/mine", "reward/a/b"]) == {}
 
 
 def test_every_row_is_logged_by_a_run(logged):
@@ -237,7 +247,7 @@ def test_names_of_metrics_are_not_free_for_rewards():
 
 
 def test_each_row_of_the_tables_has_all_columns():
-    for part, bars in ((LOGGED, 5), (NOT_LOGGED, 3)):
+    for part, bars in ((LOGGED, 6), (NOT_LOGGED, 3)):
         rows = [line for line in part.splitlines() if line.startswith("|")]
         assert rows
         assert all(len(re.findall(r"(?<!\\)\|", line)) == bars for line in rows)

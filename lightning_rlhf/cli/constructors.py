@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from jsonargparse import Namespace
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
+from lightning_rlhf.cli.config_files import check_classes
 from lightning_rlhf.cli.errors import CLIError, one_line
 from lightning_rlhf.cli.parser import condense
 from lightning_rlhf.compat import is_lightning_error, is_raised_in
@@ -17,11 +20,13 @@ from lightning_rlhf.expected_errors import ExpectedError
 
 
 @contextmanager
-def constructor_errors(parser: LightningArgumentParser) -> Iterator[None]:
+def constructor_errors(parser: LightningArgumentParser, shows_cause: bool = True) -> Iterator[None]:
     """Turn errors of constructors that a parser calls into a :class:`CLIError`.
 
-    The traceback of an error that is neither an expected error nor one of Lightning is printed: it may be a bug in a
-    user's class.
+    Args:
+        parser: parser whose constructors are called in the context.
+        shows_cause: whether to print the traceback of an error that is neither an expected error nor one of Lightning:
+            it may be a bug in a user's class.
     """
     raised: list[Exception] = []
 
@@ -43,9 +48,47 @@ def constructor_errors(parser: LightningArgumentParser) -> Iterator[None]:
         origin = _origin(error, raised)
         if is_raised_in(origin, "jsonargparse."):
             raise CLIError(condense(str(error))) from error
-        if not isinstance(origin, ExpectedError) and not is_lightning_error(origin):
+        if shows_cause and not isinstance(origin, ExpectedError) and not is_lightning_error(origin):
             traceback.print_exception(origin)
         raise CLIError(one_line(origin)) from error
+
+
+def make(config: Namespace, key: str, base: type, shows_cause: bool = True) -> Any:
+    """Return the object of a section of a parsed configuration.
+
+    Args:
+        config: parsed configuration.
+        key: name of the section, such as ``model``.
+        base: base class of its object.
+        shows_cause: whether an error of a user's class is printed with its traceback.
+
+    Raises:
+        CLIError: its constructor fails, or a ``class_path`` in it names no class.
+    """
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(base, key, subclass_mode=True)
+    with constructor_errors(parser, shows_cause):
+        check_classes({"trainer.callbacks" if base is Callback else key: config[key]})
+        return parser.instantiate_classes(Namespace({key: config[key]}))[key]
+
+
+def failures(config: Namespace, bases: Mapping[str, type]) -> list[str]:
+    """Return the messages of the constructors that fail: those of sections, and those of callbacks.
+
+    Args:
+        config: parsed configuration.
+        bases: base class of the object of each section.
+    """
+    callbacks = config["trainer"].get("callbacks") or []
+    parts = [(config, key, base) for key, base in bases.items()]
+    parts += [(Namespace(callback=own), "callback", Callback) for own in callbacks if isinstance(own, Namespace)]
+    messages = []
+    for part in parts:
+        try:
+            make(*part, shows_cause=False)
+        except CLIError as error:
+            messages.append(str(error))
+    return list(dict.fromkeys(messages))
 
 
 def _origin(error: BaseException, raised: list[Exception]) -> BaseException:

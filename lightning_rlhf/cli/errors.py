@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,3 +100,10 @@ def disk_error(error: BaseException, directory: Path) -> str | None:
 def one_line(error: BaseException) -> str:
     """Return the message of an error without its line breaks."""
     return " ".join(str(error).split())
+
+
+def in_one_message(mistakes: Sequence[str]) -> str:
+    """Return a message with several mistakes of a configuration, one in a line; a single one is returned as it is."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return "\n".join([f"{len(mistakes)} mistakes in the configuration:", *(f"  {own}" for own in mistakes)])

@@ -18,8 +18,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
-from lightning_rlhf.cli.config_files import add_import_folders, check_classes, check_config_files
-from lightning_rlhf.cli.constructors import constructor_errors
+from lightning_rlhf.cli.config_files import add_import_folders, check_classes
+from lightning_rlhf.cli.config_mistakes import check_settings, doubts, read_settings
+from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
     check_writable,
@@ -30,6 +31,7 @@ from lightning_rlhf.cli.earlier_run import (
 from lightning_rlhf.cli.errors import (
     CLIError,
     disk_error,
+    in_one_message,
     interrupt_of,
     one_line,
     one_line_errors,
@@ -111,13 +113,15 @@ class RLHFCLI(LightningCLI):
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
+        check_settings(command_line[1:])
+        for doubt in doubts(read_settings(command_line[1:]) or {}):
+            log.warning(doubt)
         add_import_folders(command_line)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:
             public = import_module("lightning_rlhf")
             for name in public.__all__:  # jsonargparse finds a class by its plain name once it is imported
                 getattr(public, name)
-        check_config_files(command_line)
         options = {argument.partition("=")[0].partition(".")[0] for argument in command_line}
         is_complete = help_wanted or bool(options & _ENOUGH_FOR_A_COMMAND)
         if self._command in LightningCLI.subcommands() and not is_complete:
@@ -179,9 +183,13 @@ class RLHFCLI(LightningCLI):
         configured = trainer.get("logger")
         if self.subcommand == "fit" and config.get("ckpt_path") is not None:
             trainer["logger"] = with_run_ids(configured, Path(trainer.get("default_root_dir") or _DIRECTORY))
-        with constructor_errors(self.parser):
-            check_classes(config)
-            super().instantiate_classes()
+        try:
+            with constructor_errors(self.parser):
+                check_classes(config)
+                super().instantiate_classes()
+        except CLIError as error:  # find the mistakes in the other parts, too
+            others = failures(config, {"model": RoleModule, "data": LightningDataModule})
+            raise CLIError(in_one_message(list(dict.fromkeys([*others, str(error)])))) from error
         trainer["logger"] = configured  # config.yaml is that of the first part of the run
 
     def after_fit(self) -> None:

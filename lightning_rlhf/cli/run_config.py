@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_rlhf.callbacks import RolloutLoop
 from lightning_rlhf.cli.config_files import check_classes
-from lightning_rlhf.cli.constructors import constructor_errors
+from lightning_rlhf.cli.constructors import constructor_errors, make
 from lightning_rlhf.cli.main import RLHFCLI
 from lightning_rlhf.cli.screen import configure_messages
 from lightning_rlhf.environments.settings import EnvironmentSettings
@@ -46,12 +46,12 @@ def parse_run_config(arguments: list[str], cli: type[ConfigCLI] = ConfigCLI) -> 
 
 def make_module(config: Namespace) -> Any:
     """Return the module of a parsed configuration; its models are not built."""
-    return _make(config, "model", RoleModule)
+    return make(config, "model", RoleModule)
 
 
 def make_data(config: Namespace) -> Any:
     """Return the data module of a parsed configuration, before it reads the data."""
-    return _make(config, "data", LightningDataModule)
+    return make(config, "data", LightningDataModule)
 
 
 def loop_arguments(config: Namespace) -> Namespace:
@@ -75,14 +75,6 @@ def make_environment(config: Namespace) -> EnvironmentSettings | None:
         check_classes(settings)
         made: EnvironmentSettings = parser.instantiate_classes(Namespace(environments=[settings]))["environments"][0]
     return made
-
-
-def _make(config: Namespace, key: str, base: type) -> Any:
-    parser = LightningArgumentParser()
-    parser.add_lightning_class_args(base, key, subclass_mode=True)
-    with constructor_errors(parser):
-        check_classes(config[key])
-        return parser.instantiate_classes(Namespace({key: config[key]}))[key]
 
 
 def callbacks_of(config: Namespace, kind: type) -> list[Namespace]:

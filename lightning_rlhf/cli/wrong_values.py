@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
+from lightning_rlhf.cli.source_classes import SourceClass, class_named, find_module
+
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
 _COLLECTIONS: dict[Any, str] = {
     **dict.fromkeys((list, tuple, set, Iterable, Sequence), "a list"),
@@ -77,7 +79,7 @@ def _matches(value: Any, option: Any) -> bool:
     if typing.get_origin(option) in _COLLECTIONS:
         return not isinstance(value, bool | int | float | str | None)
     if _is_class(option):
-        return not isinstance(value, bool | int | float | str | None) or (isinstance(value, str) and "." in value)
+        return not isinstance(value, bool | int | float | str | None) or _names_a_class(value, option)
     return True
 
 
@@ -99,15 +101,31 @@ def _described(options: Sequence[Any]) -> str:
     return " or ".join(dict.fromkeys(texts))
 
 
-def _subclasses(kind: type) -> list[str]:
+def _names_a_class(value: Any, option: Any) -> bool:
+    """Return whether a value is the full name of a class, or the short name of one that an option accepts."""
+    if not isinstance(value, str):
+        return False
+    source = getattr(option, "source", None)
+    return "." in value or (
+        source is not None and (named := class_named(value)) is not None and named.is_subclass(source.path)
+    )
+
+
+def _subclasses(kind: Any) -> list[str]:
     """Return the paths of the public classes of this package, or of Lightning's, that an option accepts."""
-    package = kind.__module__.rpartition(".")[0]
-    if package.partition(".")[0] not in ("lightning_rlhf", "lightning"):
+    source = getattr(kind, "source", None)
+    if source is None or source.module.name.partition(".")[0] not in ("lightning_rlhf", "lightning"):
         return []
-    packages = [sys.modules[name] for name in dict.fromkeys(("lightning_rlhf", package))]
-    public = {f"{own.__name__}.{name}": getattr(own, name) for own in packages for name in getattr(own, "__all__", ())}
+    modules = [find_module(name) for name in ("lightning_rlhf", source.module.name.rpartition(".")[0])]
+    public = {
+        f"{module.name}.{name}": module.member(name)
+        for module in modules
+        if module is not None
+        for name in module.names
+        if not name.startswith("_")
+    }
     return [
         path
         for path, own in sorted(public.items())
-        if inspect.isclass(own) and issubclass(own, kind) and not inspect.isabstract(own)
+        if isinstance(own, SourceClass) and own.is_subclass(source.path) and not own.is_abstract
     ]

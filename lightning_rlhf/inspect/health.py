@@ -9,9 +9,15 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 FIRST_STEPS = 3
+VALIDATION_MARK = "validation"  # column of metrics.csv, 1 for a validation without metrics that begin with val/
 _RECENT_STEPS = 40
 MAX_KL_PER_TOKEN = 0.1  # nats per response token; the quickstart, whose policy changes much, stays below 0.08
 Row = Mapping[str, float]
+
+
+def is_validation(metric: str) -> bool:
+    """Return whether only validations have a metric."""
+    return metric.startswith("val/") or metric == VALIDATION_MARK
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,11 @@ class HealthMonitor:
 
         Args:
             step: number of the step, starting at 1.
-            metrics: metrics of a training step, or of a validation, whose names begin with ``val/``.
+            metrics: metrics of a training step, or of a validation, some of whose names begin with ``val/``.
         """
         history = self._history
         row = {**metrics, "step": float(step)}
-        if any(name.startswith("val/") for name in metrics):
+        if any(is_validation(name) for name in metrics):
             history.validations.append(row)
         else:
             history.recent.append(row)
@@ -128,6 +134,14 @@ def _constant_reward(history: RunHistory) -> _Failure | None:
     if len(history.first) < FIRST_STEPS or len(history.recent) > FIRST_STEPS:
         return None
     for name in history.rewards:
+        if _values(history.first, f"reward_{name}/not_applicable") == [1.0] * FIRST_STEPS:
+            return (
+                f"reward_{name}/not_applicable",
+                1.0,
+                1.0,
+                f"reward {name} was None for all responses of {FIRST_STEPS} steps: the policy learns nothing from it",
+                "Return a number for each response that the reward judges, and None only where it does not apply",
+            )
         means = _values(history.first, f"reward/{name}")
         deviations = _values(history.first, f"reward/{name}_std")
         constant = len(deviations) == len(means) == FIRST_STEPS and len({f"{mean:.6g}" for mean in means}) == 1
@@ -294,7 +308,9 @@ def _critic(history: RunHistory) -> _Failure | None:
 
 
 def _over_optimisation(history: RunHistory) -> _Failure | None:
-    name = next((name for name in ("val/sampled", "val/greedy", "val/score_sampled") if _has(history, name)), None)
+    means = [f"val/{reward}_sampled" for reward in history.rewards]
+    names = ["val/sampled", "val/greedy", "val/score_sampled", *(means if len(means) == 1 else [])]
+    name = next((name for name in names if _has(history, name)), None)
     if name is None:
         return None
     values = _values(history.validations, name)

@@ -1,14 +1,16 @@
 """Output of a run without a terminal."""
 
 import json
+import re
 import time
 
 import pytest
 from lightning.pytorch import Callback
 
 from lightning_rlhf import Pretrained, SFTModule
-from lightning_rlhf.callbacks import Console, console
-from lightning_rlhf.callbacks.console import _count, _number, remaining_time, reward_model_accuracy
+from lightning_rlhf.callbacks import Console, MetricsCSV, console
+from lightning_rlhf.callbacks.console import _count, remaining_time, reward_model_accuracy
+from lightning_rlhf.callbacks.held_out import before_and_after, left_to_learn, number, shown_names, with_interval
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
@@ -89,9 +91,9 @@ def test_counts_are_short(number, shown):
     assert _count(number) == shown
 
 
-@pytest.mark.parametrize(("number", "shown"), [(0.12345, "0.123"), (-3.0, "-3"), (12345.6, "12346"), (1e-5, "1e-05")])
-def test_numbers_are_short(number, shown):
-    assert _number(number) == shown
+@pytest.mark.parametrize(("value", "shown"), [(0.12345, "0.123"), (-3.0, "-3"), (12345.6, "12346"), (1e-5, "1e-05")])
+def test_numbers_are_short(value, shown):
+    assert number(value) == shown
 
 
 def slow(completions):
@@ -109,7 +111,85 @@ def test_a_long_step_prints_that_it_is_under_way(run, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert "step 1: running for 0 s" in lines
     time.sleep(0.3)
-    assert "under way" not in capsys.readouterr().out
+    assert "running" not in capsys.readouterr().out
+
+
+def test_it_prints_what_the_run_waits_for_before_the_first_step(run, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_WAITING_SECONDS", 0.1)
+    rewards = [RewardFunction(slow, dry_call=False)]
+    made = run(loop={"rewards": rewards}, data={"val": InMemory(ROWS)}, trainer={"max_steps": 1}, callbacks=[Console()])
+    made.trainer.callbacks.sort(key=lambda callback: not isinstance(callback, Console))
+    made.fit()
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("validation, batch 1 of ") and line.endswith(" for 0 s") for line in lines)
+
+
+METRICS = {
+    "val/greedy": 0.875, "val/greedy_low": 0.807, "val/greedy_high": 0.922, "val/pass@4": 1.0,
+    "val/env/fault_died": 0.0, "val/exact_greedy": 0.875, "val/exact_best@4": 1.0, "val/fields_greedy": 0.9,
+    "val/response_tokens_mean": 12.0,
+}  # fmt: skip
+
+
+def test_no_number_of_a_validation_is_shown_twice():
+    names = ["val/greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
+    assert shown_names(METRICS) == names
+    assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
+    assert with_interval("val/greedy", METRICS) == "0.875 (0.807 to 0.922)"
+    assert with_interval("val/response_tokens_mean", METRICS) == "12"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "sentence"),
+    [
+        (0.0, 0.0, "nothing to learn from. Use easier prompts"),
+        (0.99, 0.96, "little is left to learn"),
+        (0.875, 0.164, "the most likely answers are right already"),
+        (0.4, 0.3, "there is something to learn"),
+        (3.0, 0.3, ""),
+    ],
+)
+def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, sampled, sentence):
+    for pair in (("val/greedy", "val/sampled"), ("val/right_greedy", "val/right_sampled")):
+        told = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
+        assert sentence in told
+        assert bool(told) == bool(sentence)
+    two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
+    assert left_to_learn(two) == left_to_learn({}) == ""
+    assert left_to_learn({**two, "val/greedy": 0.5, "val/sampled": 0.5})
+
+
+def test_the_first_and_last_validation_are_compared():
+    def row(step, **changes):
+        return {"step": step, **{name: str(value) for name, value in {**METRICS, **changes}.items()}}
+
+    training = {"step": "1", "reward/mean": "0.5"}
+    assert before_and_after([training, row("0")]) is None
+    later = row(
+        "7", **{"val/greedy": 0.992, "val/greedy_low": 0.957, "val/greedy_high": 0.999, "val/fields_greedy": 1.0}
+    )
+    assert before_and_after([row("0"), training, later]) == (
+        "0",
+        "7",
+        [
+            ("val/greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
+            ("val/exact_greedy", "0.875", "0.875"),
+            ("val/fields_greedy", "0.9", "1"),
+        ],
+    )
+
+
+def test_the_last_lines_are_the_comparison(run, capsys):
+    run(data={"val": InMemory(ROWS)}, callbacks=[Console(), MetricsCSV()]).fit()
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("validation at step 0 -> step 2, 95 % intervals in brackets:")
+    assert all("->" in line for line in lines[first:])
+    assert any(line.startswith("  val/greedy") and line.count("to") == 2 for line in lines[first:])
+
+
+def test_the_learning_rates_are_printed(run, capsys):
+    run(callbacks=[Console()]).fit()
+    assert re.search(r"learning rate: actor [\d.]+ \(\w+\), critic [\d.]+ \(\w+\)\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks import MetricsCSV
-from lightning_rlhf.inspect.run_directory import read_metrics
+from lightning_rlhf.callbacks import HealthChecks, MetricsCSV, RunState
+from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.inspect.page import run_data
+from lightning_rlhf.inspect.run_directory import RunDirectory, read_metrics
+from tests.callbacks.conftest import ROWS
+from tests.callbacks.test_other_modules import Regression
+from tests.callbacks.test_other_modules import fit as fit_other
 
 
 def a_trainer(directory, step=0, resumed=False, fn="fit", **metrics):
@@ -23,19 +29,32 @@ def a_trainer(directory, step=0, resumed=False, fn="fit", **metrics):
 
 
 def train(table, directory, step, **metrics):
-    table.on_train_batch_end(a_trainer(directory, step, **metrics), None, None, None, 0)
+    trainer = a_trainer(directory, step, **metrics)
+    table.on_train_batch_start(a_trainer(directory, step), None, None, 0)
+    table.on_train_batch_end(trainer, None, None, None, 0)
+
+
+def validate(table, directory, step, before=(), **options):
+    """A validation; ``before`` are the metrics that training has logged."""
+    trainer = a_trainer(directory, step, **options)
+    earlier = {name: torch.tensor(value) for name, value in dict(before).items()}
+    trainer.callback_metrics |= earlier
+    start = a_trainer(directory, step)
+    start.callback_metrics = dict(earlier)
+    table.on_validation_start(start, None)
+    table.on_validation_end(trainer, None)
 
 
 def written(directory, steps, validations, every=1):
     """A table of these training steps, with a validation behind some of them."""
     table = MetricsCSV(every)
     if 0 in validations:
-        table.on_validation_end(a_trainer(directory, 0, val_x=0.0), None)
+        validate(table, directory, 0, val_x=0.0)
     table.on_train_start(a_trainer(directory), None)
     for step in steps:
         train(table, directory, step, loss_x=step / 3)
         if step in validations:
-            table.on_validation_end(a_trainer(directory, step, val_x=float(step), loss_x=step / 3), None)
+            validate(table, directory, step, {"loss/x": step / 3}, val_x=float(step))
     return directory / "metrics.csv"
 
 
@@ -60,7 +79,7 @@ def test_a_resumed_table_keeps_the_rows_before_the_checkpoint(tmp_path, at):
 def test_a_validation_between_start_and_first_row_of_a_resumed_run_finds_the_table(tmp_path):
     path = written(tmp_path, range(1, 4), {0, 2})
     table = MetricsCSV()
-    table.on_validation_end(a_trainer(tmp_path, 2, resumed=True, val_x=9.0), None)
+    validate(table, tmp_path, 2, resumed=True, val_x=9.0)
     table.on_train_start(a_trainer(tmp_path, 2, resumed=True), None)
     assert lines(path) == [(0, False), (1, True), (2, True), (2, False)]
     assert read_metrics(path)[-1]["val/x"] == "9.0"
@@ -69,8 +88,8 @@ def test_a_validation_between_start_and_first_row_of_a_resumed_run_finds_the_tab
 def test_the_command_validate_writes_nothing(tmp_path):
     path = written(tmp_path, range(1, 4), {0, 2})
     before = path.read_bytes()
-    MetricsCSV().on_validation_end(a_trainer(tmp_path, 2, resumed=True, fn="validate", val_x=9.0), None)
-    MetricsCSV().on_validation_end(a_trainer(tmp_path, 0, fn="validate", val_x=9.0), None)
+    validate(MetricsCSV(), tmp_path, 2, resumed=True, fn="validate", val_x=9.0)
+    validate(MetricsCSV(), tmp_path, 0, fn="validate", val_x=9.0)
     assert path.read_bytes() == before
 
 
@@ -112,3 +131,81 @@ def test_a_second_fit_with_the_same_callback_has_a_new_table(tmp_path):
         table.on_train_start(a_trainer(tmp_path / name), None)
         train(table, tmp_path / name, 1, loss_x=1.0)
     assert [lines(tmp_path / name / "metrics.csv") for name in ("first", "second")] == [[(1, True)]] * 2
+
+
+class Mine(Callback):
+    """Metrics of a user: one of validations, and one that steps and validations have."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("eval/mine", 10.0 + trainer.global_step)
+        pl_module.log("both", 20.0 + trainer.global_step)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step != 3:
+            pl_module.log("both", float(trainer.global_step))
+
+
+class SavesAt(Callback):
+    """Saves a checkpoint behind a step."""
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def run_with_mine(run, steps, *more, **options):
+    trainer = {"max_epochs": 9, "max_steps": steps, "val_check_interval": 2}
+    callbacks = [Mine(), MetricsCSV(), HealthChecks(), RunState(), *more]
+    return run(data={"val": InMemory(ROWS)}, trainer=trainer, callbacks=callbacks).fit(**options)
+
+
+WITH_MINE = [  # step, of a validation, eval/mine, both
+    ("0", True, "10.0", "20.0"), ("1", False, "", "1.0"), ("2", False, "", "2.0"), ("2", True, "12.0", "22.0"),
+    ("3", False, "", ""), ("4", False, "", "4.0"), ("4", True, "14.0", "24.0"), ("5", False, "", "5.0"),
+    ("5", True, "15.0", "25.0"),
+]  # fmt: skip
+
+
+def with_mine(path):
+    rows = read_metrics(path)
+    return [(row["step"], row["val/exact_greedy"] != "", row["eval/mine"], row["both"]) for row in rows]
+
+
+def test_metrics_of_a_validation_without_the_prefix_are_in_its_row_alone(run, tmp_path):
+    run_with_mine(run, 5)
+    assert with_mine(tmp_path / "metrics.csv") == WITH_MINE
+    (data,) = run_data([RunDirectory(tmp_path)])
+    assert data["validation"]["step"] == [0, 2, 4, 5]
+    assert data["validation"]["val/eval/mine"] == [10.0, 12.0, 14.0, 15.0]
+    assert data["validation"]["val/both"] == [20.0, 22.0, 24.0, 25.0]
+    assert "eval/mine" not in data["training"]
+    assert data["training"]["both"] == [1.0, 2.0, None, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_resumed_run_has_these_metrics_in_the_same_rows(run, tmp_path, at):
+    run_with_mine(run, 5, SavesAt(at, tmp_path / "x.ckpt"))
+    run_with_mine(run, 5, ckpt_path=tmp_path / "x.ckpt")
+    assert with_mine(tmp_path / "metrics.csv") == WITH_MINE
+
+
+class Unprefixed(Regression):
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.layer(batch[0]).pow(2).mean())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_without_any_prefix_is_marked(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.callbacks.test_other_modules.Regression", Unprefixed)
+    fit_other(tmp_path, MetricsCSV(), HealthChecks())
+    rows = read_metrics(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows if row["valid_loss"]] == ["2", "4"]
+    assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
+    assert {row["validation"] for row in rows if row["valid_loss"]} == {"1"}
+    MetricsCSV().on_train_start(a_trainer(tmp_path, 2, resumed=True), None)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == ["1", "2"]  # the validation runs again
+    (data,) = run_data([RunDirectory(tmp_path)])
+    assert data["training"]["step"] == [1, 2]

@@ -50,7 +50,7 @@ def test_progress_is_from_the_first_to_the_last_validation():
     ]
     table = Report().progress(rows)
     assert [column.header for column in table.columns] == ["", "step 0", "step 2"]
-    assert words(table, "right answers, greedy") == ["right answers, greedy", "0.250", "0.750"]
+    assert words(table, "right answers, greedy") == ["right answers, greedy", "0.25", "0.75"]
     assert words(table, "training reward") == ["training reward", "1.000", "3.000"]
     assert words(table, "KL to the reference")[1:] == ["0.000", "0.500"]
 

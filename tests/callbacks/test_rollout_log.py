@@ -1,6 +1,7 @@
 """RolloutLog: prompts, responses and rewards are written completely."""
 
 import json
+import math
 from datetime import date
 from decimal import Decimal
 
@@ -8,12 +9,23 @@ import pytest
 
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog
 from lightning_rlhf.callbacks.rollout_log import _short
+from lightning_rlhf.callbacks.rollout_rows import value_counts
 from lightning_rlhf.data.rows import InMemory
+from lightning_rlhf.environments import EnvironmentSettings
 from lightning_rlhf.rewards.function import RewardFunction
+from tests.callbacks.conftest import ROWS
+from tests.environments import worlds
+from tests.stand_ins import TinyModel
 
 
-def rows_of(directory, step):
-    return [json.loads(line) for line in (directory / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+def rows_of(directory, step, kind="step"):
+    text = (directory / "rollouts" / f"{kind}-{step:06d}.jsonl").read_text()
+    assert "NaN" not in text
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def files_of(directory):
+    return sorted(path.name.removesuffix(".jsonl") for path in (directory / "rollouts").iterdir())
 
 
 def test_each_step_leaves_a_file_with_every_response(run, tmp_path):
@@ -97,10 +109,11 @@ def test_long_text_is_cut_in_the_middle():
 
 
 def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
-    log = RolloutLog(max_token_values=7)
+    log = RolloutLog(max_token_values=10)
     own = run(texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[log]).fit()
     rows = rows_of(tmp_path, 2)  # responses of 2, 3, 4 and 2 tokens, end tokens included
-    assert ["tokens" in row for row in rows] == [True, True, False, False]
+    assert [row["response_tokens"] for row in rows] == [2, 3, 4, 2]
+    assert [len(row.get("tokens", {"ids": []})["ids"]) for row in rows] == [2, 3, 0, 2]  # the worst that fit
     values = rows[1]["tokens"]
     assert values["texts"] == ["a", "b", "</s>"]
     assert {len(column) for column in values.values()} == {3}
@@ -118,3 +131,132 @@ def test_values_of_tokens_are_written_up_to_their_limit(run, tmp_path):
     assert min(values["entropy"]) > 0
     assert values["version"] == [1, 1, 1]
     assert values["sampled"] == values["in_loss"] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "expected"),
+    [
+        ([3000] * 64, 2048, [32] * 64),
+        ([10, 3000, 20, 3000], 2048, [10, 1009, 20, 1009]),
+        ([3, 4, 5], 12, [3, 4, 5]),
+        ([3, 4, 5], 2048, [3, 4, 5]),
+        ([3000] * 6, 60, [20, 0, 0, 0, 20, 20]),  # best, worst, second
+        ([3000] * 6, 20, [10, 0, 0, 0, 0, 10]),
+        ([3000] * 6, 1, [1, 0, 0, 0, 0, 0]),
+        ([3000] * 6, 0, [0] * 6),
+        ([], 100, []),
+    ],
+)
+def test_the_first_tokens_of_long_responses_have_values(lengths, most, expected):
+    rewards = {6: [3.0, 0.5, 0.4, 0.3, 2.0, 0.0]}.get(len(lengths), [0.0] * len(lengths))
+    assert value_counts(lengths, rewards, most) == expected
+    assert sum(expected) <= most
+
+
+def test_responses_without_a_reward_are_the_last_to_have_values():
+    assert value_counts([3000] * 4, [math.nan, 1.0, math.nan, 0.0], 40) == [0, 20, 0, 20]
+
+
+def test_a_step_of_long_responses_has_values_of_each(run, tmp_path):
+    texts = ["abcdefgabcdefgabcdefgabcdefg"] * 2
+    loop = {"group_size": 2, "max_response_tokens": 28}
+    run(texts=texts, loop=loop, callbacks=[RolloutLog(max_token_values=72)]).fit()
+    rows = rows_of(tmp_path, 1)
+    assert {row["response_tokens"] for row in rows} == {28}
+    assert [len(row["tokens"]["ids"]) for row in rows] == [18] * 4
+    assert {len(values) for row in rows for values in row["tokens"].values()} == {18}
+
+
+def test_advantage_length_and_end_of_a_response(run, tmp_path):
+    own = run(
+        texts=["a", "ab", "gfed"], loop={"group_size": 2}, data={"shuffle": False}, callbacks=[RolloutLog()]
+    ).fit()
+    rows = rows_of(tmp_path, 2)
+    assert [row["stop"] for row in rows] == ["stop", "stop", "length", "stop"]
+    assert [row["response_tokens"] for row in rows] == [2, 3, 4, 2]
+    experience = own.module.experience
+    for i, row in enumerate(rows):
+        length = row["response_tokens"]
+        assert row["advantage"] == pytest.approx(float(experience.advantages[i, :length].mean()), abs=1e-6)
+
+
+def test_a_response_without_a_token_in_the_loss_has_no_advantage(run, tmp_path):
+    sampling = DynamicSampling(prompts_per_step=4)
+    judge = RewardFunction(lambda completions: [0.0] * len(completions), name="judge")
+    loop = {"rewards": [judge], "group_size": 2, "dynamic_sampling": sampling}
+    run(loop=loop, data={"batch_size": 4}, callbacks=[RolloutLog()]).fit()
+    assert {row["advantage"] for row in rows_of(tmp_path, 1)} == {None}
+
+
+def test_a_reward_that_does_not_apply_is_null(run, tmp_path):
+    judge = RewardFunction(lambda completions: [None, 1.0] * (len(completions) // 2), name="judge")
+    run(loop={"rewards": [judge]}, data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()]).fit()
+    assert [row["rewards"]["judge"] for row in rows_of(tmp_path, 1)] == [None, 1.0]
+    assert None in [row["reward"] for row in rows_of(tmp_path, 0, "validation")]
+
+
+def test_turns_and_ends_of_conversations(run, tmp_path):
+    settings = EnvironmentSettings(worlds.Guess, bridge="plain", max_turns=2, timeout_s=None)
+    loop = {"rewards": [], "environment": settings, "group_size": 8, "max_response_tokens": 9}
+    data = {"val": InMemory(ROWS * 4), "shuffle": False}
+    run(texts=["a", "b", "c", "d", "e"], loop=loop, data=data, callbacks=[RolloutLog()]).fit()
+    for rows in (rows_of(tmp_path, 1), rows_of(tmp_path, 2, "validation")):
+        assert {row["stop"] for row in rows} == {"done", "max_turns"}
+        for row in rows:
+            turns = sum(part["from"] == "policy" for part in row["segments"]) if "segments" in row else 1
+            assert row["turns"] == turns
+            assert row["tool_calls"] == 0
+            assert (row["stop"] == "done") == (row["reward"] > 0.5)
+
+
+def test_each_validation_leaves_a_file_with_its_greedy_responses(run, tmp_path):
+    data = {"val": InMemory(ROWS), "val_batch_size": 3}
+    own = run(texts=["a", "gfedc"], data=data, callbacks=[RolloutLog()]).fit()
+    assert files_of(tmp_path) == ["step-000001", "step-000002", "validation-000000", "validation-000002"]
+    rows = rows_of(tmp_path, 2, "validation")
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    for row, sample in zip(rows, own.loop.validation_samples, strict=True):
+        assert [row[name] for name in ("prompt", "response", "ground_truth")] == [
+            sample[name] for name in ("prompt", "response", "ground_truth")
+        ]
+        assert row["rewards"] == {"exact": sample["exact"]}
+        assert row["reward"] == sample["exact"]
+        assert row["stop"] == ("length" if row["response_tokens"] == 4 else "stop")
+    assert [row["prompt"] for row in rows] == ["a", "bb", "ccc", "d"]
+
+
+def test_without_reward_functions_the_score_is_the_reward_of_a_validation(run, tmp_path):
+    model, data = {"reward_model": TinyModel(seed=5)}, {"val": InMemory(ROWS)}
+    run(loop={"rewards": []}, model=model, data=data, callbacks=[RolloutLog()]).fit()
+    rows = rows_of(tmp_path, 0, "validation")
+    assert len({row["reward"] for row in rows}) > 1
+    assert all(row["rewards"] == {"score": row["reward"]} for row in rows)
+
+
+def test_a_resumed_run_leaves_no_files_of_steps_after_the_checkpoint(run, tmp_path):
+    def start(steps):
+        trainer = {"max_epochs": 4, "max_steps": steps}
+        return run(data={"val": InMemory(ROWS)}, trainer=trainer, callbacks=[RolloutLog()])
+
+    first = start(2).fit()
+    first.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    start(6).fit()
+    (tmp_path / "rollouts/step-000006-rank1.jsonl").write_text("")
+    (tmp_path / "rollouts/notes.jsonl").write_text("")
+    assert "validation-000006" in files_of(tmp_path)
+    start(3).fit(ckpt_path=tmp_path / "x.ckpt")
+    steps = [f"step-{step:06d}" for step in (1, 2, 3)]
+    validations = [f"validation-{step:06d}" for step in (0, 2, 3)]
+    assert files_of(tmp_path) == ["notes", *steps, *validations]
+
+
+def test_a_new_run_leaves_no_files_of_an_earlier_one(run, tmp_path):
+    run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()]).fit()
+    run(trainer={"max_steps": 1}, callbacks=[RolloutLog()]).fit()
+    assert files_of(tmp_path) == ["step-000001"]
+
+
+def test_the_command_validate_writes_no_file(run, tmp_path):
+    own = run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()])
+    own.trainer.validate(own.module, datamodule=own.data)
+    assert not (tmp_path / "rollouts").exists()

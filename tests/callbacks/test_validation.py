@@ -42,7 +42,8 @@ def judged(rewards, lengths=None, truncated=None):
 
 def of_one(reward):
     """What is logged of a reward with four samples."""
-    kinds = ("greedy", "sampled", "sampled_std", "best@2", "best@4", "worst@2", "worst@4")
+    kinds = ["greedy", "sampled", "sampled_std", "best@2", "best@4", "worst@2", "worst@4"]
+    kinds += [f"{name}_{bound}" for name in ("greedy", "sampled") for bound in ("low", "high")]
     return {f"val/{reward}_{kind}" for kind in kinds}
 
 
@@ -70,6 +71,20 @@ def test_intervals_of_the_shares_of_correct_responses(measured):
     # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
     for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
         assert (found[f"val/{name}_low"], found[f"val/{name}_high"]) == pytest.approx(interval)
+
+
+def test_graded_rewards_have_intervals_too(tokenizer):
+    validation = Validation(4, ["given"])
+    validation.add(*judged([3.0, 1.0, 2.0, 3.0, 2.0, 5.0, 6.0, 5.0, 7.0, 6.0]), tokenizer)
+    found = validation.metrics(ONE_RANK)
+    # the prompts' means are 2 and 6: s^2 = 8, s / sqrt(m) = 2
+    assert found["val/given_sampled"] == 4.0
+    bounds = (found["val/given_sampled_low"], found["val/given_sampled_high"])
+    assert bounds == pytest.approx((4 - 1.959964 * 2, 4 + 1.959964 * 2), abs=1e-5)
+    one = Validation(4, ["given"])
+    batch, rollout = judged([3.0, 1.0, 2.0, 3.0, 2.0] * 2)
+    one.add(batch[:1], rollout[list(range(5))], tokenizer)
+    assert math.isnan(one.metrics(ONE_RANK)["val/given_sampled_low"])  # one prompt has no variance
 
 
 def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):

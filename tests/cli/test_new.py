@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 from lightning_rlhf.cli.commands import data_check, new
 
@@ -70,7 +71,9 @@ def test_its_own_test_and_the_check_of_its_data_pass(project, kind, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", new.KINDS)
-def test_it_trains(project, kind, fit):
+@pytest.mark.parametrize("parameters", [1e6, 1e8], ids=["all weights", "adapters"])
+def test_it_trains(project, kind, parameters, fit, monkeypatch):
+    monkeypatch.setattr(new, "_parameters_in", lambda file: parameters)
     project(kind)
     for name in sorted(path.name for path in Path().glob("*.yaml")):
         result = fit(small(name))
@@ -89,4 +92,48 @@ def test_a_directory_with_files_is_not_touched(tmp_path, capsys):
 def test_a_model_of_the_hub_is_written_as_it_is(tmp_path):
     assert new.run([str(tmp_path / "p"), "--model", "some/model"]) == 0
     settings = yaml.safe_load((tmp_path / "p/run.yaml").read_text())
-    assert settings["model"]["init_args"]["actor"] == settings["data"]["init_args"]["tokenizer"] == "some/model"
+    assert settings["model"]["init_args"]["actor"]["init_args"]["path"] == "some/model"
+    assert settings["data"]["init_args"]["tokenizer"] == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "origin"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 135e6, "135 million parameters (from its name)"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 0.5e9, "500 million parameters (from its name)"),
+        ("Qwen/Qwen3-30B-A3B", 30e9, "30 billion parameters (from its name)"),
+        ("some/model", 0.5e9, "500 million parameters (assumed, because its name has no number)"),
+        ("my4bit", 0.5e9, "(assumed, because its name has no number)"),
+    ],
+)
+def test_the_size_of_a_model_of_the_hub_is_from_its_name(model, parameters, origin):
+    size = new.model_size(model)
+    assert size.parameters == parameters
+    assert size.origin.endswith(origin)
+
+
+def test_the_size_of_a_directory_is_that_of_its_files(tiny_export, tmp_path, capsys):
+    size = new.model_size(str(tiny_export))
+    model = AutoModelForCausalLM.from_pretrained(tiny_export)
+    assert (size.parameters, size.positions) == (sum(own.numel() for own in model.parameters()), 256)
+    settings = new.settings_for(str(tiny_export), size)
+    assert (settings["prompt_tokens"], settings["response_tokens"], settings["text_tokens"]) == ("128", "128", "256")
+    assert new.run([str(tmp_path / "p"), "--model", str(tmp_path)]) == 2
+    assert "is not the directory of a model: " in capsys.readouterr().err
+
+
+def test_rates_and_lora_fit_the_size():
+    small, usual, large = (new.settings_for("m", new.ModelSize(size, 4096, "")) for size in (1.35e8, 5e8, 7e10))
+    assert [own["rl_lr"] for own in (small, usual, large)] == ["2.0e-4", "5.0e-5", "1.0e-5"]
+    assert [own["sft_lr"] for own in (small, usual, large)] == ["5.0e-4", "2.0e-4", "1.0e-4"]
+    assert [own["response_tokens"] for own in (small, usual, large)] == ["128", "256", "256"]
+    assert "remove this line to train all weights, with lr 1.0e-5" in small["rl_source"]
+    assert small["summary"] == "LoRA, lr 0.0002 for RL, responses of at most 128 tokens"
+    page = (Path(__file__).resolve().parents[2] / "docs/hyperparameters.md").read_text()
+    assert "| 0.02 B to 0.3 B | 1e-5 | 2e-4 |" in page
+    assert "| 0.3 B to 10 B | 1e-6 to 3e-6 | 1e-5 to 1e-4 |" in page
+    for row in new._RATES:
+        cells = [[own[kind] for own in (row.full, row.lora) if own] for kind in ("sft", "reward", "dpo")]
+        texts = (" / ".join(f"{rate:g}".replace("e-0", "e-").replace("0.001", "1e-3") for rate in own) for own in cells)
+        texts = [text.replace("0.0005", "5e-4").replace("0.0002", "2e-4").replace("0.0001", "1e-4") for text in texts]
+        assert f"| {' | '.join(texts)} |" in page

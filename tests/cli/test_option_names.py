@@ -1,13 +1,9 @@
 """Options of TRL, peft and verl are answered with the name that they have here."""
 
-import inspect
-
 import pytest
 
-from lightning_rlhf import GRPOModule, Pretrained, PromptDataModule
-from lightning_rlhf.callbacks import Console, RolloutLoop, RunCheckpoint
 from lightning_rlhf.cli.option_names import ENGINES, OPTION_NAMES
-from lightning_rlhf.cli.parser import parameters
+from lightning_rlhf.cli.source_classes import find_class
 from lightning_rlhf.references import load_function
 
 MODEL, LOOP = "model.init_args", "trainer.callbacks.0.init_args"
@@ -55,8 +51,8 @@ def test_an_option_of_the_command_line_too(fit, config):
 
 
 def test_the_names_that_are_given_exist():
-    classes = (GRPOModule, Pretrained, PromptDataModule, RolloutLoop, RunCheckpoint, Console)
-    known = {name for cls in classes for name in parameters(cls)} | set(inspect.signature(RolloutLoop).parameters)
+    classes = ("GRPOModule", "Pretrained", "PromptDataModule", "callbacks.RolloutLoop", "callbacks.RunCheckpoint")
+    known = {name for own in classes for name in find_class(f"lightning_rlhf.{own}").parameters}
     for name in ("kl_loss", "kl_reward", "policy_loss", "update_epochs", "minibatch_size", "aggregation", "lora",
                  "micro_batch_tokens", "batch_size", "max_tokens", "group_size", "max_response_tokens", "rewards",
                  "every_n_steps", "actor_optimizer", "actor_lr_scheduler", "advantages"):  # fmt: skip

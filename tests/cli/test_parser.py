@@ -64,7 +64,7 @@ def test_an_unknown_key_comes_with_what_was_meant(fit, config, path, value, told
         ("model.class_path", "lightning_rlhf.PPOModul", ["model: 'PPOModul' was not found in lightning_rlhf; did you mean 'PPOModule'?"]),
         ("model.class_path", "my.py:Mine", ["model: class_path must be module.Class, got 'my.py:Mine': use 'my.Mine', with my.py in the working directory"]),
         ("model.class_path", "a/my.py:Mine", ["model: class_path must be module.Class, got 'a/my.py:Mine': use 'my.Mine', with a in PYTHONPATH"]),
-        ("model.class_path", "lightning_rlhv.PPOModule", ["model", "No module named 'lightning_rlhv'"]),
+        ("model.class_path", "lightning_rlhv.PPOModule", ["model: no module named 'lightning_rlhv'"]),
         ("model.class_path", "PPOModul", ["model", "dot import path", "PPOModul"]),
         (f"{LOOP}.engine", "vlm", ["trainer.callbacks (RolloutLoop): engine must be 'auto' or a class (class_path: package.Class), got 'vlm'"]),
         (
@@ -96,8 +96,8 @@ def test_an_unknown_class_or_function_is_named(fit, config, path, value, told):
         (f"{DATA}.batch_size", 1.5, ["data (PromptDataModule): batch_size must be an integer, got 1.5"]),
         ("trainer.max_steps", "x", ["trainer.max_steps must be an integer, got 'x'"]),
         ("seed_everything", "x", ["seed_everything", "<class 'bool'>", "<class 'int'>", "x"]),
-        ("model.init_args", {}, ["model", "PPOModule", "the following arguments are required: actor"]),
-        ("model", None, ["arguments are required", "model"]),
+        ("model.init_args", {}, ["model (PPOModule): actor is missing"]),
+        ("model", None, ["the section 'model' is missing: it has class_path and init_args"]),
     ],
 )
 def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
@@ -111,18 +111,25 @@ def test_a_wrong_type_is_told_with_the_value(fit, config, path, value, told):
     [
         ("--trainer.max_step", "unknown option 'trainer.max_step'; did you mean 'max_steps'?"),
         ("--conf", "unknown option 'conf'; did you mean 'config'?"),
-        ("--nonsense", "unknown option 'nonsense'"),
+        ("--modle", "unknown option 'modle'; did you mean 'model'?"),
     ],
 )
 def test_a_misspelt_or_shortened_option_is_named(fit, config, option, told):
     assert refused(fit(config, option, "3")) == told
 
 
-@pytest.mark.parametrize("option", ["group_size", "0.init_args.group_size", "init_args.group_size"])
-def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option):
-    config["trainer"]["callbacks"].append(
-        {"class_path": "lightning_rlhf.callbacks.KLControl", "init_args": {"target": 1.0}}
-    )
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"class_path": "lightning_rlhf.callbacks.KLControl", "init_args": {"target": 1.0}},
+        "lightning_rlhf.callbacks.Report",
+    ],
+)
+@pytest.mark.parametrize(
+    "option", ["group_size", "0.init_args.group_size", "init_args.group_size", "RolloutLoop.group_size"]
+)
+def test_an_option_of_a_callback_that_is_not_the_last_one(fit, config, option, last):
+    config["trainer"]["callbacks"].append(last)
     assert refused(fit(config, f"--trainer.callbacks.{option}", "4")) == (
         "on the command line, --trainer.callbacks.NAME is an option of the last callback in the configuration: set "
         "options of other callbacks in its file"
@@ -184,7 +191,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{MODEL}.actor_optimizer",
             {"class_path": "torch.optim.Adamw"},
-            ["model.actor_optimizer: 'Adamw' was not found in torch.optim; did you mean 'Adam'?"],
+            ["model.actor_optimizer: 'Adamw' was not found in torch.optim; did you mean 'AdamW'?"],
         ),
         (
             f"{LOOP}.rewards",
@@ -218,9 +225,25 @@ def test_values_of_the_wrong_kind_deep_inside(fit, config, path, value, told):
 
 def test_a_section_that_lacks_and_a_key_that_is_nearly_init_args(fit, config):
     data = config.pop("data")
-    assert "arguments are required: fit.data" in refused(fit(config))
+    assert refused(fit(config)) == "the section 'data' is missing: it has class_path and init_args"
     config["data"] = {"class_path": data["class_path"], "init_arg": data["init_args"]}
-    assert refused(fit(config)).endswith("unknown option 'init_arg'; did you mean 'init_args'?")
+    told = fit(config).err
+    assert "data (PromptDataModule): unknown option 'init_arg'; did you mean 'init_args'?" in told
+    assert "data (PromptDataModule): train, tokenizer are missing" in told
+
+
+def test_the_refusals_of_several_constructors_come_at_once(fit, config):
+    put(config, f"{MODEL}.update_epochs", 0)
+    put(config, f"{DATA}.batch_size", 0)
+    put(config, f"{LOOP}.group_size", 0)
+    result = fit(config)
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        "lightning-rlhf: 3 mistakes in the configuration:",
+        "  update_epochs must be at least 1, got 0",
+        "  batch_size must be at least 1, got 0",
+        "  group_size must be at least 1, got 0",
+    ]
 
 
 def test_settings_that_an_optimizer_refuses_are_a_sentence_behind_its_own_traceback(fit, config):

@@ -10,9 +10,9 @@ import torch
 from jsonargparse.typing import Path_fr, PositiveInt
 
 from lightning_rlhf.cli.config_files import read_yaml
-from lightning_rlhf.cli.parser import wrong_values
+from lightning_rlhf.cli.config_mistakes import wrong_values
+from lightning_rlhf.cli.source_classes import find_class
 from lightning_rlhf.cli.wrong_values import wrong_value
-from lightning_rlhf.environments import ToolCallParser
 from lightning_rlhf.objectives.base import PolicyLoss
 
 
@@ -23,7 +23,7 @@ class Colour(Enum):
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(
     path
-    for folder in ("configs", "examples", "lightning_rlhf/cli/templates")
+    for folder in ("configs", "examples")
     for path in (ROOT / folder).rglob("*.yaml")
     if path.name != "tokenizer.yaml"
 )
@@ -67,7 +67,8 @@ def test_a_value_that_does_not_match_is_described(value, annotation, message):
 
 
 def test_the_classes_that_an_option_accepts_are_listed():
-    message = wrong_value("parser", "hermes", ToolCallParser | None)
+    parser = find_class("lightning_rlhf.environments.settings.EnvironmentSettings").parameters["parser"]
+    message = wrong_value("parser", "hermes", parser.annotation)
     assert message.startswith("parser must be a class (class_path: package.Class) or null, got 'hermes'; available: ")
     names = message.partition("available: ")[2].split(", ")
     own = ("Function", "JSON", "Marked", "Tokenizer", "VLLM")

@@ -10,8 +10,8 @@ import torch
 
 from lightning_rlhf import GRPOModule, PPOModule, PromptDataModule, RLHFModule
 from lightning_rlhf.callbacks import DynamicSampling, RolloutLog, RolloutLoop
-from lightning_rlhf.callbacks.rollout_log import segments_of
 from lightning_rlhf.callbacks.rollout_requests import _packed, _unpacked
+from lightning_rlhf.callbacks.rollout_rows import segments_of
 from lightning_rlhf.callbacks.run_settings import _rollout_settings, changes
 from lightning_rlhf.conversation_record import ConversationRecord
 from lightning_rlhf.data.rows import InMemory

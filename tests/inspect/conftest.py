@@ -1,9 +1,13 @@
 import csv
 import json
+import threading
 
 import pytest
 import yaml
 
+from lightning_rlhf.inspect.page import _SCRIPTS, html_page
+from lightning_rlhf.inspect.run_directory import RunDirectory
+from lightning_rlhf.inspect.server import InspectServer
 from tests.inspect.browser import CHROMIUM
 
 
@@ -39,3 +43,50 @@ def run_directory(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def serve():
+    """Starts the inspector for some directories."""
+    servers = []
+
+    def serve(*folders):
+        server = InspectServer([RunDirectory(folder) for folder in folders])
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return server
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def inspect_page(browser, serve):
+    """Opens the inspector of some directories."""
+    before = browser.allowed
+
+    def page(*folders, **options):
+        server = serve(*folders)
+        browser.allowed = (*before, server.url)
+        browser.open(server.url, **options)
+        browser.wait("document.querySelector('#list .muted') !== null")
+        return browser
+
+    yield page
+    browser.leave()  # before its server ends
+    browser.allowed = before
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Opens a page with this data, as the report has it."""
+
+    def show(data, scripts=_SCRIPTS, fragment="", **options):
+        path = tmp_path / "shown.html"
+        path.write_text(html_page(data, scripts, False), encoding="utf-8")
+        browser.open(path.as_uri() + fragment, **options)
+        return browser
+
+    return show

@@ -20,6 +20,15 @@ def findings(rows, rewards=()):
     return monitor.findings
 
 
+def test_a_reward_that_is_none_everywhere():
+    rows = steps(3, **{"reward_a/not_applicable": 1.0, "reward__mean": 0.0})
+    (finding,) = findings(rows, rewards=["a"])
+    assert (finding.check, finding.step) == ("constant reward", 3)
+    assert finding.message == "reward a was None for all responses of 3 steps: the policy learns nothing from it"
+    rows[1]["reward_a/not_applicable"] = 0.9
+    assert not findings(rows, rewards=["a"])
+
+
 LEARNING = {"reward__mean": lambda i: 0.1 + 0.05 * i, "reward__std": 0.4}
 POLICY_CHECK = {"val/policy_score_mean": 0.0}  # at the end of training
 FLAT = {"reward__mean": 0.3, "reward__std": 0.4}

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 from importlib import import_module
 from typing import Any
-
-from lightning.pytorch import LightningDataModule, Trainer
 
 from lightning_rlhf.cli.commands import COMMANDS
 from lightning_rlhf.cli.commands.options import command_parser
 from lightning_rlhf.cli.errors import one_line_errors
-from lightning_rlhf.cli.parser import parameters
+from lightning_rlhf.cli.source_classes import SourceClass, find_class
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.modules.role_module import RoleModule
 
+_SECTIONS = {
+    "model": "lightning_rlhf.modules.role_module.RoleModule",
+    "data": "lightning.pytorch.core.datamodule.LightningDataModule",
+}
 _SHELLS = ("bash", "zsh", "fish")
 _EPILOG = """The script completes commands, options and paths; for fit also the options of the Trainer,
 and the arguments of the modules and data modules of this package. Write it to a file that the shell reads:
@@ -80,14 +80,14 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed_everything", help="seed of the run")
     parser.add_argument("--print_config", action="store_true", help="print the configuration, and end")
     parser.add_argument("--help-all", action="store_true", help="all options")
-    package: Any = import_module("lightning_rlhf")
-    classes = [kind for name in package.__all__ if inspect.isclass(kind := getattr(package, name))]
-    for section, base in (("model", RoleModule), ("data", LightningDataModule)):
-        kinds = [kind for kind in classes if issubclass(kind, base)]
-        parser.add_argument(f"--{section}", choices=[kind.__name__ for kind in kinds], help="class")
-        for name in sorted({name for kind in kinds for name in parameters(kind)}):
+    public: list[str] = import_module("lightning_rlhf").__all__
+    classes = [kind for name in public if isinstance(kind := find_class(f"lightning_rlhf.{name}"), SourceClass)]
+    for section, base in _SECTIONS.items():
+        kinds = [kind for kind in classes if kind.is_subclass(base)]
+        parser.add_argument(f"--{section}", choices=[kind.name for kind in kinds], help="class")
+        for name in sorted({name for kind in kinds for name in kind.parameters}):
             parser.add_argument(f"--{section}.init_args.{name}")
-    for name in list(inspect.signature(Trainer).parameters):
+    for name in find_class("lightning.pytorch.Trainer").parameters:
         is_directory = name == "default_root_dir"
         parser.add_argument(f"--trainer.{name}", metavar="DIR" if is_directory else None)
 

@@ -8,14 +8,17 @@ from contextlib import suppress
 from lightning_rlhf.cli.commands.options import add_runs, command_parser
 from lightning_rlhf.cli.errors import one_line_errors
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.inspect.project import find_runs, is_folder_of_runs
 from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.server import InspectServer
 
 _EPILOG = """The page updates while a run continues. It has the report and the responses that RolloutLog has written:
 sorted and filtered, side by side, with their tokens coloured by log-probability, advantage and other values. The server
 listens on 127.0.0.1 alone, needs the key in its address, and reads only the run directories. Ctrl-C ends it.
+For a folder of runs, the page is a table of them, also of those that begin later.
 
   lightning-rlhf inspect runs/quickstart/ppo
+  lightning-rlhf inspect runs
 """
 
 
@@ -32,12 +35,14 @@ def run(arguments: list[str]) -> int:
     """Serve the page until Ctrl-C.
 
     Returns:
-        Exit code: 0, or 2 if a directory is not that of a run, or the port cannot be used.
+        Exit code: 0, or 2 if a directory has no run, or the port cannot be used.
     """
     options = make_parser().parse_args(arguments)
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port must be between 0 and 65535, got {options.port}")
-    with InspectServer([RunDirectory(directory) for directory in options.runs], options.port) as server:
+    folder = options.runs[0] if len(options.runs) == 1 and is_folder_of_runs(options.runs[0]) else None
+    runs = [RunDirectory(directory) for directory in options.runs] if folder is None else find_runs(folder)
+    with InspectServer(runs, options.port, folder) as server:
         print(f"open {server.url}", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()

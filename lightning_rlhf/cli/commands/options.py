@@ -32,7 +32,13 @@ def command_parser(name: str, description: str, epilog: str = "", arguments: str
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``runs``: directories of runs, at least one."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run (its default_root_dir)")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="directory of a run (its default_root_dir), or one folder of runs",
+    )
 
 
 def parse_columns(pairs: list[str]) -> dict[str, str]:

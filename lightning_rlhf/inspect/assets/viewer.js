@@ -1,199 +1,285 @@
 "use strict";
+/** The inspector's viewer: a list of the responses of a step, and those that are selected in it. */
 (() => {
-  const { runs, element, key, short, segmentsOf, section, labelled, update } = window.report;
+  const { runs, data, element, section, button, choices, own, short, isMissing, whole, compare, state, remember, labelled, update, summarise, ready,
+    marked, card, expand, find, stopOf, KINDS, scaleOf, legendOf, colouredBlocks, NO_RESPONSES, loadPrompts } = window.report;
+  const NEW_DATA = 3000, NEW_DATA_OF_ENDED = 10_000, NEW_DATA_OF_HIDDEN = 30_000;  // ms between requests
+  const CELL = 300;  // characters of a text in the list
   const viewer = section("responses", "Responses");
   document.getElementById("rewards").before(viewer);
   const controls = element("div", { class: "controls" });
+  const count = element("div", { class: "muted", role: "status", text: "" });
+  const heading = element("div", { class: "line heading" });
+  const lines = element("div", { class: "lines" });
   const list = element("div", { class: "list", id: "list" });
-  const detail = element("div", { class: "samples", id: "detail" });
   const legend = element("div", { class: "legend muted", id: "legend" });
-  viewer.append(controls, list, legend, detail);
+  const detail = element("div", { class: "samples", id: "detail" });
+  const told = element("div", { class: "told", id: "told", role: "status" });
+  viewer.append(controls, list, legend, detail, told);
   const control = (text, input) => { controls.append(element("label", {}, text, input)); return input; };
-  const choices = (id, values) => { const made = element("select", { id }); for (const [value, text] of values) made.append(element("option", { value, text })); return made; };
-  const run = control("run", choices("run", runs.map((own, i) => [i, own.name])));
+  const run = control("run", choices("run", runs.map((one, i) => [i, one.name])));
   if (!labelled) run.parentElement.hidden = true;
   const step = control("step", choices("step", []));
-  const order = control("sort", choices("order", [["group", "by prompt"], ["-reward", "best first"], ["reward", "worst first"], ["-length", "longest first"], ["length", "shortest first"]]));
-  const only = control("show", choices("only", [["all", "all"], ["truncated", "cut at the limit"], ["differing", "prompts with different rewards"]]));
+  const only = control("show", choices("only", []));
   const text = control("text", element("input", { type: "search", id: "text" }));
-  const colour = control("colour", choices("colour", [["advantage", "advantage"], ["logprob", "log-probability"], ["kl", "KL to the reference"], ["entropy", "entropy"], ["ratio", "actor / engine"], ["weight", "importance weight"], ["in_loss", "in the loss"], ["version", "policy version"], ["none", "none"]]));
+  const colour = control("colour", choices("colour", KINDS));
+  const all = button("expand all", () => { showWhole(all.ariaPressed !== "true"); }, { "aria-pressed": "false", id: "expand" });
+  controls.append(all);
   let rows = [], chosen = [], common = 0;  // common: characters at the beginning of all prompts
+  let columns = [], order = { name: "prompt", descending: false };
 
-  const length = (row) => row.tokens ? row.tokens.ids.length : (row.response || "").length;
-  const reward = (row) => row.reward ?? 0;
-  const orders = { group: (a, b) => (a.group ?? 0) - (b.group ?? 0) || reward(b) - reward(a), reward: (a, b) => reward(a) - reward(b), "-reward": (a, b) => reward(b) - reward(a), length: (a, b) => length(a) - length(b), "-length": (a, b) => length(b) - length(a) };
+  // -- list -----------------------------------------------------------------------------------------------------------
+  const numeric = (name, value) => ({ name, value, isNumber: true });
+
+  /** The columns that the rows have: numbers first, then texts. */
+  function columnsOf() {
+    const has = (value) => rows.some((row) => !isMissing(value(row)) && value(row) !== "");
+    const parts = [...new Set(rows.flatMap((row) => Object.keys(row.rewards || {})))];
+    const tokens = (row) => row.response_tokens ?? row.tokens?.ids.length;
+    return [
+      numeric("reward", (row) => row.reward),
+      ...parts.map((name) => numeric(name, (row) => own(row.rewards, name))),
+      ...[["advantage", (row) => row.advantage], ["tokens", tokens], ["turns", (row) => row.turns], ["tool calls", (row) => row.tool_calls]]
+        .filter(([, value]) => has(value)).map(([name, value]) => numeric(name, value)),
+      ...(has(stopOf) ? [{ name: "end", value: stopOf }] : []),
+      { name: "prompt", value: (row) => row.group, least: "9em", share: "1fr", nodes: (row) => cell(ownPart(row.prompt ?? "")) },
+      { name: "response", value: (row) => row.response, least: "14em", share: "2fr", nodes: responseCell },
+    ];
+  }
+
+  const cut = (own) => String(own ?? "").slice(0, CELL);
+  const cell = (own) => marked(cut(own));
+
+  /** The beginning of a response; the parts of a conversation are apart. */
+  function responseCell(row) {
+    if (!row.segments?.length) return cell(row.response);
+    const kind = (part) => part.from === "policy" ? "part" : "part muted";
+    return row.segments.slice(0, 12).map((part) => element("span", { class: kind(part) }, ...marked(cut(part.text))));
+  }
+
+  const filters = {
+    all: () => true,
+    truncated: (row) => row.truncated,
+    differing: (row, rewards) => rewards.get(row.group).size > 1,
+    fault: (row) => ["fault", "malformed"].includes(row.stop),
+  };
 
   function shown() {
-    const wanted = text.value.trim().toLowerCase();
-    const rewards = new Map();
-    rows.forEach((row) => rewards.set(row.group, (rewards.get(row.group) || new Set()).add(reward(row))));
-    return rows.filter((row) => (only.value !== "truncated" || row.truncated) && (only.value !== "differing" || rewards.get(row.group).size > 1)
-      && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted))).sort(orders[order.value]);
+    const wanted = text.value.trim().toLowerCase(), rewards = new Map();
+    rows.forEach((row) => rewards.set(row.group, (rewards.get(row.group) || new Set()).add(row.reward)));
+    const filter = own(filters, only.value) ?? ((row) => `end: ${stopOf(row)}` === only.value);
+    const { value } = columns.find((column) => column.name === order.name);
+    const found = rows.filter((row) => filter(row, rewards) && (!wanted || `${row.prompt}\n${row.response}`.toLowerCase().includes(wanted)));
+    // Responses to a prompt are sorted by their rewards.
+    return found.sort((a, b) => compare(value(a), value(b), order.descending) || compare(a.group, b.group) || compare(a.reward, b.reward, true));
   }
 
   /** The prompt without the beginning that all prompts of the step have in common, such as worked examples. */
   function ownPart(prompt) {
-    const cut = prompt.lastIndexOf(" ", common) + 1;
-    return cut > 20 ? `… ${prompt.slice(cut)}` : prompt;
+    const start = prompt.lastIndexOf(" ", common) + 1;
+    return start > 20 ? `… ${prompt.slice(start)}` : prompt;
   }
 
   function commonLength(texts) {
     let length = texts.length > 1 ? texts[0].length : 0;
-    for (const own of texts) while (!own.startsWith(texts[0].slice(0, length))) length = Math.floor(length * 0.9);
+    for (const one of texts) while (!one.startsWith(texts[0].slice(0, length))) length = Math.floor(length * 0.9);
     return length;
   }
 
+  function sortBy(name) {
+    const isText = name === "prompt" || name === "response" || name === "end";
+    order = { name, descending: order.name === name ? !order.descending : !isText };
+    drawHeading();
+    drawLines();
+  }
+
+  function drawHeading() {
+    const focused = heading.contains(document.activeElement) ? document.activeElement.dataset.column : null;
+    heading.replaceChildren(...columns.map(({ name, isNumber }) => {
+      const arrow = order.name === name ? (order.descending ? " ↓" : " ↑") : "";
+      return button(`${name}${arrow}`, () => sortBy(name), { class: isNumber ? "sort number" : "sort", "data-column": name,
+        title: "sort", "aria-pressed": String(Boolean(arrow)) });
+    }));
+    [...heading.children].find((one) => one.dataset.column === focused)?.focus();
+    const widths = columns.map((column) => column.least ?? `${widthOf(column).toFixed(1)}ch`);
+    list.style.setProperty("--columns", columns.map((column, i) => column.share ? `minmax(${widths[i]}, ${column.share})` : widths[i]).join(" "));
+    list.style.setProperty("--least", `calc(${widths.join(" + ")} + ${columns.length}em)`);
+  }
+
+  /** The characters of the widest cell of a column; lines that are out of sight have no width of their own. */
+  function widthOf({ name, value, isNumber }) {
+    return rows.reduce((widest, row) => Math.max(widest, String(isNumber ? short(value(row)) : value(row)).length), 0.9 * (name.length + 2));
+  }
+
+  function drawFilters() {
+    const stops = [...new Set(rows.map(stopOf).filter(Boolean))].sort(), before = only.value;
+    const options = [["all", "all"], ["truncated", "cut at the limit"], ["differing", "prompts with different rewards"],
+      ...(rows.some(filters.fault) ? [["fault", "faults and malformed calls"]] : []), ...stops.map((stop) => [`end: ${stop}`, `end: ${stop}`])];
+    only.replaceChildren(...options.map(([value, name]) => element("option", { value, text: name })));
+    only.value = options.some(([value]) => value === before) ? before : "all";
+  }
+
   function drawList() {
+    if (!list.hasChildNodes()) list.append(count, heading, lines);
+    heading.hidden = !rows.length;
     if (!rows.length && !step.options.length) {
-      list.replaceChildren(element("p", { class: "muted", text: "This run has written no responses: the callback RolloutLog writes them, by default in every run with RolloutLoop." }));
+      count.textContent = NO_RESPONSES;
+      lines.replaceChildren();
       return;
     }
+    columns = columnsOf();
+    if (!columns.some((column) => column.name === order.name)) order = { name: "prompt", descending: false };
+    drawFilters();
+    drawHeading();
+    drawLines();
+  }
+
+  function drawLines() {
     const found = shown();
-    list.replaceChildren(element("div", { class: "muted", text: `${found.length} of ${rows.length} responses` }),
-      element("div", { class: "line heading" }, ...["reward", "tokens", "prompt", "response"].map((name, i) => element("span", { text: name, class: i < 2 ? "number" : "" }))));
-    for (const row of found) {
-      const line = element("button", { class: chosen.includes(row) ? "line chosen" : "line" },
-        element("span", { class: "number", text: short(reward(row)) }), element("span", { class: "number", text: String(length(row)) }),
-        element("span", { class: "cut", text: ownPart(row.prompt ?? "") }), element("span", { class: "cut", text: row.response ?? "" }));
-      line.addEventListener("click", () => {
-        chosen = chosen.includes(row) ? chosen.filter((own) => own !== row) : [...chosen.slice(-1), row];
-        drawList();
-        drawDetail();
-      });
-      list.append(line);
+    count.textContent = `${whole(found.length)} of ${whole(rows.length)} responses`;
+    lines.replaceChildren(...found.map((row, i) => {
+      const line = element("button", { type: "button", class: "line", tabindex: i ? -1 : 0 }, ...columns.map((column) => cellOf(column, row)));
+      line.row = row;
+      return line;
+    }));
+    markChosen();
+  }
+
+  function cellOf({ value, isNumber, nodes }, row) {
+    if (isNumber) return element("span", { class: "number", text: short(value(row)) });
+    return element("span", { class: nodes ? "cut" : "nowrap", dir: "auto" }, ...(nodes ? nodes(row) : cell(value(row))));
+  }
+
+  function markChosen() {
+    for (const line of lines.children) {
+      const isChosen = chosen.includes(line.row);
+      line.classList.toggle("chosen", isChosen);
+      line.setAttribute("aria-pressed", String(isChosen));
     }
   }
 
-  // -- tokens ---------------------------------------------------------------------------------------------------------
-  const values = {
-    advantage: (tokens, i) => tokens.advantage[i], logprob: (tokens, i) => tokens.logprob[i],
-    kl: (tokens, i) => tokens.logprob[i] - tokens.ref_logprob[i], entropy: (tokens, i) => tokens.entropy ? tokens.entropy[i] : null, ratio: (tokens, i) => tokens.logprob[i] - tokens.rollout_logprob[i],
-    weight: (tokens, i) => Math.log(Math.max(tokens.weight[i], 1e-6)), in_loss: (tokens, i) => tokens.in_loss[i] ? 1 : 0, version: (tokens, i) => tokens.version[i],
-  };
-
-  /** The numbers of the sampled tokens of a response by the chosen value, null for others. */
-  function numbersOf(row) {
-    const value = values[colour.value];
-    return row.tokens.ids.map((_, i) => value && row.tokens.sampled[i] ? value(row.tokens, i) : null);
+  function select(row) {
+    chosen = chosen.includes(row) ? chosen.filter((one) => one !== row) : [...chosen.slice(-1), row];
+    markChosen();
+    drawDetail();
+    rememberPlace();
   }
 
-  /** The origin of the colours, their least and largest number, and the one of the strongest colour, for all selected responses. */
-  function scaleOf() {
-    const numbers = chosen.filter((row) => row.tokens).flatMap(numbersOf).filter((number) => number !== null);
-    if (!numbers.length) return null;
-    const origin = colour.value === "version" ? numbers.reduce((a, b) => Math.min(a, b)) : 0;
-    const least = numbers.reduce((a, b) => Math.min(a, b), origin) - origin, largest = numbers.reduce((a, b) => Math.max(a, b), origin) - origin;
-    const strongest = colour.value === "logprob" ? 5 : colour.value === "version" ? Math.max(1, largest) : Math.max(1e-9, -least, largest);
-    return { origin, least, largest, strongest };
+  lines.addEventListener("click", (event) => {
+    const line = event.target.closest(".line");
+    if (!line) return;
+    enter(line);
+    select(line.row);
+  });
+
+  lines.addEventListener("keydown", (event) => {
+    const line = document.activeElement, others = {
+      ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling, Home: lines.firstElementChild, End: lines.lastElementChild,
+    };
+    if (!Object.hasOwn(others, event.key)) return;
+    event.preventDefault();
+    if (others[event.key]) enter(others[event.key]);
+  });
+
+  /** One line is reached by Tab, the others by the arrow keys. */
+  function enter(line) {
+    lines.querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
+    line.tabIndex = 0;
+    line.focus();
   }
 
-  const marks = { weight: (number) => short(Math.exp(number)), version: (number) => `version ${number}`, in_loss: (number) => number ? "in the loss" : "not in the loss", advantage: short };
-  const nats = (number) => `${short(number)} nats`;
-
-  function drawLegend(scale) {
-    legend.replaceChildren();
-    if (!scale) {
-      if (colour.value === "entropy" && chosen.some((row) => row.tokens)) legend.append("The files of this run have no entropies.");
-      return;
-    }
-    const ends = [scale.least < 0 ? -scale.strongest : 0, scale.largest > 0 || scale.least === 0 ? scale.strongest : 0];
-    const bar = element("span", { class: "scale" });
-    bar.style.background = `linear-gradient(to right, ${[ends[0], 0, ends[1]].filter((end, i) => i !== 1 || ends[0] < 0 && ends[1] > 0).map((end) => paint(end, scale.strongest)).join(", ")})`;
-    const [left, right] = ends.map((end) => (marks[colour.value] || nats)(end + scale.origin));
-    legend.append(element("span", { text: left }), bar, element("span", { text: right }));
-  }
-
-  /** Blue for values above 0, orange below; log-probabilities are orange, the darker the less likely. */
-  function paint(value, largest) {
-    const strength = Math.min(1, Math.abs(value) / (largest || 1));
-    return `rgba(${value >= 0 ? "31, 120, 209" : "224, 123, 0"}, ${(0.75 * strength).toFixed(3)})`;
-  }
-
-  function tokensOf(row, other, scale) {
-    const tokens = row.tokens, parts = [], numbers = numbersOf(row);
-    const common = other && other.tokens ? matches(tokens.texts, other.tokens.texts) : null;
-    tokens.texts.forEach((own, i) => {
-      if (i === 0 || tokens.sampled[i] !== tokens.sampled[i - 1]) parts.push(element("pre", { class: `tokens ${tokens.sampled[i] ? "policy" : "environment"}` }));
-      const kinds = `${tokens.sampled[i] ? "" : "written "}${common && !common[i] ? "differs" : ""}`;
-      const span = element("span", { text: own, class: kinds });
-      if (scale && numbers[i] !== null) span.style.backgroundColor = paint(numbers[i] - scale.origin, scale.strongest);
-      span.title = [`token ${tokens.ids[i]}`, ...["logprob", "rollout_logprob", "ref_logprob", "entropy", "advantage", "weight"].filter((name) => tokens[name]).map((name) => `${name} ${short(tokens[name][i])}`),
-        `KL ${short(values.kl(tokens, i))}`, `version ${tokens.version[i]}`, tokens.sampled[i] ? (tokens.in_loss[i] ? "in the loss" : "not in the loss") : "written by the environment"].join("\n");
-      parts.at(-1).append(span);
-    });
-    return parts;
-  }
-
-  /** Whether each text is part of a longest common subsequence with the others. */
-  function matches(texts, others) {
-    const n = texts.length, m = others.length, best = Array.from({ length: n + 1 }, () => new Uint16Array(m + 1));
-    for (let i = n - 1; i >= 0; i--) for (let j = m - 1; j >= 0; j--) best[i][j] = texts[i] === others[j] ? best[i + 1][j + 1] + 1 : Math.max(best[i + 1][j], best[i][j + 1]);
-    const found = new Array(n).fill(false);
-    for (let i = 0, j = 0; i < n && j < m;) {
-      if (texts[i] === others[j]) { found[i] = true; i++; j++; } else if (best[i + 1][j] >= best[i][j + 1]) i++; else j++;
-    }
-    return found;
-  }
-
+  // -- selected responses ---------------------------------------------------------------------------------------------
   function drawDetail() {
-    detail.replaceChildren();
-    const scale = scaleOf();
-    drawLegend(scale);
-    chosen.forEach((row, i) => {
-      const parts = Object.entries(row.rewards || {}).map(([name, value]) => `${name} ${short(value)}`).join(", ");
-      const card = element("div", { class: "sample" }, element("b", { text: `reward ${short(reward(row))}` }), ` ${parts}${row.truncated ? " (cut at the limit)" : ""}, KL ${short(row.kl)}`,
-        element("pre", { class: "environment", text: row.prompt ?? "" }));
-      if (row.tokens) card.append(...tokensOf(row, chosen.length === 2 ? chosen[1 - i] : null, scale));
-      else if (row.segments) card.append(...segmentsOf(row.segments));
-      else card.append(element("pre", { class: "policy", text: row.response ?? "" }));
-      if (row.ground_truth !== undefined) card.append(element("div", { class: "muted", text: "correct answer:" }), element("pre", { text: String(row.ground_truth) }));
-      detail.append(card);
-    });
+    told.textContent = "";
+    const scale = scaleOf(chosen, colour.value);
+    legend.replaceChildren(...(scale ? legendOf(scale) : []));
+    if (!scale && colour.value === "entropy" && chosen.some((row) => row.tokens)) legend.append("The files of this run have no entropies.");
+    const tell = (numbers) => { told.textContent = numbers; };
+    detail.replaceChildren(...chosen.map((row, i) => card(row, colouredBlocks(row, chosen[1 - i], scale, colour.value, tell))));
     if (!chosen.length && rows.length) detail.append(element("p", { class: "muted", text: "Select one response, or two to compare them." }));
+    if (all.ariaPressed === "true") expand(detail, true);
+    find(detail, text.value);
+  }
+
+  function showWhole(isWhole) {
+    all.ariaPressed = String(isWhole);
+    expand(detail, isWhole);
   }
 
   // -- data -----------------------------------------------------------------------------------------------------------
+  /** The address leads to this step and these responses. */
+  function rememberPlace() {
+    const place = chosen.map((row) => rows.indexOf(row)).join(","), isPlain = !place && step.selectedIndex <= 0;
+    remember("run", Number(run.value) && (place || !isPlain) ? run.value : "");
+    remember("step", isPlain ? "" : step.value);
+    remember("row", place);
+  }
+
   async function load() {
     const wanted = `${run.value}/${step.value}`;
     if (step.value === "") { rows = []; chosen = []; drawList(); drawDetail(); return; }
     const answer = await fetch(`responses/${wanted}`);
     if (!answer.ok || wanted !== `${run.value}/${step.value}`) return;
     rows = await answer.json();
-    common = new Set(rows.map((row) => row.prompt)).size > 1 ? commonLength(rows.map((row) => row.prompt ?? "")) : 0;
+    common = new Set(rows.map((row) => row.prompt)).size > 1 ? commonLength(rows.map((row) => String(row.prompt ?? ""))) : 0;
     chosen = [];
     drawList();
     drawDetail();
   }
 
   function fillSteps() {
-    const known = runs[run.value].rewards.map((own) => own.step);
+    const steps = runs[run.value].rewards.map((one) => one.step);
     const isNewest = step.selectedIndex <= 0;
     const before = step.value;
-    step.replaceChildren(...known.toReversed().map((number) => element("option", { value: number, text: String(number) })));
+    step.replaceChildren(...steps.toReversed().map((number) => element("option", { value: number, text: String(number) })));
     if (!isNewest) step.value = before;
     return step.value !== before;
   }
 
-  run.addEventListener("change", () => { fillSteps(); load(); });
-  step.addEventListener("change", load);
-  for (const input of [order, only]) input.addEventListener("change", drawList);
-  text.addEventListener("input", drawList);
+  run.addEventListener("change", async () => { fillSteps(); await load(); rememberPlace(); });
+  step.addEventListener("change", async () => { await load(); rememberPlace(); });
+  only.addEventListener("change", drawLines);
+  text.addEventListener("input", () => { drawLines(); find(detail, text.value); });
   colour.addEventListener("change", drawDetail);
-  fillSteps();
-  load();
 
+  async function start() {
+    const wanted = (state.get("row") ?? "").split(",").filter(Boolean).map(Number);
+    if (Object.hasOwn(runs, state.get("run"))) run.value = state.get("run");
+    fillSteps();
+    if ([...step.options].some((option) => option.value === state.get("step"))) step.value = state.get("step");
+    await load();
+    wanted.slice(0, 2).filter((number) => number in rows).forEach((number) => select(rows[number]));
+  }
+
+  // -- a run that continues -------------------------------------------------------------------------------------------
   const note = element("span", { class: "muted", id: "note", role: "status" });
   document.querySelector("nav a[href='#rewards']").before(element("a", { href: "#responses", text: "Responses" }));
   document.querySelector("nav").append(note);
+  let tag = "", timer;
+
   async function refresh() {
+    clearTimeout(timer);
+    let wait = NEW_DATA;
     try {
-      const answer = await fetch("data");
-      if (!answer.ok) throw new Error(await answer.text());
-      const fresh = await answer.json();
+      const answer = await fetch("data", { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+      if (answer.status === 304) summarise();
+      else if (!answer.ok) throw new Error(await answer.text());
+      else {
+        tag = answer.headers.get("ETag") ?? "";
+        const fresh = await answer.json();
+        data.definitions = fresh.definitions;
+        if (update(fresh.runs) && fillSteps() && !chosen.length) load();
+        loadPrompts();
+      }
       note.textContent = "";
-      if (update(fresh) && fillSteps() && !chosen.length) load();
+      if (runs.every((one) => one.state !== "running")) wait = NEW_DATA_OF_ENDED;
     } catch (error) { note.textContent = error instanceof TypeError ? "the inspector has ended" : error.message; }
-    setTimeout(refresh, 3000);
+    clearTimeout(timer);
+    timer = setTimeout(refresh, document.hidden ? NEW_DATA_OF_HIDDEN : wait);
   }
-  setTimeout(refresh, 3000);
+
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
+  timer = setTimeout(refresh, NEW_DATA);
+  start();
+  ready();
 })();

@@ -1,0 +1,110 @@
+"""Validation metrics as people read them: with intervals, each number once, before and after training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
+# Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
+_REPEATED = {"greedy": "greedy", "sampled": "sampled", "best@": "pass@", "maj@": "maj@"}
+_NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
+_LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
+
+
+def shown_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics of a validation that are shown: no bound, no fault that did not occur, no repeat.
+
+    Args:
+        metrics: metrics by name, those of a validation begin with ``val/``.
+    """
+    names = [name for name in metrics if name.startswith("val/") and not _is_bound(name, metrics)]
+    zeros = [name for name in names if "/fault_" in name and not metrics[name]]
+    return [name for name in names if name not in zeros and not _is_repeated(name, metrics)]
+
+
+def with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    """Return the value of a metric, and its 95 % interval if there is one.
+
+    Args:
+        name: name of the metric.
+        metrics: metrics by name; the bounds have the same name with ``_low`` and ``_high``.
+    """
+    low, high = (metrics.get(f"{name}{end}", math.nan) for end in BOUNDS)
+    if math.isnan(low) or math.isnan(high):
+        return number(metrics[name])
+    return f"{metrics[name]:.3f} ({low:.3f} to {high:.3f})"
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, or all digits before the point."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def before_and_after(
+    rows: Sequence[Mapping[str, str]], further: Collection[str] = ()
+) -> tuple[str, str, list[tuple[str, str, str]]] | None:
+    """Return the first and the last validation of a run; None if it has fewer than two.
+
+    Args:
+        rows: rows of ``metrics.csv``.
+        further: names of further metrics.
+
+    Returns:
+        The steps of both, and (metric, value before, value after) for the means of greedy and sampled responses, the
+        loss, the accuracies and the further metrics, those with an interval first.
+    """
+    validations = [row for row in rows if any(name.startswith("val/") and value for name, value in row.items())]
+    if len(validations) < 2:
+        return None
+    first, last = (
+        {name: float(value) for name, value in row.items() if name.startswith("val/") and value}
+        for row in (validations[0], validations[-1])
+    )
+    names = [name for name in shown_names(last) if name in first and name.count("/") == 1]
+    names = [name for name in names if name.endswith(("greedy", "sampled")) or name in {*_LOSSES, *further}]
+    names.sort(key=lambda name: f"{name}_low" not in last)
+    pairs = [(name, with_interval(name, first), with_interval(name, last)) for name in names]
+    return validations[0]["step"], validations[-1]["step"], pairs
+
+
+def left_to_learn(metrics: Mapping[str, float]) -> str:
+    """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
+
+    Args:
+        metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
+    """
+    names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
+    pairs = [("val/greedy", "val/sampled"), *((f"{name}_greedy", f"{name}_sampled") for name in names)]
+    known = [pair for pair in pairs if all(name in metrics for name in pair)]
+    if not known or (known[0] != pairs[0] and len(known) > 1):
+        return ""
+    greedy, sampled = (metrics[name] for name in known[0])
+    if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
+        return ""
+    shares = f"before training, greedy responses have {greedy:.3f} and sampled ones {sampled:.3f}"
+    if sampled == 0:
+        return (
+            f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "
+            "with more values, or supervised fine-tuning first"
+        )
+    if sampled > _NEARLY_ALL:
+        return f"{shares}: little is left to learn"
+    if greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
+        return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
+    return f"{shares}: there is something to learn"
+
+
+def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
+    return any(name.endswith(end) and name.removesuffix(end) in metrics for end in BOUNDS)
+
+
+def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
+    """Return whether a metric of a reward has the same values as that of correct responses."""
+    group, _, own = name.rpartition("/")
+    for end, other in _REPEATED.items():
+        before, ending, k = own.rpartition(f"_{end}")
+        same = f"{group}/{other}{k}"
+        if ending and before and (k.isdigit() or not k) and metrics.get(same) == metrics[name]:
+            return True
+    return False

@@ -1,0 +1,136 @@
+"""Values of responses as lines of files: segments of conversations, values of tokens, and their ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from operator import itemgetter
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rlhf.conversation_record import ConversationRecord
+from lightning_rlhf.types import Experience, PromptBatch, Rollout
+
+_FEWEST_TOKENS = 16  # first tokens of a response with values
+
+
+def segments_of(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, row: int) -> dict[str, Any]:
+    """Return the parts of a response that policy and environment wrote in turns; nothing without an environment's part.
+
+    A turn before the last has its ``reward``, times the weight of the environment, if it is not 0.
+
+    Args:
+        tokenizer: tokenizer that decodes them, special tokens included.
+        rollout: rollout of the step, on the CPU.
+        row: number of the response.
+    """
+    length = int(rollout.response_lengths[row])
+    mask = rollout.response_mask[row, :length].tolist()
+    if all(mask):
+        return {}
+    rewards = [0.0] * length if rollout.step_rewards is None else rollout.step_rewards[row, :length].tolist()
+    tokens = zip(mask, rollout.response_ids[row, :length].tolist(), rewards, strict=True)
+    segments = []
+    for sampled, part in groupby(tokens, key=itemgetter(0)):
+        _, ids, values = zip(*part, strict=True)
+        reward = {"reward": sum(values)} if any(values) else {}
+        segments.append({"from": "policy" if sampled else "environment", "text": tokenizer.decode(list(ids)), **reward})
+    return {"segments": segments}
+
+
+def end_of(truncated: bool, conversation: ConversationRecord | None) -> dict[str, Any]:
+    """Return why a response ended, and the numbers of turns and tool calls of a conversation.
+
+    Args:
+        truncated: whether the length limit cut the response.
+        conversation: record of a conversation with an environment; None without one.
+    """
+    if conversation is None:
+        return {"stop": "length" if truncated else "stop"}
+    turns = len(conversation.turn_ends)
+    return {"stop": conversation.stop, "turns": turns, "tool_calls": conversation.tool_calls}
+
+
+def value_counts(lengths: Sequence[int], rewards: Sequence[float], most: int) -> list[int]:
+    """Return for each response the number of its first tokens whose values are written.
+
+    The responses with values have them up to the same token, at least the 16th. If there are too many responses, the
+    best and the worst have values, at least two responses.
+
+    Args:
+        lengths: tokens of each response.
+        rewards: reward of each response; NaN without one.
+        most: largest number of tokens of all responses together.
+    """
+    ranked = sorted((i for i in range(len(lengths)) if not math.isnan(rewards[i])), key=lambda i: -rewards[i])
+    order = [ranked[-1 - i // 2] if i % 2 else ranked[i // 2] for i in range(len(ranked))]  # best, worst, second ...
+    order += [i for i in range(len(lengths)) if math.isnan(rewards[i])]
+    needed = list(accumulate(min(lengths[i], _FEWEST_TOKENS) for i in order))
+    chosen = order[: max(sum(total <= most for total in needed), min(2, most))]
+    limit = _common_limit([lengths[i] for i in chosen], most)
+    counts = dict.fromkeys(range(len(lengths)), 0) | {i: min(lengths[i], limit) for i in chosen}
+    return list(counts.values())
+
+
+def _common_limit(lengths: Sequence[int], most: int) -> int:
+    """Return the largest limit of all responses with which they have at most ``most`` tokens together."""
+    for number, length in enumerate(sorted(lengths)):
+        rest = len(lengths) - number
+        if length * rest > most:
+            return most // rest
+        most -= length
+    return max(lengths, default=0)
+
+
+def token_values(
+    tokenizer: PreTrainedTokenizerBase, experience: Experience, row: int, count: int
+) -> dict[str, list[Any]]:
+    """Return values of the first tokens of a response, by name.
+
+    Args:
+        tokenizer: tokenizer that decodes single tokens, special tokens included.
+        experience: experience of the step, on the CPU.
+        row: number of the response.
+        count: number of tokens.
+
+    Returns:
+        ``ids``, ``texts``, log-probabilities in nats of the actor before the update (``logprob``), of the engine
+        (``rollout_logprob``) and of the reference (``ref_logprob``), ``entropy`` of the actor's distribution in nats if
+        it was evaluated, ``advantage``, importance ``weight`` in the loss, policy ``version``, and whether a token is
+        ``sampled`` and ``in_loss``.
+    """
+    rollout = experience.rollout
+    ids = rollout.response_ids[row, :count].tolist()
+    numbers = {
+        "logprob": experience.old_logprobs,
+        "rollout_logprob": rollout.rollout_logprobs,
+        "ref_logprob": experience.ref_logprobs,
+        **({} if experience.entropies is None else {"entropy": experience.entropies}),
+        "advantage": experience.advantages,
+        "weight": experience.weights,
+    }
+    return {
+        "ids": ids,
+        "texts": [str(tokenizer.decode([token])) for token in ids],
+        **{name: [round(value, 4) for value in values[row, :count].tolist()] for name, values in numbers.items()},
+        "version": rollout.policy_version[row, :count].tolist(),
+        "sampled": rollout.response_mask[row, :count].tolist(),
+        "in_loss": experience.mask[row, :count].tolist(),
+    }
+
+
+def correct_answers(rollout: Rollout, batch: PromptBatch) -> list[Any]:
+    """Return the correct answer to the prompt of each response; an empty list if the data has no answers.
+
+    Args:
+        rollout: rollout of this rank.
+        batch: prompts of this rank.
+    """
+    answers = getattr(batch, "columns", {}).get("ground_truth")  # a custom loop may have batches of another type
+    if answers is None:
+        return []
+    size = len(rollout) // len(rollout.group.unique())
+    prompts = {position: number for number, position in enumerate(batch.positions or range(len(batch)))}
+    return [answers[prompts[position // size]] for position in rollout.position.tolist()]

@@ -1,0 +1,411 @@
+"""Classes of Python files with their parameters, read from the source without importing it.
+
+Importing torch, Lightning and transformers takes seconds, which a message about a mistake in a file need not wait for.
+What cannot be known without importing, such as a class that a function makes, is unknown and counts as correct.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+_BUILT_IN = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
+_COLLECTIONS = {"Iterable": Iterable, "Mapping": Mapping, "Sequence": Sequence, "Callable": Callable}
+# Code with which a module gets names that are not in its statements.
+_DYNAMIC = ("def __getattr__", "globals()", "sys.modules[", "exec(", "setattr(")
+_PACKAGE = "lightning_rlhf"  # its __getattr__ has the names that are imported for type checkers
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A name that does not exist.
+
+    Args:
+        message: sentence about it, without a full stop.
+    """
+
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class SourceModule:
+    """A module that was read and not imported.
+
+    Args:
+        name: full name.
+        file: its file.
+    """
+
+    name: str
+    file: Path
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Content of the file."""
+        return self.file.read_text(encoding="utf-8", errors="replace")
+
+    @functools.cached_property
+    def names(self) -> dict[str, tuple[ast.stmt, str]]:
+        """Statement that defines each name, and for an import the name at its origin."""
+        try:
+            return dict(_definitions(ast.parse(self.text).body))
+        except (SyntaxError, ValueError, RecursionError):
+            return {"__invalid__": (ast.Pass(), "")}
+
+    @property
+    def definitions(self) -> list[str]:
+        """Names of the functions and classes that the file defines itself."""
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        return [name for name, (statement, _) in self.names.items() if isinstance(statement, kinds)]
+
+    @property
+    def is_package(self) -> bool:
+        """Whether it has submodules."""
+        return self.file.name == "__init__.py"
+
+    def member(self, name: str) -> Any:
+        """Return a module, class or statement by name; None if it is unknown, :class:`Absent` if it does not exist."""
+        if name in self.names:
+            return self._defined(*self.names[name])
+        if (submodule := find_module(f"{self.name}.{name}")) is not None:
+            return submodule
+        stars = [
+            find_module(self._absolute(statement))
+            for statement, original in self.names.values()
+            if isinstance(statement, ast.ImportFrom) and original == "*"
+        ]
+        for module in stars:
+            member = None if module is None else module.member(name)
+            if not isinstance(member, Absent):
+                return member
+        is_open = any(own in self.text for own in _DYNAMIC) and self.name.partition(".")[0] != _PACKAGE
+        if is_open or "__invalid__" in self.names:
+            return None
+        return Absent(f"{name!r} was not found in {self.name}{suggestion(name, [own for own in self.names if own])}")
+
+    def _defined(self, statement: ast.stmt, original: str) -> Any:
+        if isinstance(statement, ast.ClassDef):
+            return SourceClass(self, statement)
+        if isinstance(statement, ast.Import):
+            return find_module(original)
+        if isinstance(statement, ast.ImportFrom):
+            module = find_module(self._absolute(statement))
+            if module is self:  # "from . import name": a submodule
+                return find_module(f"{self.name}.{original}")
+            return None if module is None else module.member(original)
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name | ast.Attribute):
+            return self.evaluate(statement.value)
+        return statement
+
+    def evaluate(self, expression: ast.expr) -> Any:
+        """Return the value of a name or a dotted name in this module; None if it is unknown."""
+        if isinstance(expression, ast.Attribute):
+            owner = self.evaluate(expression.value)
+            return owner.member(expression.attr) if isinstance(owner, SourceModule) else None
+        return self.member(expression.id) if isinstance(expression, ast.Name) and expression.id in self.names else None
+
+    def _absolute(self, statement: ast.ImportFrom) -> str:
+        """Return the full name of the module that a statement imports from."""
+        if not statement.level:
+            return statement.module or ""
+        parts = self.name.split(".")
+        parts = parts[: len(parts) - statement.level + self.is_package]
+        return ".".join([*parts, *([statement.module] if statement.module else [])])
+
+
+@dataclass(frozen=True, eq=False)
+class SourceClass:
+    """A class that was read and not imported.
+
+    Args:
+        module: module with its definition.
+        node: its definition.
+    """
+
+    module: SourceModule
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        """Name without the module."""
+        return self.node.name
+
+    @property
+    def path(self) -> str:
+        """Full name."""
+        return f"{self.module.name}.{self.name}"
+
+    @functools.cached_property
+    def order(self) -> list[SourceClass | None]:
+        """The class and its base classes, nearest first; None in the place of an unknown one."""
+        bases = [own.value if isinstance(own, ast.Subscript) else own for own in self.node.bases]
+        order: list[SourceClass | None] = [self]
+        for base in bases:
+            if isinstance(base, ast.Name) and base.id in ("object", "Generic", "Protocol", "ABC"):
+                continue
+            kind = self.module.evaluate(base)
+            order += kind.order if isinstance(kind, SourceClass) else [None]
+        return order
+
+    def is_subclass(self, path: str) -> bool:
+        """Return whether it is the class with a full name or one of its subclasses."""
+        return any(kind is not None and kind.path == path for kind in self.order)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether a method has no implementation."""
+        methods: dict[str, bool] = {}
+        for kind in self.order:
+            for own in [] if kind is None else kind.node.body:
+                if isinstance(own, ast.FunctionDef | ast.AsyncFunctionDef):
+                    methods.setdefault(own.name, any("abstract" in ast.unparse(part) for part in own.decorator_list))
+        return any(methods.values())
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Parameters of the constructor; empty if they are unknown, or if it accepts any names.
+
+        A constructor with ``**kwargs`` has those of the base class, too, except the ones that it passes itself.
+        """
+        result: dict[str, Parameter] = {}
+        passed: set[str] = set()
+        count = 0  # of arguments that are passed by position
+        for kind in self.order:
+            if kind is None:
+                return {}
+            own = kind._own_parameters()
+            if own is None:
+                continue
+            passed |= set(list(own)[:count])
+            result = {name: parameter for name, parameter in own.items() if name not in passed} | result
+            constructor = kind._constructor
+            if constructor is None or constructor.args.kwarg is None:
+                return result
+            calls = _super_calls(constructor)
+            passed |= {word.arg for call in calls for word in call.keywords if word.arg}
+            count = max((len(call.args) for call in calls), default=0)
+        return {}
+
+    @functools.cached_property
+    def _constructor(self) -> ast.FunctionDef | None:
+        methods = (own for own in self.node.body if isinstance(own, ast.FunctionDef))
+        return next((own for own in methods if own.name == "__init__"), None)
+
+    def _own_parameters(self) -> dict[str, Parameter] | None:
+        """Return the parameters of the constructor of this class alone; None if it inherits the constructor."""
+        if any("dataclass" in ast.unparse(own) for own in self.node.decorator_list):
+            return self._fields()
+        return None if self._constructor is None else _parameters_of(self._constructor, self.module)
+
+    def _fields(self) -> dict[str, Parameter]:
+        """Return the parameters of the constructor of a dataclass."""
+        fields: dict[str, Parameter] = {}
+        for kind in reversed(self.order):
+            for own in [] if kind is None else kind.node.body:
+                if isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
+                    is_constant = ast.unparse(own.annotation).startswith("ClassVar")
+                    if kind is not None and not is_constant and "init=False" not in ast.unparse(own):
+                        fields[own.target.id] = Parameter(own.annotation, kind.module, own.value)
+        return fields
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a constructor.
+
+    Args:
+        expression: its annotation; None without one.
+        module: module in which the annotation is evaluated.
+        default: its default; None without one.
+    """
+
+    expression: ast.expr | None
+    module: SourceModule
+    default: ast.expr | None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is None
+
+    @functools.cached_property
+    def annotation(self) -> Any:
+        """The annotation as a type, ``typing.Any`` in the place of an unknown part; None without one.
+
+        A class is an empty class with the attribute ``source``, its :class:`SourceClass`.
+        """
+        return None if self.expression is None else _annotation(self.expression, self.module)
+
+
+def find_class(path: str) -> Any:
+    """Return the class with a full name; None if it is unknown, :class:`Absent` if it does not exist."""
+    first, *others = path.split(".")
+    member: Any = find_module(first)
+    if member is None and _spec(first) is None:
+        return Absent(f"no module named {first!r}")
+    for name in others:
+        if not isinstance(member, SourceModule):
+            return member if isinstance(member, Absent) else None
+        member = member.member(name)
+    return member
+
+
+@functools.cache
+def find_module(name: str) -> SourceModule | None:
+    """Return a module by its full name; None if it is not in a Python file below its package."""
+    parent, _, last = name.rpartition(".")
+    if not parent:
+        spec = _spec(name)
+        is_file = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+        return SourceModule(name, Path(str(spec.origin))) if is_file and spec is not None else None
+    package = find_module(parent)
+    if package is None or not package.is_package:
+        return None
+    folder = package.file.parent
+    if name == f"{_PACKAGE}.callbacks" and not (folder / last / "console.py").is_file():
+        folder = folder.parent  # the top-level folder of a clone
+    for file in (folder / last / "__init__.py", folder / f"{last}.py"):
+        if file.is_file():
+            return SourceModule(name, file)
+    return None
+
+
+@functools.cache
+def class_named(name: str) -> SourceClass | None:
+    """Return the class of this package with a name."""
+    root = find_module(_PACKAGE)
+    assert root is not None
+    clone = root.file.parents[1] / "callbacks"
+    files = [*root.file.parent.rglob("*.py"), *(clone.glob("*.py") if (clone / "console.py").is_file() else [])]
+    for file in files:
+        if f"class {name}" in file.read_text(encoding="utf-8"):
+            inner = file.relative_to(root.file.parents[1]).with_suffix("").parts
+            inner = inner if inner[0] == _PACKAGE else (_PACKAGE, *inner)
+            module = find_module(".".join(inner))
+            member = None if module is None or name not in module.names else module.member(name)
+            if isinstance(member, SourceClass):
+                return member
+    return None
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message with the nearest of the known names; empty if none is near."""
+    by_case = {own.lower(): own for own in known}
+    near = [by_case[name.lower()]] if name.lower() in by_case else difflib.get_close_matches(name, by_case.values(), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _spec(name: str) -> Any:
+    """Return where a top-level module is; this does not import it."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def _definitions(body: Sequence[ast.stmt]) -> Iterator[tuple[str, tuple[ast.stmt, str]]]:
+    """Yield (name, (statement, original name)) of a module, those in ``if``, ``try`` and ``with`` included."""
+    for own in body:
+        if isinstance(own, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield own.name, (own, own.name)
+        elif isinstance(own, ast.Import):
+            for alias in own.names:
+                first = alias.name.partition(".")[0]
+                yield (alias.asname, (own, alias.name)) if alias.asname else (first, (own, first))
+        elif isinstance(own, ast.ImportFrom):
+            for alias in own.names:
+                key = f"* of {own.level}{own.module}" if alias.name == "*" else alias.asname or alias.name
+                yield key, (own, alias.name)
+        elif isinstance(own, ast.Assign):
+            for target in own.targets:
+                parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                yield from ((part.id, (own, part.id)) for part in parts if isinstance(part, ast.Name))
+        elif isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
+            yield own.target.id, (own, own.target.id)
+        elif isinstance(own, ast.If | ast.Try | ast.With):
+            for name in ("body", "orelse", "finalbody"):
+                yield from _definitions(getattr(own, name, []))
+            for handler in getattr(own, "handlers", []):
+                yield from _definitions(handler.body)
+
+
+def _super_calls(constructor: ast.FunctionDef) -> list[ast.Call]:
+    """Return the calls of a base class's constructor."""
+    calls = [own for own in ast.walk(constructor) if isinstance(own, ast.Call)]
+    return [own for own in calls if isinstance(own.func, ast.Attribute) and own.func.attr == "__init__"]
+
+
+def _parameters_of(function: ast.FunctionDef, module: SourceModule) -> dict[str, Parameter]:
+    """Return the parameters of a constructor, without ``self`` and variadic ones."""
+    signature = function.args
+    positional = [*signature.posonlyargs, *signature.args]
+    without = [None] * (len(positional) - len(signature.defaults))
+    pairs = zip(
+        [*positional, *signature.kwonlyargs], [*without, *signature.defaults, *signature.kw_defaults], strict=True
+    )
+    result = {own.arg: Parameter(own.annotation, module, default) for own, default in pairs}
+    result.pop(positional[0].arg, None)
+    return result
+
+
+def _annotation(expression: ast.expr, module: SourceModule) -> Any:
+    """Return an annotation as a type; ``typing.Any`` if it is unknown."""
+    if isinstance(expression, ast.Constant):
+        if isinstance(expression.value, str):
+            return _annotation(ast.parse(expression.value, mode="eval").body, module)
+        return types.NoneType if expression.value is None else Any
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.BitOr):
+        return _annotation(expression.left, module) | _annotation(expression.right, module)
+    if isinstance(expression, ast.Subscript):
+        return _subscripted(expression, module)
+    name = ast.unparse(expression).rpartition(".")[2]
+    if isinstance(expression, ast.Name) and name in _BUILT_IN and name not in module.names:
+        return _BUILT_IN[name]
+    origin = module.evaluate(expression)
+    if isinstance(origin, SourceClass):
+        if origin.is_subclass("enum.Enum"):
+            return Any
+        return type(origin.name, (), {"__module__": origin.module.name, "source": origin})
+    if isinstance(origin, ast.Assign) and origin.value is not expression:  # an alias such as Source = str | Pretrained
+        owner = next(
+            (own for own in _origins(module, name) if origin in [part for part, _ in own.names.values()]), None
+        )
+        return Any if owner is None else _annotation(origin.value, owner)
+    return _COLLECTIONS.get(name, Any)
+
+
+def _subscripted(expression: ast.Subscript, module: SourceModule) -> Any:
+    """Return an annotation such as ``list[int]``, ``Literal["a"]`` or ``Optional[int]`` as a type."""
+    name = ast.unparse(expression.value).rpartition(".")[2]
+    parts = expression.slice.elts if isinstance(expression.slice, ast.Tuple) else [expression.slice]
+    if name == "Literal":
+        choices = tuple(own.value for own in parts if isinstance(own, ast.Constant))
+        return Literal[choices] if len(choices) == len(parts) else Any
+    if name in ("Optional", "Union"):
+        options = [_annotation(own, module) for own in parts]
+        return functools.reduce(operator.or_, [*options, *([None] if name == "Optional" else [])])
+    kind = {**_BUILT_IN, **_COLLECTIONS}.get(name)
+    if kind is None or kind is Callable:
+        return Any if kind is None else Callable
+    return types.GenericAlias(kind, tuple(_annotation(own, module) for own in parts))  # type: ignore[arg-type]
+
+
+def _origins(module: SourceModule, name: str) -> Iterator[SourceModule]:
+    """Yield the modules through which a name is imported, the one that defines it last."""
+    current: SourceModule | None = module
+    for _ in range(10):
+        if current is None or name not in current.names:
+            return
+        yield current
+        statement, name = current.names[name]
+        if not isinstance(statement, ast.ImportFrom):
+            return
+        current = find_module(current._absolute(statement))

@@ -1,0 +1,158 @@
+# ruff: noqa: E501  (the sentences are to be read whole)
+"""All mistakes of a configuration come at once, from the sources of its classes, which are not imported for it."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lightning_rlhf
+from lightning_rlhf import callbacks
+from lightning_rlhf.cli.config_mistakes import doubts, mistakes
+from lightning_rlhf.cli.source_classes import Absent, SourceClass, class_named, find_class, find_module
+from lightning_rlhf.references import load_function
+
+ROOT = Path(__file__).parents[2]
+OTHERS = {"tokenizer.yaml", "jobset.yaml"}
+CONFIGS = sorted(
+    path for folder in ("configs", "examples") for path in (ROOT / folder).rglob("*.yaml") if path.name not in OTHERS
+)
+# Files that are used together with another one.
+PARTIAL = re.compile(r"the section '(model|data)' is missing|model \(\w+\): actor is missing")
+CLASSES = sorted(
+    {
+        *(f"lightning_rlhf.{name}" for name in lightning_rlhf.__all__ if name != "__version__"),
+        *(f"lightning_rlhf.callbacks.{name}" for name in callbacks.__all__ if name != "complete"),
+        *(path for file in CONFIGS for path in re.findall(r"class_path: ([\w.]+\.[A-Z]\w+)\b(?!\.)", file.read_text())),
+    }
+)
+
+WRONG = """
+model:
+  class_path: lightning_rlhf.GRPOModule
+  init_args:
+    actor: m
+    minibatch: 3
+    kl_loss: {coef: x}
+    actor_optimizer: {class_path: torch.optim.Adamw}
+data:
+  class_path: lightning_rlhf.PromptDataModule
+  init_args: {train: x.jsonl}
+trainer:
+  max_step: 3
+  strategy: {class_path: rlhf_single}
+  callbacks:
+    - class_path: lightning_rlhf.callbacks.RolloutLoop
+      init_args: {rewards: [{function: "reward.py:rihgt"}], val_metric: right, engine: TransformersEngine}
+    - lightning_rlhf.callbacks.RolloutLoop
+"""
+MISTAKES = [
+    "model (GRPOModule): unknown option 'minibatch'; did you mean 'minibatch_size'?",
+    "model.actor_optimizer: 'Adamw' was not found in torch.optim; did you mean 'AdamW'?",
+    "unknown option 'trainer.max_step'; did you mean 'max_steps'?",
+    "trainer.strategy: class_path must be a class, got 'rlhf_single', the name of a strategy: write trainer.strategy: "
+    "rlhf_single, or the class_path of a strategy, one of ",
+    "reward function 'reward.py:rihgt': 'rihgt' was not found in reward.py; did you mean 'right'?",
+    "data (PromptDataModule): tokenizer is missing",
+    "model.kl_loss (KLTerm): coef must be a number, got 'x'",
+    "trainer.callbacks has 2 RolloutLoops, allowed: one; put all rewards into its list of rewards",
+    "trainer.callbacks (RolloutLoop): val_metric must be the name of a reward, one of ['rihgt'], got 'right'",
+]
+
+
+def test_all_mistakes_come_at_once_before_torch_is_imported(tmp_path):
+    (tmp_path / "run.yaml").write_text(WRONG)
+    (tmp_path / "reward.py").write_text("import json\n\ndef right(completions):\n    return []\n")
+    program = (
+        "import sys; from lightning_rlhf.__main__ import main; sys.argv = ['x', 'fit', '--config', 'run.yaml']; "
+        "code = main(); print('torch' in sys.modules, code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.stdout.split() == ["False", "2"]
+    first, *lines = ended.stderr.splitlines()
+    assert first == "lightning-rlhf: 9 mistakes in the configuration:"
+    assert [line.strip()[: len(told)] for line, told in zip(lines, MISTAKES, strict=True)] == MISTAKES
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_parameters_read_from_the_source_are_those_of_the_class(name):
+    found = find_class(name)
+    assert isinstance(found, SourceClass)
+    kind = load_function(name)
+    assert (found.module.name, found.name) == (kind.__module__, kind.__name__)
+    expected = dict(inspect.signature(kind).parameters)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter, own in expected.items():
+        if found.parameters and own.kind not in variadic:
+            assert found.parameters[parameter].is_required == (own.default is own.empty)
+    if not any(own.kind in variadic for own in expected.values()):
+        assert set(found.parameters) == set(expected)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_shipped_configurations_have_no_mistake(path, monkeypatch):
+    monkeypatch.syspath_prepend(str(path.parent))
+    assert [own for own in mistakes(yaml.safe_load(path.read_text())) if not PARTIAL.match(own)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "parameters"),
+    [
+        ("from lightning_rlhf import PPOModule\nclass Mine(PPOModule):\n    pass\n", ["actor", "critic", "vf_coef"]),
+        ("import lightning_rlhf as l\nclass Mine(l.GRPOModule):\n    def __init__(self, *, more=1, **k):\n        "
+         "super().__init__(**k)\n", ["more", "actor"]),
+        ("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Mine:\n    a: int\n    b: str = ''\n",
+         ["a", "b"]),
+        ("def make():\n    class A: pass\n    return A\nclass Mine(make()):\n    pass\n", []),
+    ],
+)  # fmt: skip
+def test_classes_of_users_are_read_too(tmp_path, monkeypatch, source, parameters):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    find_module.cache_clear()
+    (tmp_path / "users_own.py").write_text(source)
+    known = find_class("users_own.Mine").parameters
+    assert set(parameters) <= set(known)
+    assert bool(known) == bool(parameters)
+    assert isinstance(find_class("users_own.Yours"), Absent)
+
+
+def test_what_cannot_be_known_is_no_mistake(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    find_module.cache_clear()
+    (tmp_path / "lazy.py").write_text("def __getattr__(name):\n    return int\n")
+    (tmp_path / "broken.py").write_text("class A(:\n")
+    assert find_class("lazy.Anything") is None
+    assert find_class("broken.A") is None
+    assert find_class("math.Anything") is None  # in C
+    assert class_named("NoSuchClassAnywhere") is None
+
+
+def test_a_short_name_of_a_class_is_no_mistake():
+    config = yaml.safe_load(WRONG)
+    assert not [own for own in mistakes(config) if "engine" in own]
+    config["trainer"]["callbacks"][0]["init_args"]["engine"] = "GRPOModule"
+    assert [own for own in mistakes(config) if "engine must be 'auto' or a class" in own]
+
+
+OPTIMIZER = "model: {class_path: lightning_rlhf.PPOModule, init_args: {actor: m, %s: %s}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "told"),
+    [
+        ("actor_optimizer", "{class_path: torch.optim.AdamW}", "0.001, the default of this class; without actor_optimizer it would be 1e-06"),
+        ("actor_optimizer", "torch.optim.AdamW", "model.actor_optimizer (AdamW): lr is not set, so it is 0.001"),
+        ("critic_optimizer", "{class_path: torch.optim.NAdam, init_args: {weight_decay: 0.1}}", "0.002, the default of"),
+        ("actor_optimizer", "{class_path: lightning_rlhf.modules.optimizers.MatrixDecayAdamW}", "0.001"),
+        ("actor_optimizer", "{class_path: torch.optim.AdamW, init_args: {lr: 1.0e-3}}", ""),
+        ("ref", "m", ""),
+    ],
+)  # fmt: skip
+def test_a_learning_rate_that_was_left_out_is_reported(name, optimizer, told):
+    found = list(doubts(yaml.safe_load(OPTIMIZER % (name, optimizer))))
+    assert len(found) == bool(told)
+    assert told in "".join(found)

@@ -1,0 +1,66 @@
+"""The code of docs/own_algorithm.md is that of a run, and its estimator is checked by hand."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_rlhf.objectives.base import AdvantageInputs
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/own_algorithm.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The files that the page names, importable."""
+    (tmp_path / "my_algorithms.py").write_text("\n".join(BLOCKS[:2]))
+    (tmp_path / "my_module.py").write_text(BLOCKS[2])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("my_algorithms", "my_module"):
+        sys.modules.pop(name, None)
+
+
+def test_the_estimator_by_hand(written):
+    from my_algorithms import MaxRL
+
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    token_rewards = torch.stack([torch.zeros(6), rewards], dim=1)
+    mask = torch.ones(6, 2, dtype=torch.bool)
+    mask[3] = False  # no policy token: not a member
+    inputs = AdvantageInputs(token_rewards, mask, torch.tensor([0, 0, 0, 0, 1, 1]))
+    advantages, _ = MaxRL()(inputs)
+    # group 0 has three members and a mean of 1/3: (1 - 1/3) / (1/3) = 2, (0 - 1/3) / (1/3) = -1
+    assert advantages[:, 1].tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0, 0.0, 0.0])
+
+
+def test_the_loss_by_hand(written):
+    from my_algorithms import SquaredRatio
+
+    logprobs = torch.tensor([[2.0]]).log()
+    loss, metrics = SquaredRatio(strength=3.0)(
+        logprobs, torch.zeros(1, 1), torch.tensor([[0.5]]), torch.tensor([[True]])
+    )
+    assert loss.item() == pytest.approx(-0.5 * 2 + 3 / 2)
+    assert metrics["ratio_distance"].item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("form", ["parts", "module"])
+def test_a_run_with_them(written, fit, config, form):
+    settings = {"actor": config["model"]["init_args"]["actor"], "minibatch_size": 4}
+    if form == "parts":
+        (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+        model = yaml.safe_load(block)["model"]
+        model["init_args"] |= settings | {"policy_loss": {"class_path": "my_algorithms.SquaredRatio"}}
+    else:
+        model = {"class_path": "my_module.MyModule", "init_args": {**settings, "strength": 0.5}}
+    config["model"] = model
+    config["trainer"]["callbacks"][0]["init_args"]["group_size"] = 2
+    result = fit(config)
+    assert (result.code, result.err) == (0, "")
+    assert "policy/ratio_distance" in next(written.rglob("metrics.csv")).read_text()

@@ -65,7 +65,7 @@ def test_the_legend_has_the_last_value_of_each_run(show):
     assert browser.evaluate(legend("reward/mean")) == ["steps=1", "a=0.1", "b=0.1"]
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/greedy"])
+@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/share_correct_greedy"])
 def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
     empty = {"step": [1, 2], name: [None, None], "no/values": [None, None]}

@@ -19,7 +19,7 @@ import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_files import add_import_folders, check_classes
-from lightning_rlhf.cli.config_mistakes import check_settings, doubts, read_settings
+from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
@@ -114,8 +114,6 @@ class RLHFCLI(LightningCLI):
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
         check_settings(command_line[1:])
-        for doubt in doubts(read_settings(command_line[1:]) or {}):
-            log.warning(doubt)
         add_import_folders(command_line)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:

@@ -91,7 +91,7 @@
     const [run] = row.runs;
     if (row.runs.length > 1) {
       const isOpen = opened.has(row.group);
-      return [button(`${isOpen ? "▾" : "▸"} ${run.name} and ${counted(row.runs.length - 1, "other seed")}`, () => {
+      return [button(`${isOpen ? "▾" : "▸"}\u00a0${run.name} and ${counted(row.runs.length - 1, "other seed")}`, () => {
         if (isOpen) opened.delete(row.group); else opened.add(row.group);
         draw();
       }, { class: "sort", "aria-expanded": String(isOpen), "data-group": row.group })];

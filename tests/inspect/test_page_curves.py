@@ -66,16 +66,24 @@ def test_the_legend_has_the_last_value_of_each_run(show):
 
 
 def test_the_legend_has_the_bounds_of_an_interval(show):
-    validation = table(step=[0, 2], val__greedy=[0.25, 0.75], val__greedy_low=[0.2, 0.7], val__greedy_high=[0.3, 0.8])
+    validation = table(
+        step=[0, 2],
+        val__share_correct_greedy=[0.25, 0.75],
+        val__share_correct_greedy_low=[0.2, 0.7],
+        val__share_correct_greedy_high=[0.3, 0.8],
+    )
     browser = show(page(run(validation=validation)))
-    entries = "[...document.querySelectorAll('[data-metric=\"val/greedy\"] .u-series')]"
+    entries = "[...document.querySelectorAll('[data-metric=\"val/share_correct_greedy\"] .u-series')]"
     shown = browser.evaluate(f"{entries}.filter((own) => own.offsetHeight).map((own) => own.textContent)")
-    assert shown == ["steps2", "greedy0.75 (95 %: 0.7 to 0.8)"]
+    assert shown == ["steps2", "share_correct_greedy0.75 (95 %: 0.7 to 0.8)"]
     browser.evaluate("document.getElementById('smoothing').value = 0.5, window.report.redraw()")
-    assert browser.evaluate(legend("val/greedy"))[2] == "greedy (smoothed)=0.5833 (95 %: 0.5333 to 0.6333)"
+    assert (
+        browser.evaluate(legend("val/share_correct_greedy"))[2]
+        == "share_correct_greedy (smoothed)=0.5833 (95 %: 0.5333 to 0.6333)"
+    )
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/greedy"])
+@pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/share_correct_greedy"])
 def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
     empty = {"step": [1, 2], name: [None, None], "no/values": [None, None]}

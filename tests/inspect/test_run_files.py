@@ -211,7 +211,7 @@ def test_a_check_that_needs_more_steps_is_too_early(name):
 
 
 def test_a_check_of_a_run_without_a_step_is_too_early():
-    found = states_of([{"step": 0, "val/greedy": 0.5}], ["a"])
+    found = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
     assert {state for state, _ in found.values()} == {"too early"}
     assert found["KL to the reference"] == ("too early", "0 of 1 steps")
     assert found["over-optimisation"] == ("too early", "1 of 3 validations")
@@ -243,7 +243,7 @@ def test_the_page_defines_the_metrics_of_its_runs(run_directory):
         "unit": "nats per response",
         "meaning": "KL to the reference by k1, before the update",
     }
-    assert found["val/greedy"]["unit"] == "share"
+    assert found["val/share_correct_greedy"]["unit"] == "share"
     assert "mine" not in found
     assert "step" not in found
 
@@ -251,12 +251,12 @@ def test_the_page_defines_the_metrics_of_its_runs(run_directory):
 def test_metrics_of_a_validation_without_the_prefix_have_it_on_the_page(run_directory):
     rows = [
         *ROWS[:3],
-        {"step": 2, "val/greedy": 0.5, "mine": 2.0, "greedy": 3.0},
+        {"step": 2, "val/share_correct_greedy": 0.5, "mine": 2.0, "share_correct_greedy": 3.0},
         {"step": 3, "mine": 4.0, "validation": 1},
     ]
     data = data_of(run_directory("a", rows))
     assert data["validation"] == {
-        "step": [0, 2, 3], "val/greedy": [0.25, 0.5, None], "val/mine": [None, 2.0, 4.0]
+        "step": [0, 2, 3], "val/share_correct_greedy": [0.25, 0.5, None], "val/mine": [None, 2.0, 4.0]
     }  # fmt: skip
     assert "mine" not in data["training"]
 

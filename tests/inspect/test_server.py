@@ -287,7 +287,11 @@ def test_a_row_has_state_settings_metrics_and_group(runs):
     own = rows["a/seed1"]
     assert (own["state"], own["steps"], own["limit"], own["seed"], own["failed_checks"]) == ("running", 10, 20, 1, 0)
     assert own["config"] == {"trainer.max_steps": "20", "model.lr": "0.1"}
-    assert (own["first"]["reward/mean"], own["last"]["reward/mean"], own["last"]["val/greedy"]) == (0.1, 1.0, 0.75)
+    assert (own["first"]["reward/mean"], own["last"]["reward/mean"], own["last"]["val/share_correct_greedy"]) == (
+        0.1,
+        1.0,
+        0.75,
+    )
     assert rows["a/seed2"]["steps"] == 5
     assert own["group"] == rows["a/seed2"]["group"] != rows["b"]["group"]
     assert (rows["b"]["state"], rows["b"]["error"], rows["b"]["failed_checks"]) == ("failed", "RunError: lost", 1)

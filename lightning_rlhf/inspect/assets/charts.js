@@ -4,7 +4,7 @@
   const { runs, labelled, element, section, button, choices, own, isMissing, short, known, colour, key, page, meaningOf, kept } = window.report;
   const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
-  const FEATURED_VALIDATION = /^val\/(greedy|sampled|loss|pair_accuracy)$/;
+  const FEATURED_VALIDATION = /^val\/(share_correct_greedy|share_correct_sampled|loss|pair_accuracy)$/;
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
 

@@ -23,7 +23,7 @@
   }
 
   function summarise() {
-    const values = ["val/greedy", "val/sampled", "val/loss", "val/pair_accuracy"];
+    const values = ["val/share_correct_greedy", "val/share_correct_sampled", "val/loss", "val/pair_accuracy"];
     const figures = runs.map((run) => ({
       state: run.state,
       "last metrics": run.state === "running" ? `${duration(age(run.modified))} ago` : "",

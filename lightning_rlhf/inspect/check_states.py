@@ -91,7 +91,7 @@ def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:
     """Return the state of a check that did not fail, and a note.
 
     Args:
-        need: what the check compares.
+        need: metrics that the check compares.
         parts: rows of validations (True) and of training steps (False).
     """
     rows = parts[need.metrics[0].startswith("val/")]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from lightning_rlhf.expected_errors import UsageError
 
@@ -156,7 +156,7 @@ def as_reply(value: Any, method: str) -> Reply:
     if value is None and method != "step":
         return Reply()
     if is_last and isinstance(value, Real) and not isinstance(value, bool):
-        value = replace(Reply(), reward=value)
+        value = Reply(reward=cast("float", value))
     if isinstance(value, str) and not is_last:
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):

@@ -210,10 +210,17 @@ def test_a_check_that_needs_more_steps_is_too_early(name):
     assert states_of(shown[:needed], ["a"])[name][0] == "passed"
 
 
-def test_a_critic_that_is_not_judged_has_a_note():
+def test_a_check_of_a_run_without_a_step_is_too_early():
+    found = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
+    assert {state for state, _ in found.values()} == {"too early"}
+    assert found["KL to the reference"] == ("too early", "0 of 1 steps")
+    assert found["over-optimisation"] == ("too early", "1 of 3 validations")
+
+
+def test_a_critic_whose_rewards_vary_too_little_for_its_check():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
-    note = "value/explained_variance -0.5, not judged: rewards vary less than half as much as at the start"
-    assert states_of(rows)["critic"] == ("passed", note)
+    note = "value/explained_variance -0.5, but rewards vary less than half as much as at the start"
+    assert states_of(rows)["critic"] == ("not applicable", note)
     assert states_of(steps(22, value__explained_variance=0.5, reward__std=0.1))["critic"][1].endswith(" 0.5")
 
 

@@ -68,7 +68,7 @@ def _mistakes(name: str, arguments: list[str]) -> str | None:
     from lightning_rlhf.cli.config_mistakes import check_settings
 
     try:
-        check_settings(arguments, runs=COMMANDS[name][0] == LIGHTNING)
+        check_settings(arguments, needs_files=COMMANDS[name][0] == LIGHTNING)
     except UsageError as error:
         return str(error)
     return None

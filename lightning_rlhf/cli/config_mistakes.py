@@ -29,12 +29,12 @@ _OF_LIGHTNING = ("weights_only", "verbose", "return_predictions")  # in the conf
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
 
 
-def check_settings(arguments: Sequence[str], runs: bool = True) -> None:
+def check_settings(arguments: Sequence[str], needs_files: bool = True) -> None:
     """Validate the configuration files and options of a run, before libraries are imported that take seconds.
 
     Args:
         arguments: command line behind the command's name.
-        runs: whether the command runs the configuration, for which its files must exist.
+        needs_files: whether the command runs the configuration, for which its files must exist.
 
     Raises:
         UsageError: the message has all mistakes that were found, one in a line.
@@ -42,7 +42,8 @@ def check_settings(arguments: Sequence[str], runs: bool = True) -> None:
     config = read_settings(arguments)
     if config is None:
         return
-    messages = list(dict.fromkeys([*mistakes(config), *(early_mistakes(config) if runs else [])]))
+    needs_files = needs_files and not any(own.startswith("--print_config") for own in arguments)
+    messages = list(dict.fromkeys([*mistakes(config), *(early_mistakes(config) if needs_files else [])]))
     if messages:
         raise UsageError(in_one_message(messages))
 

@@ -7,7 +7,7 @@ import sys
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -110,10 +110,12 @@ class RLHFCLI(LightningCLI):
         arguments: command line without the program's name; None uses that of the process.
     """
 
+    needs_files: ClassVar[bool] = True  # whether files of the run must exist, and its callbacks be complete
+
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
-        check_settings(command_line[1:])
+        check_settings(command_line[1:], self.needs_files)
         add_import_folders(command_line)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:

@@ -121,7 +121,7 @@ def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
 
 def test_commands_without_a_run_do_not_need_its_files(folder):
     (folder / "run.yaml").write_text(yaml.safe_dump(changed("data.init_args.train", "missing.jsonl")))
-    check_settings(["--config", "run.yaml"], runs=False)
+    check_settings(["--config", "run.yaml"], needs_files=False)
     with pytest.raises(UsageError, match=r"no data at 'missing\.jsonl'"):
         check_settings(["--config", "run.yaml"])
 

@@ -186,7 +186,7 @@ ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": "small"}}
         (
             f"{MODEL}.actor_optimizer",
             ADAM,
-            ["model.actor_optimizer (AdamW): lr must be a number or a class (class_path: package.Class), got 'small'"],
+            ["model.actor_optimizer (AdamW): lr must be a number, got 'small'"],
         ),
         (
             f"{MODEL}.actor_optimizer",

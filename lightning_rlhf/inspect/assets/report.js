@@ -129,7 +129,8 @@
       if (labelled) time.append(element("h3", {}, key(i), run.name));
       const table = element("table");
       const seconds = Object.entries(parts).map(([name, text]) => [text, total(run.training[name])]);
-      seconds.push(["other", whole - seconds.reduce((sum, [, value]) => sum + value, 0)]);
+      const named = seconds.reduce((sum, [, value]) => sum + value, 0);
+      seconds.push([named ? "other" : "all of the steps", whole - named]);
       for (const [text, value] of seconds.filter(([, amount]) => amount > 0.0005 * whole)) {
         const bar = element("span", { class: "bar" });
         bar.style.width = `${(100 * value / whole).toFixed(1)}%`;

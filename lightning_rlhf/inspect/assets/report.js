@@ -208,7 +208,8 @@
 
   /** Shows new data of the same runs; returns whether a run has changed. */
   function update(fresh) {
-    const changed = (run, i) => ["state", "training", "validation"].some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
+    const parts = ["state", "training", "validation", "rewards", "validations"];
+    const changed = (run, i) => parts.some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
     const any = fresh.some(changed);
     fresh.forEach((run, i) => Object.assign(runs[i], run));
     if (any) fill(); else summarise();

@@ -18,6 +18,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _FILES = "files/"
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cfg": "ini", ".jsonl": "json", ".json": "json"}
 
@@ -69,6 +71,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"{match[1]}{posixpath.relpath(inside, here)}{match[3] or ''})"
 
     return _LINK.sub(pointed, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let names in tables break after slashes and commas; site.css lets them break nowhere else."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: re.sub("([/,])", r"\1<wbr>", code[0]), cell[0])
+
+    return _CELL.sub(breakable, html)
 
 
 def _target(source: str, link: str) -> str | None:

@@ -81,6 +81,20 @@ def test_the_reference_has_the_arguments_of_every_public_class(site):
     assert "responses per prompt, at least 1" in text  # an argument line of RolloutLoop
 
 
+def test_names_in_tables_break_after_slashes_and_commas(site):
+    page = (site / "metrics.html").read_text(encoding="utf-8")
+    assert "<code>reward/<wbr>after_kl_{mean,<wbr>max,<wbr>min}</code>" in page
+    assert "<code>val/...</code>" in page  # outside of a table
+    assert 'href="site.css"' in page
+
+
+def test_entries_of_the_navigation_are_distinct():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    names = re.findall(r"^ *- (.+): \S+\.md$", navigation, re.MULTILINE)
+    assert len(names) == navigation.count(".md") > 40
+    assert [name for name in names if names.count(name) > 1] == []
+
+
 def test_images_are_small():
     images = [path for path in (ROOT / "docs/images").iterdir() if path.suffix in (".png", ".svg")]
     assert len(images) >= 5

@@ -52,6 +52,14 @@ def test_samples_have_the_numbers_of_their_responses(run_directory):
     assert {name: sample[name] for name in extra} == extra
 
 
+def test_runs_of_equal_directory_names_are_told_apart(run_directory):
+    folders = [run_directory(name, ROWS) for name in ("sweep/a/seed1", "sweep/b/seed1", "sweep/b/seed2")]
+    runs = [RunDirectory(folder) for folder in folders]
+    assert [run["name"] for run in run_data(runs[1:])] == ["seed1", "seed2"]
+    assert [run["name"] for run in run_data(runs)] == ["a/seed1", "b/seed1", "b/seed2"]
+    assert [run["name"] for run in run_data(runs[:1] * 2)] == ["seed1", "seed1"]
+
+
 # -- strange files ----------------------------------------------------------------------------------------------------
 
 

@@ -41,14 +41,14 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
         "name", "state", "failed checks", "steps", "lr", "reward/mean", "seed", "last metrics"
     ]  # fmt: skip
     assert browser.evaluate(CELLS) == [
-        ["▸\u00a0a/0 and 1 other seed", "2 ended", "2", "4 to 10 of 10", "0.1", "1.5 ± 0.71 (2)", "0, 1", "60 min ago"],
+        ["▸\u00a0a/0 and 1 other run", "2 ended", "2", "4 to 10 of 10", "0.1", "1.5 ± 0.71 (2)", "0, 1", "60 min ago"],
         ["b", "failed", "0", "10", "0.02", "0 → 9", "–", "60 min ago"],
         ["cc cannot be read", "damaged", "0", "10", "–", "–", "3", "60 min ago"],
     ]
     browser.evaluate("(own => { own.focus(); own.click(); })(document.querySelector('[aria-expanded]'))")
     assert browser.evaluate("document.activeElement.ariaExpanded") == "true"  # of the new table
     names = [line[0] for line in browser.evaluate(CELLS)]
-    assert names == ["▾\u00a0a/0 and 1 other seed", "a/0", "a/1", "b", "cc cannot be read"]
+    assert names == ["▾\u00a0a/0 and 1 other run", "a/0", "a/1", "b", "cc cannot be read"]
     assert browser.evaluate(CELLS)[1][3:6] == ["10", "0.1", "0.5 → 1"]
     browser.evaluate("document.getElementById('single').click()")
     assert len(browser.evaluate(CELLS)) == 4
@@ -149,6 +149,8 @@ def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
         browser.evaluate("document.querySelector('tbody a').click()")
         browser.wait("location.pathname.endsWith('/run/0/') && document.documentElement?.dataset.ready === 'yes'")
         assert json.loads(browser.evaluate("JSON.stringify(window.report.runs.map((own) => own.name))")) == ["0"]
+        browser.evaluate("[...document.querySelectorAll('nav a')].find((own) => own.textContent === 'All runs').click()")
+        browser.wait(f"location.href === '{server.url}' && document.documentElement?.dataset.ready === 'yes'")
         assert not browser.problems
     finally:
         browser.leave()

@@ -5,6 +5,7 @@
   const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
   const FEATURED_VALIDATION = /^val\/(share_correct_greedy|share_correct_sampled|loss|pair_accuracy)$/;
+  const WHOLE = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));  // distances of the marks of steps
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
 
@@ -127,7 +128,7 @@
     const plot = new uPlot({
       width, height: 190, hooks, series,
       scales: { x: { time: false, range: limitsOfSteps }, y: isLog ? { distr: 3, range: limitsOfLog } : { range: limits(0.1) } },
-      axes: [{ stroke, grid, ticks: grid, values, size: 34 }, vertical],
+      axes: [{ stroke, grid, ticks: grid, values, size: 34, incrs: WHOLE }, vertical],
       cursor: { sync: { key: "page" }, hover: { skip: [null, undefined], prox: 30 } },
       ...more,
     }, data, box);

@@ -25,7 +25,7 @@
   const comparison = element("span", { id: "comparison", role: "status" });
   place.append(element("div", { class: "controls" }, element("label", {}, "show", words), element("label", {}, "state", states),
     element("label", {}, "checks", checks), element("label", {}, "columns", names),
-    element("label", {}, single, "each seed in a row"), comparison, note));
+    element("label", {}, single, "each run in a row"), comparison, note));
   const count = element("p", { class: "muted", role: "status" });
   const table = element("table", { class: "project" });
   place.append(count, element("div", { class: "runs-table" }, table));
@@ -91,7 +91,7 @@
     const [run] = row.runs;
     if (row.runs.length > 1) {
       const isOpen = opened.has(row.group);
-      return [button(`${isOpen ? "▾" : "▸"}\u00a0${run.name} and ${counted(row.runs.length - 1, "other seed")}`, () => {
+      return [button(`${isOpen ? "▾" : "▸"}\u00a0${run.name} and ${counted(row.runs.length - 1, "other run")}`, () => {
         if (isOpen) opened.delete(row.group); else opened.add(row.group);
         draw();
       }, { class: "sort", "aria-expanded": String(isOpen), "data-group": row.group })];

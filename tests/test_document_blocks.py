@@ -42,7 +42,7 @@ BASE = {
     },
     "trainer": {"max_steps": 1},
 }
-PROGRAMS = {"cd", "export", "mlflow", "source", "tensorboard"}  # of others
+PROGRAMS = {"cd", "export", "mlflow", "pip", "source", "tensorboard"}  # of others
 
 
 def blocks(*languages, but=None):

@@ -383,8 +383,8 @@ def quickstart(device: str, folder: Path) -> Figures:
         figures[f"{name}_s"] = round(time.monotonic() - began, 1)
     rows = (folder / "runs/quickstart/ppo/metrics.csv").read_text().splitlines()
     names = rows[0].split(",")
-    if "val/sampled" in names:
-        sampled = [row.split(",")[names.index("val/sampled")] for row in rows[1:]]
+    if "val/share_correct_sampled" in names:
+        sampled = [row.split(",")[names.index("val/share_correct_sampled")] for row in rows[1:]]
         figures["val_sampled"] = [float(value) for value in sampled if value][:: max(1, len(sampled) - 1)]
     return {"ok": True, **figures}
 

@@ -58,7 +58,7 @@ class StepProgressBar(RichProgressBar):
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
-    Until the first step, a line every five seconds has what the run is waiting for. After three steps, a line has the
+    Until the first step, a line every five seconds names the work in progress. After three steps, a line has the
     estimated time of the others, if that is more than five minutes. The last lines compare the first and the last
     validation.
 
@@ -72,17 +72,17 @@ class Console(Callback):
         self._ended: threading.Event | None = None
         self._began = 0.0
         self._seconds: list[float] = []  # of the first steps
-        self._doing = ""  # what the run does before its first step
+        self._doing = ""  # work before the first step
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Validate the module, and start to print what the run is waiting for."""
+        """Validate the module, and start to print the work in progress."""
         check_module(self, pl_module, RoleModule)
         if stage == "fit":
             self._doing = "the models load" if _rollout_loop(trainer) is None else "the engine starts, the models load"
             self._print_regularly(trainer, lambda: self._doing, _WAITING_SECONDS)
 
     def on_fit_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
-        """Note that the models are loaded."""
+        """Update the line about the work in progress: the models are loaded."""
         self._doing = "the run is prepared" if _rollout_loop(trainer) is None else "the engine starts"
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
@@ -94,7 +94,7 @@ class Console(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: RoleModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Note the progress of the validation before the first step."""
+        """Update the line about the work in progress: a batch of the validation."""
         count = sum(int(own) for own in trainer.num_val_batches if math.isfinite(own))
         self._doing = f"validation, batch {batch_idx + 1} of {count}"
 
@@ -140,15 +140,15 @@ class Console(Callback):
             self._print_regularly(trainer, lambda: f"step {step}: running", _HEARTBEAT_SECONDS)
 
     def on_exception(self, trainer: Trainer, pl_module: RoleModule, exception: BaseException) -> None:
-        """Stop to print what the run is waiting for."""
+        """Stop printing the work in progress."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
-        """Stop to print what the run is waiting for."""
+        """Stop printing the work in progress."""
         self._stop()
 
     def _print_regularly(self, trainer: Trainer, doing: Callable[[], str], seconds: float) -> None:
-        """Print what the run does every few seconds, until it is stopped."""
+        """Print the work in progress every few seconds, until it is stopped."""
         self._stop()
         if trainer.is_global_zero:
             self._ended = threading.Event()
@@ -233,7 +233,7 @@ def _has(trainer: Any, kind: type) -> bool:
 
 
 def _print_until(ended: threading.Event, doing: Callable[[], str], seconds: float) -> None:
-    """Print what the run does, with the seconds so far, until it has ended."""
+    """Print the work in progress, with the seconds so far, until it has ended."""
     count = 0
     while not ended.wait(seconds):
         count += 1
@@ -246,10 +246,10 @@ def comparison(directory: Path) -> list[str]:
     Args:
         directory: directory of the run, with ``metrics.csv``.
     """
-    found = before_and_after(read_metrics(directory / "metrics.csv"))
-    if found is None:
+    compared = before_and_after(read_metrics(directory / "metrics.csv"))
+    if compared is None:
         return []
-    first, last, pairs = found
+    first, last, pairs = compared
     width = max((len(name) for name, _, _ in pairs), default=0)
     lines = [f"  {name:<{width}}  {before} -> {after}" for name, before, after in pairs]
     return [f"validation at step {first} -> step {last}, 95 % intervals in brackets:", *lines] if lines else []

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
-_REPEATED = {"greedy": "greedy", "sampled": "sampled", "best@": "pass@", "maj@": "maj@"}
+_REPEATED = {"greedy": "share_correct_greedy", "sampled": "share_correct_sampled", "best@": "pass@", "maj@": "maj@"}
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
 
@@ -62,24 +62,23 @@ def before_and_after(
         for row in (validations[0], validations[-1])
     )
     names = [name for name in shown_names(last) if name in first and name.count("/") == 1]
-    names = [name for name in names if name.endswith(("greedy", "sampled")) or name in {*_LOSSES, *further}]
+    names = [name for name in names if name.endswith(("_greedy", "_sampled")) or name in {*_LOSSES, *further}]
     names.sort(key=lambda name: f"{name}_low" not in last)
     pairs = [(name, with_interval(name, first), with_interval(name, last)) for name in names]
     return validations[0]["step"], validations[-1]["step"], pairs
 
 
 def left_to_learn(metrics: Mapping[str, float]) -> str:
-    """Return a sentence about what the validation before training leaves to learn; empty if it cannot be known.
+    """Return a sentence about the room for learning after the validation before training; empty if it is unknown.
 
     Args:
         metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
     """
     names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
-    pairs = [("val/greedy", "val/sampled"), *((f"{name}_greedy", f"{name}_sampled") for name in names)]
-    known = [pair for pair in pairs if all(name in metrics for name in pair)]
-    if not known or (known[0] != pairs[0] and len(known) > 1):
+    names = ["val/share_correct"] if "val/share_correct" in names else names
+    if len(names) != 1 or f"{names[0]}_greedy" not in metrics:
         return ""
-    greedy, sampled = (metrics[name] for name in known[0])
+    greedy, sampled = (metrics[f"{names[0]}_{kind}"] for kind in ("greedy", "sampled"))
     if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
         return ""
     shares = f"before training, greedy responses have {greedy:.3f} and sampled ones {sampled:.3f}"
@@ -101,10 +100,10 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
     """Return whether a metric of a reward has the same values as that of correct responses."""
-    place, _, own = name.rpartition("/")
+    group, _, own = name.rpartition("/")
     for end, other in _REPEATED.items():
-        before, found, k = own.rpartition(f"_{end}")
-        same = f"{place}/{other}{k}"
-        if found and before and (k.isdigit() or not k) and metrics.get(same) == metrics[name]:
+        before, ending, k = own.rpartition(f"_{end}")
+        same = f"{group}/{other}{k}"
+        if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
             return True
     return False

@@ -20,8 +20,8 @@ from .metrics_csv import MetricsCSV
 from .rollout_loop import RolloutLoop
 
 _LABELS = {
-    "val/greedy": "right answers, greedy",
-    "val/sampled": "right answers, sampled at temperature 1",
+    "val/share_correct_greedy": "right answers, greedy",
+    "val/share_correct_sampled": "right answers, sampled at temperature 1",
     "val/score_greedy": "reward model's score, greedy",
     "val/score_sampled": "reward model's score, sampled",
     "val/score_orders_right_first": "reward model orders right before wrong",

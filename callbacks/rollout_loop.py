@@ -42,6 +42,7 @@ from .validation import Answer, Validation, averages_weights, sources_in
 
 log = logging.getLogger(__name__)
 _FAST_DEV_TOKENS = 16
+_BAR_METRICS = ("val/share_correct_greedy", "val/share_correct_sampled")
 _REQUESTS = "lightning_rlhf_requests"  # name in checkpoints
 
 
@@ -57,9 +58,8 @@ class RolloutLoop(Callback):
         temperature: temperature of training samples, positive. Top-p and top-k are not supported: engines then report
             probabilities over the remaining tokens, the trainer over all, so that importance ratios would be wrong.
         val_samples: responses per prompt sampled at temperature 1 in validation, in addition to a greedy one.
-        val_metric: name of the reward that is at least 1 for correct responses; adds ``val/greedy``, ``val/sampled``,
-            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly. None logs only
-            the metrics of each reward.
+        val_metric: name of the reward that is at least 1 for correct responses, for ``val/share_correct_...``,
+            ``val/pass@k``, and the fraction of response pairs that the reward model orders correctly; None without.
         val_answer: function that returns the answer of each completion, or None for a completion without an answer; a
             dotted path in YAML. It adds ``val/..._maj@k``, the reward of the most frequent answer of k samples.
         validate_at_ends: whether to validate before the first and after the last step.
@@ -413,7 +413,7 @@ class RolloutLoop(Callback):
             self._synced_step = None
         self._let_engine_sleep(pl_module.device)
         for name, value in self.validation.metrics(pl_module.data_ranks).items():
-            pl_module.log(name, value, prog_bar=name in ("val/greedy", "val/sampled"), batch_size=1)
+            pl_module.log(name, value, prog_bar=name in _BAR_METRICS, batch_size=1)
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -56,6 +56,11 @@ class _Quantity:
     batches: list[Tensor] = field(default_factory=list)
 
     @property
+    def mean_name(self) -> str:
+        """Begin of the names of the two means behind ``prefix``: the mean of correctness is a share."""
+        return "share_correct_" if self.is_correctness else ""
+
+    @property
     def table(self) -> Tensor:
         """(prompts, 1 + N) float64 values of this rank."""
         return torch.cat(self.batches)
@@ -68,7 +73,7 @@ class _Quantity:
         """
         table = self.table
         sampled = table[:, 1:]
-        statistics = {"greedy": table[:, :1], "sampled": sampled}
+        statistics = {f"{self.mean_name}greedy": table[:, :1], f"{self.mean_name}sampled": sampled}
         if sampled.shape[1] > 1 and not self.is_correctness:
             deviation = sampled - sampled.mean(dim=1, keepdim=True)
             statistics["sampled_std"] = (deviation**2).mean(dim=1).sqrt()
@@ -248,13 +253,15 @@ class Validation:
         groups = self._groups(first[:, 0])
         metrics = dict[str, float]()
         for quantity, table in zip(quantities, tables, strict=True):
-            for place, rows in groups.items():
+            for group, rows in groups.items():
                 for name, values in (("greedy", table[rows, :1]), ("sampled", table[rows, 1:])):
                     known = [[value for value in row if not math.isnan(value)] for row in values.tolist()]
                     interval = mean_interval([row for row in known if row]) if any(known) else {}
                     for bound in ("low", "high"):
                         value = interval.get(bound)
-                        metrics[f"{place}{quantity.prefix}{name}_{bound}"] = math.nan if value is None else value
+                        metrics[f"{group}{quantity.prefix}{quantity.mean_name}{name}_{bound}"] = (
+                            math.nan if value is None else value
+                        )
         return metrics
 
     def _score_order(self, score: Tensor, correct: Tensor, sources: Tensor, ranks: DataRanks) -> dict[str, float]:

@@ -82,8 +82,9 @@ def functions():
     return {file: "".join(f"def {own}():\n    ...\n" for name, own in set(named) if name == file) for file in files}
 
 
-# docs/algorithms/ shows parts of configs/algorithms/: tests/cli/test_algorithm_configs.py compares them.
-@pytest.mark.parametrize(("language", "block"), blocks("yaml", but="docs/algorithms/"))
+# docs/algorithms/ shows parts of configs/algorithms/, which tests/cli/test_algorithm_configs.py compares;
+# tests/cli/test_own_algorithm_page.py runs docs/own_algorithm.md with its classes.
+@pytest.mark.parametrize(("language", "block"), blocks("yaml", but=("docs/algorithms/", "docs/own_algorithm.md")))
 def test_yaml_is_that_of_a_run(language, block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in functions().items():

@@ -216,7 +216,7 @@ def test_the_page_defines_every_metric_as_its_row_does(logged):
         unit, meaning = rows[row]
         assert unit
         assert meaning
-        assert definitions([name]) == {name: {"unit": unit, "meaning": meaning, "link": ""}}, name
+        assert definitions([name]) == {name: {"unit": unit, "meaning": meaning}}, name
 
 
 def test_metrics_of_a_user_have_no_definition():

@@ -52,7 +52,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     package = {path.relative_to(ROOT).as_posix() for path in SOURCES}
     moved = {name.replace("callbacks/", "lightning_rlhf/callbacks/", 1) for name in package if name[0] == "c"}
     assets = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/inspect/assets/*")}
-    assert len(assets) > 6
+    assert len(assets) == 13
     templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("lightning_rlhf/cli/templates/*/*.[yj]*")}
     assert len(templates) == 16
     assets |= {*templates, "lightning_rlhf/inspect/metrics.json"}

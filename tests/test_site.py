@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
+from torch.optim import AdamW
 
 from lightning_rlhf.cli.source_classes import find_class
 
@@ -83,7 +84,7 @@ def test_images_are_small():
 
 
 def arguments():
-    """Names of all arguments of the classes that a configuration names, and of their defaults."""
+    """Names of the arguments, methods and attributes of all classes that a configuration can name."""
     names = set()
     for module in (path for folder in ("lightning_rlhf", "callbacks") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(module.read_text())):
@@ -92,8 +93,11 @@ def arguments():
                 for own in node.body:
                     if isinstance(own, ast.FunctionDef) and own.name == "__init__":
                         names |= {argument.arg for argument in (*own.args.args, *own.args.kwonlyargs)}
-                    elif isinstance(own, ast.AnnAssign) and isinstance(own.target, ast.Name):
-                        names.add(own.target.id)
+                    elif isinstance(own, ast.FunctionDef):
+                        names.add(own.name)
+                    elif isinstance(own, ast.AnnAssign | ast.Assign):
+                        targets = [own.target] if isinstance(own, ast.AnnAssign) else own.targets
+                        names |= {target.id for target in targets if isinstance(target, ast.Name)}
     return names
 
 
@@ -102,7 +106,10 @@ def test_the_options_that_replace_those_of_a_peer_exist(page):
     trainer = set(inspect.signature(Trainer).parameters)
     paths = ("PPOModule", "strategies.fsdp.RLHFFSDPStrategy")
     known = arguments() | trainer | {name for own in paths for name in find_class(f"lightning_rlhf.{own}").parameters}
+    known |= set(inspect.signature(AdamW).parameters)
     known |= {
+        "rlhf_single",
+        "rlhf_ddp",
         "rlhf_fsdp",
         "rlhf_fsdp_offload",
         "rlhf_deepspeed_stage_3",
@@ -117,7 +124,9 @@ def test_the_options_that_replace_those_of_a_peer_exist(page):
         name
         for cell in cells
         for code in re.findall(r"`([^`]+)`", cell)
-        for name in re.findall(r"[A-Za-z_][\w-]*", code)
+        for path in re.findall(r"[A-Za-z_][\w.-]*", code)
+        for name in [path.rpartition(".")[2]]
     }
+    named -= {"class_path", "init_args", "true", "True", "", "data_source", "log_metric", "lightning-rlhf"}
     named -= {"ckpt_path", "last", "path", "py", "name", "rollouts", "export", "sequence"}
     assert {name for name in named if name not in known} == set()

@@ -1,4 +1,4 @@
-"""Mistakes in a configuration that are found without importing torch: unknown names, wrong types, what is missing."""
+"""Mistakes in a configuration that are found without importing torch: unknown names, missing names, wrong types."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning_rlhf.cli.source_classes import (
     SourceModule,
     class_named,
     find_class,
+    find_module,
     suggestion,
 )
 from lightning_rlhf.cli.wrong_values import wrong_value
@@ -48,9 +49,9 @@ def check_settings(arguments: Sequence[str]) -> None:
     config = read_settings(arguments)
     if config is None:
         return
-    found = list(dict.fromkeys(mistakes(config)))
-    if found:
-        raise UsageError(in_one_message(found))
+    messages = list(dict.fromkeys(mistakes(config)))
+    if messages:
+        raise UsageError(in_one_message(messages))
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
@@ -62,6 +63,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, Any] | None:
     Raises:
         UsageError: a file does not exist or is not YAML, or an option is of a callback that it cannot reach.
     """
+    find_module.cache_clear()  # a file may be new since an earlier command of this process
     add_import_folders(arguments)
     check_config_files(arguments)
     files = config_files(arguments)
@@ -101,7 +103,7 @@ def doubts(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _rate(default: ast.expr | None) -> float | None:
-    """Return a learning rate that is a default, or an argument ``lr`` in one; None if there is none."""
+    """Return a learning rate that is a default, or an argument ``lr`` in one; None without one."""
     words = [] if default is None else [own for own in ast.walk(default) if isinstance(own, ast.keyword)]
     value = next((own.value for own in words if own.arg == "lr"), default)
     rate = value.value if isinstance(value, ast.Constant) else None
@@ -208,13 +210,14 @@ def _classes_in(value: Any, key: str, annotation: Any) -> Iterator[_UsedClass]:
     elif isinstance(value, dict):
         class_path = value.get("class_path")
         path = class_path if isinstance(class_path, str) else ""
-        found = _found(path) if path else _only_class(annotation)
-        kind = found if isinstance(found, SourceClass) else None
+        named = _found(path) if path else _only_class(annotation)
+        kind = named if isinstance(named, SourceClass) else None
         init_args = value.get("init_args")
         direct = {name: entry for name, entry in value.items() if name not in _CLASS_KEYS}  # of the command line
         arguments = _merge(init_args if isinstance(init_args, dict) else {}, direct)
         is_complete = key in _REQUIRED or key == "trainer.callbacks" or _accepts(annotation, kind)
-        yield _UsedClass(key, path, kind, arguments, found.message if isinstance(found, Absent) else "", is_complete)
+        absent = named.message if isinstance(named, Absent) else ""
+        yield _UsedClass(key, path, kind, arguments, absent=absent, is_complete=is_complete)
         known = {} if kind is None else kind.parameters
         for name, entry in arguments.items():
             inner = known[name].annotation if name in known else None
@@ -239,9 +242,9 @@ def _found(path: str) -> Any:
 
 
 def _trainer() -> SourceClass:
-    found = find_class(_TRAINER)
-    assert isinstance(found, SourceClass)
-    return found
+    trainer = find_class(_TRAINER)
+    assert isinstance(trainer, SourceClass)
+    return trainer
 
 
 def _unknown_in(used: _UsedClass, config: dict[str, Any]) -> Iterator[str]:
@@ -285,8 +288,8 @@ def _missing_function(reference: str) -> str:
     """Return a message about a reference of a function that does not exist; empty if it exists or is unknown."""
     source, colon, name = reference.rpartition(":")
     if not colon or not source.endswith(".py"):
-        found = find_class(f"{source}.{name}" if colon else reference)
-        return found.message if isinstance(found, Absent) and "was not found" in found.message else ""
+        function = find_class(f"{source}.{name}" if colon else reference)
+        return function.message if isinstance(function, Absent) and "was not found" in function.message else ""
     path = Path(source).expanduser()
     path = next((own for folder in (".", *sys.path) if (own := Path(folder, path)).is_file()), path)
     if not path.is_file():

@@ -60,7 +60,7 @@ def make(config: Namespace, key: str, base: type, shows_cause: bool = True) -> A
         config: parsed configuration.
         key: name of the section, such as ``model``.
         base: base class of its object.
-        shows_cause: see :func:`constructor_errors`.
+        shows_cause: whether an error of a user's class is printed with its traceback.
 
     Raises:
         CLIError: its constructor fails, or a ``class_path`` in it names no class.

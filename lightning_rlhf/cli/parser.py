@@ -46,7 +46,7 @@ class ConfigParser(LightningArgumentParser):
         sys.exit(2)
 
     def _unknown_option(self) -> str | None:
-        """Describe the first option of the command line that is no section; None if all are known."""
+        """Describe the first option of the command line that is not a section; None if all are known."""
         subparsers = [
             parser
             for action in self._actions

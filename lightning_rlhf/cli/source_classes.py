@@ -72,7 +72,7 @@ class SourceModule:
         return self.file.name == "__init__.py"
 
     def member(self, name: str) -> Any:
-        """Return a module, a class or a statement by name; None if it is unknown, :class:`Absent` if there is none."""
+        """Return a module, class or statement by name; None if it is unknown, :class:`Absent` if it does not exist."""
         if name in self.names:
             return self._defined(*self.names[name])
         if (submodule := find_module(f"{self.name}.{name}")) is not None:
@@ -83,9 +83,9 @@ class SourceModule:
             if isinstance(statement, ast.ImportFrom) and original == "*"
         ]
         for module in stars:
-            found = None if module is None else module.member(name)
-            if not isinstance(found, Absent):
-                return found
+            member = None if module is None else module.member(name)
+            if not isinstance(member, Absent):
+                return member
         is_open = any(own in self.text for own in _DYNAMIC) and self.name.partition(".")[0] != _PACKAGE
         if is_open or "__invalid__" in self.names:
             return None
@@ -106,10 +106,10 @@ class SourceModule:
         return statement
 
     def evaluate(self, expression: ast.expr) -> Any:
-        """Return what a name or a dotted name refers to in this module; None if it is unknown."""
+        """Return the value of a name or a dotted name in this module; None if it is unknown."""
         if isinstance(expression, ast.Attribute):
-            place = self.evaluate(expression.value)
-            return place.member(expression.attr) if isinstance(place, SourceModule) else None
+            owner = self.evaluate(expression.value)
+            return owner.member(expression.attr) if isinstance(owner, SourceModule) else None
         return self.member(expression.id) if isinstance(expression, ast.Name) and expression.id in self.names else None
 
     def _absolute(self, statement: ast.ImportFrom) -> str:
@@ -147,13 +147,13 @@ class SourceClass:
     def order(self) -> list[SourceClass | None]:
         """The class and its base classes, nearest first; None in the place of an unknown one."""
         bases = [own.value if isinstance(own, ast.Subscript) else own for own in self.node.bases]
-        found: list[SourceClass | None] = [self]
+        order: list[SourceClass | None] = [self]
         for base in bases:
             if isinstance(base, ast.Name) and base.id in ("object", "Generic", "Protocol", "ABC"):
                 continue
             kind = self.module.evaluate(base)
-            found += kind.order if isinstance(kind, SourceClass) else [None]
-        return found
+            order += kind.order if isinstance(kind, SourceClass) else [None]
+        return order
 
     def is_subclass(self, path: str) -> bool:
         """Return whether it is the class with a full name or one of its subclasses."""
@@ -248,14 +248,14 @@ class Parameter:
 def find_class(path: str) -> Any:
     """Return the class with a full name; None if it is unknown, :class:`Absent` if it does not exist."""
     first, *others = path.split(".")
-    place: Any = find_module(first)
-    if place is None and _spec(first) is None:
+    member: Any = find_module(first)
+    if member is None and _spec(first) is None:
         return Absent(f"no module named {first!r}")
     for name in others:
-        if not isinstance(place, SourceModule):
-            return place if isinstance(place, Absent) else None
-        place = place.member(name)
-    return place
+        if not isinstance(member, SourceModule):
+            return member if isinstance(member, Absent) else None
+        member = member.member(name)
+    return member
 
 
 @functools.cache
@@ -290,9 +290,9 @@ def class_named(name: str) -> SourceClass | None:
             inner = file.relative_to(root.file.parents[1]).with_suffix("").parts
             inner = inner if inner[0] == _PACKAGE else (_PACKAGE, *inner)
             module = find_module(".".join(inner))
-            found = None if module is None or name not in module.names else module.member(name)
-            if isinstance(found, SourceClass):
-                return found
+            member = None if module is None or name not in module.names else module.member(name)
+            if isinstance(member, SourceClass):
+                return member
     return None
 
 
@@ -345,10 +345,12 @@ def _super_calls(constructor: ast.FunctionDef) -> list[ast.Call]:
 
 def _parameters_of(function: ast.FunctionDef, module: SourceModule) -> dict[str, Parameter]:
     """Return the parameters of a constructor, without ``self`` and variadic ones."""
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [*[None] * (len(positional) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-    pairs = zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    signature = function.args
+    positional = [*signature.posonlyargs, *signature.args]
+    without = [None] * (len(positional) - len(signature.defaults))
+    pairs = zip(
+        [*positional, *signature.kwonlyargs], [*without, *signature.defaults, *signature.kw_defaults], strict=True
+    )
     result = {own.arg: Parameter(own.annotation, module, default) for own, default in pairs}
     result.pop(positional[0].arg, None)
     return result
@@ -367,14 +369,16 @@ def _annotation(expression: ast.expr, module: SourceModule) -> Any:
     name = ast.unparse(expression).rpartition(".")[2]
     if isinstance(expression, ast.Name) and name in _BUILT_IN and name not in module.names:
         return _BUILT_IN[name]
-    found = module.evaluate(expression)
-    if isinstance(found, SourceClass):
-        if found.is_subclass("enum.Enum"):
+    origin = module.evaluate(expression)
+    if isinstance(origin, SourceClass):
+        if origin.is_subclass("enum.Enum"):
             return Any
-        return type(found.name, (), {"__module__": found.module.name, "source": found})
-    if isinstance(found, ast.Assign) and found.value is not expression:  # an alias such as Source = str | Pretrained
-        owner = next((own for own in _origins(module, name) if found in [part for part, _ in own.names.values()]), None)
-        return Any if owner is None else _annotation(found.value, owner)
+        return type(origin.name, (), {"__module__": origin.module.name, "source": origin})
+    if isinstance(origin, ast.Assign) and origin.value is not expression:  # an alias such as Source = str | Pretrained
+        owner = next(
+            (own for own in _origins(module, name) if origin in [part for part, _ in own.names.values()]), None
+        )
+        return Any if owner is None else _annotation(origin.value, owner)
     return _COLLECTIONS.get(name, Any)
 
 

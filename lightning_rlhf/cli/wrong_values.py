@@ -107,7 +107,7 @@ def _names_a_class(value: Any, option: Any) -> bool:
         return False
     source = getattr(option, "source", None)
     return "." in value or (
-        source is not None and (found := class_named(value)) is not None and found.is_subclass(source.path)
+        source is not None and (named := class_named(value)) is not None and named.is_subclass(source.path)
     )
 
 

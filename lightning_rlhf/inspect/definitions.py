@@ -23,13 +23,11 @@ _PLACEHOLDERS = {
 def definitions(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return unit, meaning and link of metrics by name; those that runs of this package do not log are left out.
 
-    The link is empty, because the documentation has no address: the meanings are in ``docs/metrics.md``.
-
     Args:
         names: names of metrics.
     """
     known = {name: _definition(name) for name in names}
-    return {name: {**own, "link": ""} for name, own in known.items() if own is not None}
+    return {name: own for name, own in known.items() if own is not None}
 
 
 @cache

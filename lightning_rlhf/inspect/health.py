@@ -308,8 +308,8 @@ def _critic(history: RunHistory) -> _Failure | None:
 
 
 def _over_optimisation(history: RunHistory) -> _Failure | None:
-    means = [f"val/{reward}_sampled" for reward in history.rewards]
-    names = ["val/sampled", "val/greedy", "val/score_sampled", *(means if len(means) == 1 else [])]
+    names = ["val/share_correct_sampled", "val/share_correct_greedy", "val/score_sampled"]
+    names += [f"val/{reward}_sampled" for reward in history.rewards] if len(history.rewards) == 1 else []
     name = next((name for name in names if _has(history, name)), None)
     if name is None:
         return None

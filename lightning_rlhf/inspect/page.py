@@ -37,10 +37,19 @@ def report_page(runs: Sequence[RunDirectory], live: bool = False) -> str:
         runs: at least one run.
         live: whether the page is that of the inspector, which gets new data and responses from its server.
     """
+    return html_page(page_data(runs, live), (*_SCRIPTS, *(_LIVE_SCRIPTS if live else ())), live)
+
+
+def page_data(runs: Sequence[RunDirectory], live: bool = False) -> dict[str, Any]:
+    """Return the data of the page: that of each run, and units and meanings of their metrics.
+
+    Args:
+        runs: at least one run.
+        live: whether the page is that of the inspector.
+    """
     data = run_data(runs, live)
     names = {name for run in data for table in ("training", "validation") for name in run[table]} - {"step"}
-    scripts = (*_SCRIPTS, *(_LIVE_SCRIPTS if live else ()))
-    return html_page({"runs": data, "definitions": definitions(sorted(names))}, scripts, live)
+    return {"runs": data, "definitions": definitions(sorted(names))}
 
 
 def html_page(data: dict[str, Any], scripts: Sequence[str], live: bool) -> str:

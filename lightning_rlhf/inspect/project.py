@@ -82,11 +82,9 @@ def project_data(folder: Path, runs: Sequence[RunDirectory], links: Sequence[str
 def _row(run: RunDirectory) -> dict[str, Any]:
     """Return state, settings and metrics of a run."""
     try:
-        state = run.state()
-        modified = (run.path / "metrics.csv").stat().st_mtime
-        return {**state, "modified": modified, **_summary(run, run.signature(responses=False))}
+        return {**run.state(), **_summary(run, run.signature(responses=False))}
     except (UsageError, OSError) as error:
-        numbers = {"seconds": 0, "modified": 0.0, "steps": 0, "limit": None, "seed": None, "failed_checks": 0}
+        numbers = {"modified": 0.0, "steps": 0, "limit": None, "seed": None, "failed_checks": 0}
         return {"state": "damaged", "error": str(error), **numbers, "config": {}, "first": {}, "last": {}}
 
 

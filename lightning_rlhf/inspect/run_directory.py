@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,22 +116,17 @@ class RunDirectory:
         """Return ``env.json``: command, Python, packages and devices; empty without the file."""
         return self._json("env.json")
 
-    def has_ended(self) -> bool:
-        """Return whether ReportPage has written the end of the run."""
-        return self._has(self.path / RUN_END)
-
     def state(self) -> dict[str, Any]:
         """Return whether the run has ended.
 
         Returns:
             ``state`` is ``ended``, ``failed``, or ``running`` without the file that ReportPage writes at the end, which
-            a killed run lacks too; ``error`` is that of a failed run; ``seconds`` have passed since the last metrics.
+            a killed run lacks too; ``error`` is that of a failed run; ``modified`` is the time of the last metrics.
         """
         end = self._json(RUN_END)
         error = str(end.get("error") or "")
         state = "running" if not end else "failed" if error else "ended"
-        age = time.time() - (self.path / "metrics.csv").stat().st_mtime
-        return {"state": state, "error": error, "seconds": max(0.0, round(age))}
+        return {"state": state, "error": error, "modified": (self.path / "metrics.csv").stat().st_mtime}
 
     def findings(self, rows: Sequence[tuple[int, dict[str, float]]] | None = None) -> list[Finding]:
         """Return the health checks that fail for the metrics.

@@ -7,14 +7,13 @@ import re
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_rlhf.expected_errors import UsageError
-from lightning_rlhf.inspect.page import report_page, run_data
+from lightning_rlhf.inspect.page import page_data, report_page
 from lightning_rlhf.inspect.project import find_runs, project_data, project_page
 from lightning_rlhf.inspect.run_directory import RunDirectory
 from lightning_rlhf.inspect.values import as_json
@@ -142,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "":
             return 200, "text/html", report_page(runs, live=True), ""
         if name == "data":
-            return self._data(runs, True, lambda: run_data(runs, live=True))
+            return self._data(runs, True, lambda: page_data(runs, live=True))
         match = _RESPONSES.fullmatch(name)
         if match is None or int(match[2]) >= len(runs):
             return 404, "text/plain", "unknown page", ""
@@ -157,8 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             responses: whether the data depends on the files of responses.
             make: function that makes the data.
         """
-        minute = int(time.time() // 60)  # the page shows for how long a run has written nothing
-        parts = [(str(run.path), run.signature(responses), None if run.has_ended() else minute) for run in runs]
+        parts = [(str(run.path), run.signature(responses)) for run in runs]
         tag = f'"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"'
         if self.headers.get("If-None-Match") == tag:
             return 304, "", "", tag

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+from lightning_rlhf.expected_errors import UsageError
+
 _DEEPEST = 50  # levels of nested lists and mappings in a file; more than this is not from a run
 
 
@@ -28,14 +30,15 @@ def parsed(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: the text is not JSON, or is nested more than 50 levels deep.
+        UsageError: it is nested more than 50 levels deep.
+        ValueError: the text is not JSON.
     """
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+        raise UsageError("nested too deeply") from error
     if _is_deeper(value, _DEEPEST):
-        raise ValueError(f"nested more than {_DEEPEST} levels deep")
+        raise UsageError(f"nested more than {_DEEPEST} levels deep")
     return value
 
 

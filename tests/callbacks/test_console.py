@@ -32,10 +32,10 @@ def test_one_line_per_step_and_one_per_validation(run, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2", "step 2"]
     assert lines[0].startswith("step 0: val/")
-    assert "val/greedy 0.5" in lines[0]
+    assert "val/share_correct_greedy 0.5" in lines[0]
     assert "reward/mean " in lines[1]
     assert "reward/exact " in lines[1]
-    for name in ("val/greedy", "reward/max", "advantage/mean"):
+    for name in ("val/share_correct_greedy", "reward/max", "advantage/mean"):
         assert name not in lines[1]
 
 
@@ -125,17 +125,18 @@ def test_it_prints_what_the_run_waits_for_before_the_first_step(run, capsys, mon
 
 
 METRICS = {
-    "val/greedy": 0.875, "val/greedy_low": 0.807, "val/greedy_high": 0.922, "val/pass@4": 1.0,
+    "val/share_correct_greedy": 0.875,
+    "val/share_correct_greedy_low": 0.807, "val/share_correct_greedy_high": 0.922, "val/pass@4": 1.0,
     "val/env/fault_died": 0.0, "val/exact_greedy": 0.875, "val/exact_best@4": 1.0, "val/fields_greedy": 0.9,
     "val/response_tokens_mean": 12.0,
 }  # fmt: skip
 
 
 def test_no_number_of_a_validation_is_shown_twice():
-    names = ["val/greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
+    names = ["val/share_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
     assert shown_names(METRICS) == names
     assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
-    assert with_interval("val/greedy", METRICS) == "0.875 (0.807 to 0.922)"
+    assert with_interval("val/share_correct_greedy", METRICS) == "0.875 (0.807 to 0.922)"
     assert with_interval("val/response_tokens_mean", METRICS) == "12"
 
 
@@ -150,13 +151,13 @@ def test_no_number_of_a_validation_is_shown_twice():
     ],
 )
 def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, sampled, sentence):
-    for pair in (("val/greedy", "val/sampled"), ("val/right_greedy", "val/right_sampled")):
+    for pair in (("val/share_correct_greedy", "val/share_correct_sampled"), ("val/right_greedy", "val/right_sampled")):
         told = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
         assert sentence in told
         assert bool(told) == bool(sentence)
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
-    assert left_to_learn({**two, "val/greedy": 0.5, "val/sampled": 0.5})
+    assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})
 
 
 def test_the_first_and_last_validation_are_compared():
@@ -166,13 +167,19 @@ def test_the_first_and_last_validation_are_compared():
     training = {"step": "1", "reward/mean": "0.5"}
     assert before_and_after([training, row("0")]) is None
     later = row(
-        "7", **{"val/greedy": 0.992, "val/greedy_low": 0.957, "val/greedy_high": 0.999, "val/fields_greedy": 1.0}
+        "7",
+        **{
+            "val/share_correct_greedy": 0.992,
+            "val/share_correct_greedy_low": 0.957,
+            "val/share_correct_greedy_high": 0.999,
+            "val/fields_greedy": 1.0,
+        },
     )
     assert before_and_after([row("0"), training, later]) == (
         "0",
         "7",
         [
-            ("val/greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
+            ("val/share_correct_greedy", "0.875 (0.807 to 0.922)", "0.992 (0.957 to 0.999)"),
             ("val/exact_greedy", "0.875", "0.875"),
             ("val/fields_greedy", "0.9", "1"),
         ],
@@ -184,7 +191,7 @@ def test_the_last_lines_are_the_comparison(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     first = lines.index("validation at step 0 -> step 2, 95 % intervals in brackets:")
     assert all("->" in line for line in lines[first:])
-    assert any(line.startswith("  val/greedy") and line.count("to") == 2 for line in lines[first:])
+    assert any(line.startswith("  val/share_correct_greedy") and line.count("to") == 2 for line in lines[first:])
 
 
 def test_the_learning_rates_are_printed(run, capsys):

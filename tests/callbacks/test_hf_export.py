@@ -28,9 +28,9 @@ def test_transformers_loads_the_trained_actor_and_its_tokenizer(run, tmp_path):
     assert tokenizer("abc", add_special_tokens=False)["input_ids"] == [4, 5, 6]
     found = json.loads((tmp_path / "export" / "metrics.json").read_text())
     assert found["step"] == 2
-    assert found["val/greedy"] == made.metrics["val/greedy"]
+    assert found["val/share_correct_greedy"] == made.metrics["val/share_correct_greedy"]
     card = (tmp_path / "export" / "README.md").read_text()
-    assert f"| `val/greedy` | {found['val/greedy']:.6g} |" in card
+    assert f"| `val/share_correct_greedy` | {found['val/share_correct_greedy']:.6g} |" in card
     assert "policy/clip_fraction" in found
     assert "clip_fraction" not in card
 

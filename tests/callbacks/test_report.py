@@ -38,15 +38,15 @@ def test_a_run_ends_with_all_three_tables_and_a_file(run, capsys, tmp_path):
     assert [sample["prompt"] for sample in written["before"]] == [row["prompt"] for row in ROWS]
 
 
-ROW = {"step": "0", "val/greedy": "", "val/sampled": "", "reward/mean": "", "kl/ref": ""}
+ROW = {"step": "0", "val/share_correct_greedy": "", "val/share_correct_sampled": "", "reward/mean": "", "kl/ref": ""}
 
 
 def test_progress_is_from_the_first_to_the_last_validation():
     rows = [
-        {**ROW, "val/greedy": "0.25", "val/sampled": "0.125"},
+        {**ROW, "val/share_correct_greedy": "0.25", "val/share_correct_sampled": "0.125"},
         {**ROW, "step": "1", "reward/mean": "1.0", "kl/ref": "0.0"},
         {**ROW, "step": "2", "reward/mean": "3.0", "kl/ref": "0.5"},
-        {**ROW, "step": "2", "val/greedy": "0.75", "val/sampled": "0.5"},
+        {**ROW, "step": "2", "val/share_correct_greedy": "0.75", "val/share_correct_sampled": "0.5"},
     ]
     table = Report().progress(rows)
     assert [column.header for column in table.columns] == ["", "step 0", "step 2"]
@@ -55,7 +55,7 @@ def test_progress_is_from_the_first_to_the_last_validation():
     assert words(table, "KL to the reference")[1:] == ["0.000", "0.500"]
 
 
-@pytest.mark.parametrize("rows", [[], [{**ROW, "val/greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
+@pytest.mark.parametrize("rows", [[], [{**ROW, "val/share_correct_greedy": "1"}], [{**ROW, "reward/mean": "1"}]])
 def test_without_validation_or_training_there_is_no_progress_table(rows):
     assert Report().progress(rows) is None
 
@@ -96,7 +96,7 @@ def test_the_right_answer_is_shown_under_whatever_name_the_data_has_it(run, caps
 
 def test_seconds_and_shares_add_up_and_the_rest_is_named():
     row = {"time/step_s": "10", "time/generate_s": "6", "time/update_s": "3"}
-    table = Report().times([row, row, {"val/greedy": "1"}])
+    table = Report().times([row, row, {"val/share_correct_greedy": "1"}])
     assert words(table, "generate") == ["generate", "12.0", "60%"]
     assert words(table, "update") == ["update", "6.0", "30%"]
     assert words(table, "other") == ["other", "2.0", "10%"]

@@ -59,9 +59,9 @@ def measured(tokenizer):
 
 def test_means_of_greedy_and_sampled_responses(measured):
     found = measured.metrics(ONE_RANK)
-    assert found["val/greedy"] == found["val/given_greedy"] == 0.5
+    assert found["val/share_correct_greedy"] == found["val/given_greedy"] == 0.5
     assert found["val/given_sampled_std"] == pytest.approx(3**0.5 / 4)  # of 0 1 0 0 and of 1 1 0 1
-    assert found["val/sampled"] == found["val/given_sampled"] == 0.5
+    assert found["val/share_correct_sampled"] == found["val/given_sampled"] == 0.5
     assert found["val/response_tokens_mean"] == 2.0  # of the sampled ones
     assert found["val/truncated_fraction"] == 1 / 8
 
@@ -70,7 +70,9 @@ def test_intervals_of_the_shares_of_correct_responses(measured):
     found = measured.metrics(ONE_RANK)
     # greedy: 1 of 2 prompts; sampled: 1/4 and 3/4, s^2 / m = (1/4)^2 / 2: p (1 - p) / that is 8 trials, of 8 samples
     for name, interval in (("greedy", wilson_interval(1, 2)), ("sampled", wilson_interval(4, 8))):
-        assert (found[f"val/{name}_low"], found[f"val/{name}_high"]) == pytest.approx(interval)
+        assert (found[f"val/share_correct_{name}_low"], found[f"val/share_correct_{name}_high"]) == pytest.approx(
+            interval
+        )
 
 
 def test_graded_rewards_have_intervals_too(tokenizer):
@@ -96,13 +98,15 @@ def test_intervals_are_over_the_prompts_of_all_ranks(tokenizer):
         return validation.metrics(ranks)
 
     for found in over_ranks(*(partial(rank, number) for number in (0, 1))):
-        assert (found["val/sampled_low"], found["val/sampled_high"]) == pytest.approx(wilson_interval(4, 8))
+        assert (found["val/share_correct_sampled_low"], found["val/share_correct_sampled_high"]) == pytest.approx(
+            wilson_interval(4, 8)
+        )
 
 
 def test_without_a_correctness_of_any_response_there_is_no_interval(tokenizer):
     validation = Validation(4, ["given"], "given")
     validation.add(*judged([math.nan] * 10), tokenizer)
-    assert math.isnan(validation.metrics(ONE_RANK)["val/greedy_low"])
+    assert math.isnan(validation.metrics(ONE_RANK)["val/share_correct_greedy_low"])
 
 
 def test_pass_at_k_is_unbiased(measured):
@@ -152,7 +156,7 @@ def test_a_reward_that_does_not_apply_counts_nowhere(tokenizer):
     validation.add(*judged([1, math.nan, 1, math.nan, math.nan, 1, 1, 1, 1, 1]), tokenizer)
     found = validation.metrics(ONE_RANK)
     assert found["val/given_sampled"] == 1.0  # of five
-    assert found["val/sampled"] == 1.0
+    assert found["val/share_correct_sampled"] == 1.0
     assert found["val/pass@2"] == 1.0  # of the prompt whose samples were all judged
 
 
@@ -281,7 +285,10 @@ def test_each_source_has_separate_metrics(tokenizer, column):
         }
         for name, value in expected.items():
             assert found[name.replace("val/", f"val/{source}/")] == pytest.approx(value, nan_ok=True)
-    assert found["val/sampled"] == (found["val/x/sampled"] + found["val/y/sampled"]) / 2
+    assert (
+        found["val/share_correct_sampled"]
+        == (found["val/x/share_correct_sampled"] + found["val/y/share_correct_sampled"]) / 2
+    )
 
 
 def one_by_one(tokenizer):
@@ -424,8 +431,8 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
     monkeypatch.setattr(made.engine, "generate", generate)
     made.fit()
     found = diary.entries[0][1]
-    assert found["val/greedy"] == 0.5
-    assert found["val/sampled"] == (1 + 0 + 2 + 1) / 8
+    assert found["val/share_correct_greedy"] == 0.5
+    assert found["val/share_correct_sampled"] == (1 + 0 + 2 + 1) / 8
     assert found["val/pass@2"] == 3 / 4
     assert found["val/response_tokens_mean"] == 2.0
     shown = {"prompt": "ccc", "response": "d", "exact": 0.0, "answer": "c", "ground_truth": "c"}
@@ -450,7 +457,7 @@ def test_metrics_under_a_trainer_are_those_computed_by_hand(run, monkeypatch):
 def test_without_a_metric_a_run_logs_rewards_and_no_accuracy(run):
     made = run(loop={"val_metric": None}, data={"val": InMemory(ROWS)}).fit()
     assert made.metrics["val/exact_greedy"] > 0
-    assert not {"val/greedy", "val/sampled"} & set(made.metrics)
+    assert not {"val/share_correct_greedy", "val/share_correct_sampled"} & set(made.metrics)
 
 
 def test_the_metric_can_be_chosen(run):
@@ -459,7 +466,7 @@ def test_the_metric_can_be_chosen(run):
 
     rewards = [RewardFunction(never), RewardFunction(exact, weight=0.0)]
     made = run(loop={"rewards": rewards, "val_metric": "exact"}, data={"val": InMemory(ROWS)}).fit()
-    assert made.metrics["val/greedy"] == made.metrics["val/exact_greedy"] > 0
+    assert made.metrics["val/share_correct_greedy"] == made.metrics["val/exact_greedy"] > 0
     assert made.metrics["val/never_greedy"] == 0
 
 

@@ -1,5 +1,7 @@
 """Data of pages, as lightning_rlhf.inspect.page and project write it."""
 
+import time
+
 
 def table(**columns):
     """Columns of a table of metrics; ``a__b`` is the metric ``a/b``."""
@@ -13,7 +15,7 @@ def run(name="a", **changes):
         "path": f"runs/{name}",
         "state": "ended",
         "error": "",
-        "seconds": 0,
+        "modified": 0,
         "training": table(step=[1, 2, 3], reward__mean=[0.1, 0.2, 0.4]),
         "validation": {"step": []},
         "findings": [],
@@ -45,8 +47,8 @@ def with_responses(*rows, **changes):
 def project(*runs, definitions=None):
     """Data of the table of runs."""
     whole = [
-        {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "seconds": 5, "seed": i,
-         "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **own}
+        {"name": f"run{i}", "state": "ended", "error": "", "steps": 10, "limit": 10, "modified": time.time() - 3600,
+         "seed": i, "config": {}, "first": {}, "last": {}, "failed_checks": 0, "link": "", "group": i, **own}
         for i, own in enumerate(runs)
     ]  # fmt: skip
     return {"project": {"path": "runs", "runs": whole}, "definitions": definitions or {}}

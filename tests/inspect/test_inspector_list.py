@@ -216,7 +216,7 @@ def test_unchanged_data_is_not_sent_again_and_ended_runs_are_asked_more_rarely(i
     )
     shown = "[...document.querySelectorAll('.figure')].find((own) => own.innerText.includes('last metrics')).innerText"
     before = browser.evaluate(shown)
-    browser.wait("seen.some((own) => own[1] === 304)")  # the data changes each minute
+    browser.wait("seen.some((own) => own[1] === 304)")  # the data has not changed
     assert browser.evaluate("seen.every((own, i) => own[0] === 'data' && Boolean(own[2]) === i > 0)")
     assert browser.evaluate("seen.slice(1).every((own, i) => own[3] - seen[i][3] < 8000)")
     browser.wait(f"{shown} !== {json.dumps(before)}")  # the time goes on without new data

@@ -43,17 +43,17 @@ def test_thinking_and_tool_calls_are_folded_with_their_length(show):
 def test_turns_are_numbered_and_results_of_tools_folded(show):
     segments = [
         {"from": "policy", "text": "<tool_call>1+1</tool_call>", "reward": 0.25},
-        {"from": "environment", "text": "2", "kind": "tool"},
+        {"from": "environment", "text": "<tool_response>\n2\n</tool_response>"},
         {"from": "policy", "text": "two"},
         {"from": "environment", "text": "right"},
     ]
     row = response(segments=segments, turns=2, tool_calls=1, stop="max_turns", advantage=-0.5, response_tokens=9)
     browser = show(with_responses(row))
     labels = f"{CARDS}.flatMap((own) => [...own.querySelectorAll('.label')].map((one) => one.textContent))"
-    expected = ["prompt", "policy, turn 1", "environment, tool", "policy, turn 2", "environment"]
+    expected = ["prompt", "policy, turn 1", "environment", "policy, turn 2", "environment"]
     assert browser.evaluate(labels) == expected
     folds = [fold[0] for fold in browser.evaluate(FOLDS)]
-    assert folds == ["tool call, 26 characters", "result of a tool, 1 character"]
+    assert folds == ["tool call, 26 characters", "result of a tool, 34 characters"]
     numbers = browser.evaluate("[...document.querySelector('.numbers').children].map((own) => own.textContent)")
     assert numbers == ["reward 1", "advantage -0.5", "9 tokens", "2 turns", "1 tool call", "end: max_turns"]
     assert "reward of this turn: 0.25" in browser.evaluate("document.getElementById('responses').innerText")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(180)
 STEPS = list(range(1, 15))
 SEGMENTS = [
     {"from": "policy", "text": "<think>" + "why " * 200 + "</think><tool_call>" + "x" * 400 + "</tool_call>"},
-    {"from": "environment", "text": "y" * 500, "kind": "tool"},
+    {"from": "environment", "text": "<tool_response>" + "y" * 500 + "</tool_response>"},
     {"from": "environment", "text": "z" * 500},
 ]
 NUMBERS = {"advantage": -0.123456, "response_tokens": 3000, "turns": 3, "tool_calls": 2, "stop": "max_turns", "kl": 0.1}
@@ -28,7 +28,7 @@ PAGES = {
     "two": page(
         run("a" * 60, training=table(step=STEPS, reward__mean=[0.1 * i for i in STEPS]), answers=ANSWERS),
         run("b", training=table(step=STEPS[:5], reward__mean=[1.0] * 5), config={"s" * 90: "v" * 200}, answers=ANSWERS),
-        definitions={"reward/mean": {"unit": "u" * 60, "meaning": "m " * 80, "link": ""}},
+        definitions={"reward/mean": {"unit": "u" * 60, "meaning": "m " * 80}},
     ),
 }  # fmt: skip
 FORTY = project(*[

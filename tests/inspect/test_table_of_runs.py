@@ -41,9 +41,9 @@ def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
         "name", "state", "failed checks", "reward/mean", "lr", "steps", "seed", "last metrics"
     ]  # fmt: skip
     assert browser.evaluate(CELLS) == [
-        ["▸ a/0 and 1 other seed", "2 ended", "2", "1.5 ± 0.71 (2)", "0.1", "4 to 10 of 10", "0, 1", "5 s ago"],
-        ["b", "failed", "0", "0 → 9", "0.02", "10", "–", "5 s ago"],
-        ["cc cannot be read", "damaged", "0", "–", "–", "10", "3", "5 s ago"],
+        ["▸ a/0 and 1 other seed", "2 ended", "2", "1.5 ± 0.71 (2)", "0.1", "4 to 10 of 10", "0, 1", "60 min ago"],
+        ["b", "failed", "0", "0 → 9", "0.02", "10", "–", "60 min ago"],
+        ["cc cannot be read", "damaged", "0", "–", "–", "10", "3", "60 min ago"],
     ]
     browser.evaluate("(own => { own.focus(); own.click(); })(document.querySelector('[aria-expanded]'))")
     assert browser.evaluate("document.activeElement.ariaExpanded") == "true"  # of the new table

@@ -32,12 +32,12 @@ def runs(tmp_path_factory):
 
 
 def assert_learned(metrics):
-    validations = [row for row in metrics if "val/sampled" in row]
+    validations = [row for row in metrics if "val/share_correct_sampled" in row]
     before, after = validations[0], validations[-1]
-    assert before["val/sampled"] <= 0.60
-    assert before["val/greedy"] <= 0.45
-    assert after["val/sampled"] >= 0.93
-    assert after["val/greedy"] >= 0.97
+    assert before["val/share_correct_sampled"] <= 0.60
+    assert before["val/share_correct_greedy"] <= 0.45
+    assert after["val/share_correct_sampled"] >= 0.93
+    assert after["val/share_correct_greedy"] >= 0.97
 
 
 def test_the_policy_learns_to_carry_from_the_reward_model_alone(runs):

@@ -1,10 +1,10 @@
 "use strict";
 /** Curves of the metrics, and quantiles of rewards. */
 (() => {
-  const { runs, labelled, element, section, button, choices, own, isMissing, short, known, colour, key, page, meaningOf, link, kept } = window.report;
+  const { runs, labelled, element, section, button, choices, own, isMissing, short, known, colour, key, page, meaningOf, kept } = window.report;
   const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
-  const FEATURED_VALIDATION = /^val\/(greedy|sampled|loss|pair_accuracy)$/;
+  const FEATURED_VALIDATION = /^val\/(share_correct_greedy|share_correct_sampled|loss|pair_accuracy)$/;
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
 
@@ -141,8 +141,7 @@
   function titleOf(metric) {
     const title = [element("h3", { text: metric })], definition = meaningOf(metric);
     if (definition) {
-      const text = [definition.unit, definition.meaning].filter(Boolean).join(": ");
-      title.push(element("p", { class: "muted definition" }, text, ...(definition.link ? [" ", ...link("more", definition.link)] : [])));
+      title.push(element("p", { class: "muted definition", text: [definition.unit, definition.meaning].filter(Boolean).join(": ") }));
     }
     return title;
   }

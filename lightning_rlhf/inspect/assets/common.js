@@ -52,8 +52,12 @@ window.report = (() => {
 
   function duration(seconds) {
     if (seconds < 120) return `${seconds.toFixed(0)} s`;
-    return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+    if (seconds < 172_800) return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
+    return `${(seconds / 86_400).toFixed(0)} days`;
   }
+
+  /** The seconds since a Unix time. */
+  const age = (time) => Math.max(0, Date.now() / 1000 - time);
 
   /** Order of two values, numbers or texts; missing ones are last in both directions. */
   function compare(a, b, descending) {
@@ -72,12 +76,7 @@ window.report = (() => {
     return mark;
   }
 
-  const meaningOf = (metric) => own(data.definitions ?? data.project?.definitions, metric);
-
-  /** A link that may lead out of the page: only to the web. */
-  function link(text, address) {
-    return /^https?:\/\//i.test(address) ? [element("a", { href: address, text, target: "_blank", rel: "noreferrer" })] : [];
-  }
+  const meaningOf = (metric) => own(data.definitions, metric);
 
   // -- state in the address -------------------------------------------------------------------------------------------
   // "#health&smoothing=0.5": the section, if one was chosen, and the controls that differ from their defaults.
@@ -124,7 +123,7 @@ window.report = (() => {
   return {
     data, page, runs: data.runs ?? [], labelled: (data.runs ?? []).length > 1,
     live: document.body.dataset.live === "yes",  // a page of the inspector, which has a server
-    element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, compare, colour, key,
-    meaningOf, link, state, remember, kept, ready,
+    element, section, button, choices, own, isMissing, short, whole, counted, known, total, duration, age, compare, colour, key,
+    meaningOf, state, remember, kept, ready,
   };
 })();

@@ -1,10 +1,10 @@
 "use strict";
 /** The table of the runs below a folder: states, settings that differ, and values of metrics. */
 (() => {
-  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration,
+  const { data, live, page, element, section, button, choices, own, short, counted, known, isMissing, duration, age,
     compare, meaningOf, kept, ready } = window.report;
   let { runs } = data.project;
-  const FEATURED = ["val/greedy", "val/sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
+  const FEATURED = ["val/share_correct_greedy", "val/share_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
     "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
   const NEW_DATA = 10_000, NEW_DATA_OF_HIDDEN = 60_000;  // ms between requests
@@ -48,7 +48,7 @@
       ...settings.map((name) => ({ name, value: (run) => settingValue(own(run.config, name)), isSetting: true })),
       { name: "steps", value: (run) => run.steps, isNumber: true },
       { name: "seed", value: (run) => run.seed, isNumber: true },
-      { name: "last metrics", value: (run) => run.seconds, isNumber: true },
+      { name: "last metrics", value: (run) => run.modified ? age(run.modified) : null, isNumber: true },
     ];
   }
 
@@ -195,8 +195,8 @@
         const fresh = await answer.json();
         Object.assign(data, fresh);
         ({ runs } = fresh.project);
-        draw();
       }
+      draw();
       note.textContent = "";
     } catch { note.textContent = "the inspector has ended"; }
     setTimeout(refresh, document.hidden ? NEW_DATA_OF_HIDDEN : NEW_DATA);

@@ -1,10 +1,9 @@
 "use strict";
 /** The parts of the page of one or more runs, from top to bottom. */
 (() => {
-  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, key, colour, marked, box, card,
+  const { runs, labelled, live, page, element, section, own, short, counted, known, total, duration, age, key, colour, marked, box, card,
     expandButton, find, NO_RESPONSES, addCurves, addQuantiles, addPrompts, redraw, ready } = window.report;
   const fills = [];  // functions that fill the sections with the data of the runs
-  let received = Date.now();  // time of the data
 
   const tail = (text) => text.length > 160 ? `… ${text.slice(text.indexOf(" ", text.length - 160) + 1)}` : text;
   const change = (values) => {
@@ -24,10 +23,10 @@
   }
 
   function summarise() {
-    const values = ["val/greedy", "val/sampled", "val/loss", "val/pair_accuracy"];
+    const values = ["val/share_correct_greedy", "val/share_correct_sampled", "val/loss", "val/pair_accuracy"];
     const figures = runs.map((run) => ({
       state: run.state,
-      "last metrics": run.state === "running" ? `${duration(run.seconds + (Date.now() - received) / 1000)} ago` : "",
+      "last metrics": run.state === "running" ? `${duration(age(run.modified))} ago` : "",
       steps: stepsOf(run),
       "time of the steps": run.training["time/step_s"] ? duration(total(run.training["time/step_s"])) : "",
       "reward/mean": change(run.training["reward/mean"]),
@@ -210,7 +209,6 @@
   function update(fresh) {
     const changed = (run, i) => ["state", "training", "validation"].some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
     const any = fresh.some(changed);
-    received = Date.now();
     fresh.forEach((run, i) => Object.assign(runs[i], run));
     if (any) fill(); else summarise();
     return any;

@@ -5,7 +5,8 @@
   // Control characters, and those that reverse the direction of writing or have no width. \r\n is the end of a line.
   const HIDDEN = /\r(?!\n)|[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200b\u2028-\u202e\u2060-\u2069\ufeff]/g;
   const LEFT_OUT = /\n… [\d,]+ characters left out[^\n]*…\n/;
-  const FOLDED = /<think>[^]*?(?:<\/think>|$)|<tool_call>[^]*?(?:<\/tool_call>|$)/g;
+  const FOLDED = /<(think|tool_call|tool_response)>[^]*?(?:<\/\1>|$)/g;
+  const TITLES = { think: "thinking", tool_call: "tool call", tool_response: "result of a tool" };
   const LONG = 900;  // characters of a text that may be higher than its box
   const NO_RESPONSES = "This run has written no responses: the callback RolloutLog writes them, by default in every run "
     + "with RolloutLoop.";
@@ -43,7 +44,7 @@
     return element("details", { class: "fold" }, summary, box(text, leftOut));
   }
 
-  /** [kind, text] of the parts of a text: "thinking", "tool call", or "" for what is between them. */
+  /** [title, text] of the parts of a text: "thinking" and others that are folded, or "" for what is between them. */
   function partsOf(text) {
     const parts = [], closing = text.indexOf("</think>"), opening = text.indexOf("<think>");
     let end = 0;
@@ -53,7 +54,7 @@
     }
     for (const found of text.matchAll(FOLDED)) {
       if (found.index < end) continue;
-      parts.push(["", text.slice(end, found.index)], [found[0].startsWith("<think>") ? "thinking" : "tool call", found[0]]);
+      parts.push(["", text.slice(end, found.index)], [TITLES[found[1]], found[0]]);
       end = found.index + found[0].length;
     }
     return [...parts, ["", text.slice(end)]].filter(([, part]) => part.trim());
@@ -65,8 +66,8 @@
     return element("div", { class: `block ${kind}` }, element("div", { class: "label", text: label }), ...content);
   }
 
-  function policyText(text, leftOut) {
-    const parts = partsOf(text).map(([kind, part]) => kind ? fold(kind, part, leftOut) : box(part, leftOut));
+  function foldedText(text, leftOut) {
+    const parts = partsOf(text).map(([title, part]) => title ? fold(title, part, leftOut) : box(part, leftOut));
     return parts.length ? parts : [box(text)];
   }
 
@@ -75,16 +76,15 @@
     return segments.flatMap((part) => {
       const isPolicy = part.from === "policy", text = String(part.text ?? ""), leftOut = part.text_left_out;
       if (isPolicy) turn += 1;
-      const label = isPolicy ? `policy, turn ${turn}` : part.kind ? `environment, ${part.kind}` : "environment";
-      const content = isPolicy ? policyText(text, leftOut) : part.kind === "tool" ? [fold("result of a tool", text, leftOut)] : [box(text, leftOut)];
+      const label = isPolicy ? `policy, turn ${turn}` : "environment";
       const reward = part.reward ? [element("div", { class: "muted", text: `reward of this turn: ${short(part.reward)}` })] : [];
-      return [block(part.from, label, ...content), ...reward];
+      return [block(part.from, label, ...foldedText(text, leftOut)), ...reward];
     });
   }
 
   function responseBlocks(row) {
     if (row.segments?.length) return segmentBlocks(row.segments);
-    return [block("policy", "policy", ...policyText(String(row.response ?? ""), row.response_left_out))];
+    return [block("policy", "policy", ...foldedText(String(row.response ?? ""), row.response_left_out))];
   }
 
   const stopOf = (row) => row.stop || (row.truncated ? "length" : "");

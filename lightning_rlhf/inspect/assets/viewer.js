@@ -267,8 +267,8 @@
       else {
         tag = answer.headers.get("ETag") ?? "";
         const fresh = await answer.json();
-        if (fresh.definitions) data.definitions = fresh.definitions;
-        if (update(fresh.runs ?? fresh) && fillSteps() && !chosen.length) load();
+        data.definitions = fresh.definitions;
+        if (update(fresh.runs) && fillSteps() && !chosen.length) load();
         loadPrompts();
       }
       note.textContent = "";

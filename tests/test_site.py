@@ -13,8 +13,6 @@ import pytest
 from lightning.pytorch import Trainer
 from torch.optim import AdamW
 
-import lightning_rlhf
-from lightning_rlhf import callbacks
 from lightning_rlhf.cli.source_classes import find_class
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,11 +71,9 @@ def test_links_to_files_outside_the_documents_lead_to_pages_with_their_text(site
     assert 'href="quickstart/ppo.yaml.html"' in nested
 
 
-def test_the_reference_has_the_arguments_of_every_public_class(site):
-    text = "".join(path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html"))
-    public = [f"lightning_rlhf.{name}" for name in lightning_rlhf.__all__ if not name.startswith("_")]
-    public += [f"lightning_rlhf.callbacks.{name}" for name in callbacks.__all__]
-    assert [name for name in public if f'id="{name}"' not in text] == []
+def test_a_bar_in_the_code_of_a_table_has_no_backslash(site):
+    text = (site / "reference/callbacks.html").read_text(encoding="utf-8")
+    assert "<code>str | None</code> = <code>None</code></td>" in text
     assert "responses per prompt, at least 1" in text  # an argument line of RolloutLoop
 
 

@@ -149,9 +149,7 @@ def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
         browser.evaluate("document.querySelector('tbody a').click()")
         browser.wait("location.pathname.endsWith('/run/0/') && document.documentElement?.dataset.ready === 'yes'")
         assert json.loads(browser.evaluate("JSON.stringify(window.report.runs.map((own) => own.name))")) == ["0"]
-        browser.evaluate(
-            "[...document.querySelectorAll('nav a')].find((own) => own.textContent === 'All runs').click()"
-        )
+        browser.evaluate("[...document.querySelectorAll('nav a')].find((a) => a.textContent === 'All runs').click()")
         browser.wait(f"location.href === '{server.url}' && document.documentElement?.dataset.ready === 'yes'")
         assert not browser.problems
     finally:

@@ -144,6 +144,13 @@ class RLHFCLI(LightningCLI):
         commands = LightningCLI.subcommands()
         return {self._command: commands[self._command]} if self._command in commands else commands
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        """Let Lightning's own table of a validation be printed on request only: Console prints the same metrics."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if "verbose" in self._subcommand_method_arguments[subcommand]:
+            parser.set_defaults(verbose=False)
+        return parser
+
     def _dump_config(self) -> None:
         """Store the configuration as plain values, without Lightning's second validation of it."""
         if not hasattr(self, "config_dump"):

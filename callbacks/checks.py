@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from lightning_rlhf.rewards.executor import RewardExecutor
 from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
 from lightning_rlhf.rollout.collect import ENVIRONMENT, Collector
 from lightning_rlhf.rollout.engine import RolloutEngine, engine_dtype
+from lightning_rlhf.run_checks import check_group_size, check_loops, check_minibatch_size, check_val_metric
 from lightning_rlhf.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -103,16 +103,6 @@ def reward_weights(loop: Any) -> dict[str, float]:
     return weights if loop.environment is None else {**weights, ENVIRONMENT: loop.environment.weight}
 
 
-def check_val_metric(name: str | None, labels: Sequence[str]) -> None:
-    """Validate ``val_metric`` of a RolloutLoop, which may be None.
-
-    Raises:
-        ValueError: it is not the name of a reward.
-    """
-    if name is not None and name not in labels:
-        raise UsageError(f"val_metric must be the name of a reward, one of {list(labels)}, got {name!r}")
-
-
 def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     """Validate loop, module, data and strategy; warn about doubtful settings.
 
@@ -128,11 +118,8 @@ def check_rollouts(loop: Any, trainer: Trainer, module: RLHFModule) -> None:
     if not isinstance(module, RLHFModule) or not isinstance(data, PromptDataModule):
         raise UsageError("RolloutLoop needs an RLHFModule (PPOModule, ...) and a PromptDataModule")
     callbacks: list[Any] = trainer.callbacks
-    loops = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
-    if loops > 1:
-        raise UsageError(
-            f"the Trainer has {loops} RolloutLoops, allowed: one; put all rewards into its list of rewards"
-        )
+    count = sum(getattr(callback, "provides_rollouts", False) for callback in callbacks)
+    check_loops(type(module).__name__, count, provided=True)
     labels = list(reward_weights(loop))
     if not labels and "reward_model" not in module.sources:
         raise UsageError(
@@ -209,22 +196,13 @@ def check_batch_sizes(module: RLHFModule, data: PromptDataModule, prompts: int, 
     Raises:
         ValueError: mini-batches do not divide a step, or a rank would have no prompt or response.
     """
-    if module.advantages.needs_groups and group_size < 2:
-        raise UsageError(
-            f"{type(module.advantages).__name__} compares the responses to one prompt: "
-            f"group_size must be at least 2, got {group_size}"
-        )
+    if module.advantages.needs_groups:
+        check_group_size(type(module.advantages).__name__, group_size)
     responses = prompts * group_size
     updates = responses / module.minibatch_size * module.update_epochs
     if updates > 1 and not module.policy_loss.uses_ratio and module.correction.level is None:
         log.warning("%s is correct for one update per rollout, this run makes %g", module.policy_loss, updates)
-    if responses % module.minibatch_size:
-        divisors = [size for size in range(1, responses + 1) if responses % size == 0]
-        nearest = min(divisors, key=lambda size: abs(size - module.minibatch_size))
-        raise UsageError(
-            f"minibatch_size {module.minibatch_size} does not divide the {responses} responses of a step "
-            f"({prompts} prompts x group_size {group_size}); {nearest} would"
-        )
+    check_minibatch_size(prompts, group_size, module.minibatch_size)
     ranks = module.data_ranks.size
     if data.batch_size < ranks or module.minibatch_size < ranks:
         raise UsageError(

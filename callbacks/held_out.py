@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 BOUNDS = ("_low", "_high")  # ends of the names of an interval's bounds
 # Metrics of a reward of 0 and 1 that equal those of correct responses, by their ends.
 _REPEATED = {"greedy": "share_correct_greedy", "sampled": "share_correct_sampled", "best@": "pass@", "maj@": "maj@"}
+_FEW = 0.05  # mean reward in [0, 1] with which most groups have no reward
 _NEARLY_ALL = 0.95  # mean reward in [0, 1] that leaves little to learn
 _LOSSES = ("val/loss", "val/pair_accuracy", "val/accuracy")
 
@@ -82,7 +83,7 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
         return ""
     shares = f"before training, greedy responses have {greedy:.3f} and sampled ones {sampled:.3f}"
-    if sampled == 0:
+    if sampled == greedy == 0:
         return (
             f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "
             "with more values, or supervised fine-tuning first"
@@ -91,6 +92,11 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         return f"{shares}: little is left to learn"
     if greedy > max(_NEARLY_ALL - 0.1, 2 * sampled):
         return f"{shares}: the most likely answers are right already; training will make the sampled ones right, too"
+    if sampled < _FEW:
+        return (
+            f"{shares}: few responses have a reward, so that learning begins slowly. Larger groups, easier prompts or "
+            "a lower temperature make it faster"
+        )
     return f"{shares}: there is something to learn"
 
 

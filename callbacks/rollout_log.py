@@ -121,6 +121,8 @@ class RolloutLog(Callback):
         rollout = experience.rollout
         tokenizer = trainer.datamodule.tokenizer
         kl = (experience.old_logprobs - experience.ref_logprobs).sum(1)
+        scores = {"score": experience.reward - rollout.reward} if "reward_model" in module.sources else {}
+        rewards = {**rollout.rewards, **scores}
         conversations = {position: own for loop in _loops(trainer) for position, own in loop.conversations.items()}
         lengths = rollout.response_lengths.tolist()
         valued = value_counts(lengths, experience.reward.tolist(), self.max_token_values)
@@ -137,7 +139,7 @@ class RolloutLog(Callback):
                     **segments_of(tokenizer, rollout, i),
                     **({"ground_truth": answers[i]} if answers else {}),
                     "reward": experience.reward[i].item(),
-                    "rewards": {name: values[i].item() for name, values in rollout.rewards.items()},
+                    "rewards": {name: values[i].item() for name, values in rewards.items()},
                     "advantage": advantages.mean().item() if len(advantages) else None,
                     "kl": kl[i].item(),
                     "response_tokens": lengths[i],

@@ -7,39 +7,18 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
+_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _FILES = "files/"
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cfg": "ini", ".jsonl": "json", ".json": "json"}
-
-
-@event_priority(100)  # before mkdocstrings reads its paths
-def on_config(config: MkDocsConfig) -> None:
-    """Read docstrings from a folder of links in which callbacks/ is lightning_rlhf/callbacks, as in a wheel."""
-    root = Path(config.docs_dir).parent
-    sources = Path(tempfile.mkdtemp(prefix="lightning-rlhf-site-"))
-    package = sources / "lightning_rlhf"
-    package.mkdir()
-    for child in (root / "lightning_rlhf").iterdir():
-        if child.name != "callbacks":
-            (package / child.name).symlink_to(child)
-    (package / "callbacks").symlink_to(root / "callbacks")
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(sources)]
-    config.extra["sources"] = str(sources)
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Remove the folder of links."""
-    shutil.rmtree(config.extra["sources"])
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -69,6 +48,20 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return f"{match[1]}{posixpath.relpath(inside, here)}{match[3] or ''})"
 
     return _LINK.sub(pointed, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mend the code in the cells of tables.
+
+    The backslash before a bar is removed: GitHub needs it, and Python-Markdown shows it. Names may break after slashes
+    and commas; site.css lets them break nowhere else.
+    """
+
+    def mended(cell: re.Match[str]) -> str:
+        text = cell[0].replace(r"\|", "|")
+        return _CODE.sub(lambda code: re.sub("([/,])", r"\1<wbr>", code[0]), text)
+
+    return _CELL.sub(mended, html)
 
 
 def _target(source: str, link: str) -> str | None:

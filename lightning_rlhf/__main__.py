@@ -63,12 +63,12 @@ def main() -> int:
 
 def _mistakes(name: str, arguments: list[str]) -> str | None:
     """Return a message about the configuration of a run, found before libraries are imported; None if it is right."""
-    if COMMANDS.get(name, ("",))[0] != LIGHTNING and name not in ("data", "plan"):
+    if name not in COMMANDS or (COMMANDS[name][0] != LIGHTNING and name not in ("data", "plan")):
         return None
     from lightning_rlhf.cli.config_mistakes import check_settings
 
     try:
-        check_settings(arguments)
+        check_settings(arguments, needs_files=COMMANDS[name][0] == LIGHTNING)
     except UsageError as error:
         return str(error)
     return None

@@ -39,7 +39,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         try:
             loaded = getattr(loaded, part)  # not vars(): some packages import their contents lazily
         except AttributeError as error:
-            public = [known for known in dir(loaded) if not known.startswith("_")]
+            names = [known for known in dir(loaded) if not known.startswith("_")]
+            public = [known for known in names if not isinstance(getattr(loaded, known, None), ModuleType)]
             raise UsageError(f"{part!r} was not found in {source}{_suggestion(part, public)}") from error
         except ImportError as error:
             raise UsageError(f"{part} in {source} cannot be imported: {error}") from error

@@ -42,7 +42,7 @@ BASE = {
     },
     "trainer": {"max_steps": 1},
 }
-PROGRAMS = {"cd", "export", "mlflow", "source", "tensorboard"}  # of others
+PROGRAMS = {"cd", "export", "mlflow", "pip", "source", "tensorboard"}  # of others
 
 
 def blocks(*languages, but=None):
@@ -175,4 +175,4 @@ def test_blocks_of_every_kind_were_found():
     assert len(commands()) > 40
     assert len(blocks("python")) > 7
     kinds = {own.values[0] for own in BLOCKS}
-    assert kinds == {"bash", "json", "jsonl", "math", "python", "text", "yaml"}, "a kind that no test reads"
+    assert kinds == {"bash", "json", "jsonl", "math", "py", "python", "text", "yaml"}, "a kind that no test reads"

@@ -21,6 +21,7 @@ FLOORS = (
         "loggers",
         "paths",
         "references",
+        "run_checks",
         "seeding",
         "tensor_batch",
         "types",

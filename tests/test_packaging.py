@@ -1,9 +1,11 @@
 """The source distribution and the wheel hold what they should, and the wheel works away from the source tree."""
 
 import ast
+import configparser
 import copy
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -141,6 +143,75 @@ def test_a_user_s_loss_is_found_without_pythonpath(installed, tmp_path, folder):
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     command = [programs / "lightning-rlhf", "fit", "--config", tmp_path / "my.yaml", "--trainer.max_steps", "1"]
     assert "ended after step 1" in run(*command, cwd=tmp_path / "empty")
+
+
+@pytest.fixture(scope="module")
+def index(wheel, tmp_path_factory):
+    """The address of a package index with the wheel."""
+    directory = tmp_path_factory.mktemp("index")
+    (directory / "lightning-rlhf").mkdir()
+    shutil.copy(wheel, directory / "lightning-rlhf")
+    (directory / "lightning-rlhf/index.html").write_text(f'<a href="{wheel.name}">{wheel.name}</a>')
+    return directory.as_uri()
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """The programs of an empty environment, which is removed afterwards: it grows to 4 GB."""
+    run(sys.executable, "-m", "venv", "venv", cwd=tmp_path)
+    yield tmp_path / "venv/bin"
+    shutil.rmtree(tmp_path / "venv")
+
+
+def has_cpu_torch():
+    """Check whether a folder that is named to pip has the CPU build of torch; else it is on the index of PyTorch."""
+    folders = os.environ.get("PIP_FIND_LINKS", "").split()
+    return any(list(Path(folder.removeprefix("file://")).glob("torch-*+cpu-*.whl")) for folder in folders)
+
+
+def without_versions(text):
+    return sorted(re.sub(r" \d\S*", "", line) for line in text.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_commands_of_the_page_install_from_an_index_into_an_empty_environment(index, programs, tmp_path):
+    page = (ROOT / "docs/index.md").read_text().partition("## Install")[2].partition("\n## ")[0]
+    commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    reachable = [programs / "pip", "download", "--quiet", "--no-deps", "--dest", "reached", "pebble"]
+    if subprocess.run(reachable, cwd=tmp_path, capture_output=True, check=False).returncode:
+        pytest.skip("no package registry is reachable")
+    assert [command.split()[1] for command in commands] == ["install", "uninstall"]
+    for command in commands:
+        words = shlex.split(command)
+        if words[1] == "install":
+            words = [*words, "--extra-index-url", index]
+            if has_cpu_torch():
+                words.remove("https://download.pytorch.org/whl/cpu")
+                words.remove("--extra-index-url")
+        run(programs / words[0], *words[1:], cwd=tmp_path)
+    check = subprocess.run([programs / "pip", "check"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    (expected,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert without_versions(check.stdout) == without_versions(expected)
+
+    config = copy.deepcopy(PPO)
+    (loop,) = config["trainer"]["callbacks"]
+    del loop["init_args"]["engine"]
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
+    assert "rollouts: vLLM" in run(programs / "lightning-rlhf", "fit", "--config", "my.yaml", cwd=tmp_path)
+
+
+def test_messages_and_documents_name_extras_that_exist():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extras = set(settings["options.extras_require"])
+    files = [*SOURCES, ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    lists = [own for file in files for own in re.findall(r"lightning[-_]rlhf\[([a-z,-]+)\]", file.read_text())]
+    named = {extra for own in lists for extra in own.split(",")}
+    assert named <= extras
+    # serve comes with vLLM, and the others are for contributors
+    assert extras - named <= {"serve", "docs", "dev"}
+    assert not [file for file in files if "install 'lightning_rlhf[" in file.read_text()]
 
 
 def test_door_and_folder_export_the_same_callbacks():

@@ -15,8 +15,9 @@ def own_task():
 
 # command: where it is run
 RUN_BY = {
+    "pip install 'lightning-rlhf[vllm]'": "nobody: it needs a GPU; tests/test_packaging.py runs those for a CPU",
+    "lightning-rlhf new my_task": "tests/cli/test_new.py",
     "make quickstart": "tests/learning/test_quickstart.py runs the three commands of the Makefile's recipe",
-    "make test": "whoever runs this test",
     ".venv/bin/lightning-rlhf fit --config configs/quickstart/ppo.yaml --ckpt_path last": (
         "tests/learning/test_quickstart.py"
     ),

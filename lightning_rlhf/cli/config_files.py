@@ -69,9 +69,10 @@ def read_yaml(file: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(
-            f"{file} is not valid YAML: {error.problem}{position}; check the indentation, brackets and quotes"
-        ) from error
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        has_tab = "\t" in line[: len(line) - len(line.lstrip())]
+        remedy = "indent with spaces, not with tabs" if has_tab else "check the indentation, brackets and quotes"
+        raise UsageError(f"{file} is not valid YAML: {error.problem}{position}; {remedy}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

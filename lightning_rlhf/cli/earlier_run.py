@@ -43,7 +43,7 @@ def restore_earlier_run(earlier: Path, directory: Path) -> None:
 
 
 def check_writable(directory: Path, renames: bool) -> None:
-    """Validate that a run can write to its directory.
+    """Validate that a run can write to its directory, which is created and removed for it.
 
     Args:
         directory: directory of the run.
@@ -51,6 +51,24 @@ def check_writable(directory: Path, renames: bool) -> None:
 
     Raises:
         UsageError: the directory is a file, cannot be created, or permission is missing.
+    """
+    check_permission(directory, renames)
+    reason = None if directory.exists() else _creation_error(directory)
+    if reason is not None:
+        raise UsageError(
+            f"trainer.default_root_dir {str(directory)!r} cannot be created ({reason}): set it to another directory"
+        )
+
+
+def check_permission(directory: Path, renames: bool) -> None:
+    """Validate that a run's directory is not a file, and that there is permission to write to it.
+
+    Args:
+        directory: directory of the run.
+        renames: whether an earlier run in it will be renamed.
+
+    Raises:
+        UsageError: the directory is a file, or permission is missing.
     """
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"trainer.default_root_dir {str(directory)!r} is a file: set it to a directory")
@@ -64,11 +82,6 @@ def check_writable(directory: Path, renames: bool) -> None:
                 f"no permission to write in {folder}, which trainer.default_root_dir {str(directory)!r} needs: "
                 f"set it to another directory"
             )
-    reason = None if directory.exists() else _creation_error(directory)
-    if reason is not None:
-        raise UsageError(
-            f"trainer.default_root_dir {str(directory)!r} cannot be created ({reason}): set it to another directory"
-        )
 
 
 def _creation_error(directory: Path) -> str | None:

@@ -7,7 +7,7 @@ import sys
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -19,7 +19,7 @@ import lightning_rlhf.callbacks as callbacks
 from lightning_rlhf.callbacks.checkpoint import check_copies, checkpoint_to_resume
 from lightning_rlhf.callbacks.graceful_shutdown import can_resume, how_to_resume
 from lightning_rlhf.cli.config_files import add_import_folders, check_classes
-from lightning_rlhf.cli.config_mistakes import check_settings, doubts, read_settings
+from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.constructors import constructor_errors, failures
 from lightning_rlhf.cli.earlier_run import (
     check_reads_elsewhere,
@@ -110,12 +110,12 @@ class RLHFCLI(LightningCLI):
         arguments: command line without the program's name; None uses that of the process.
     """
 
+    needs_files: ClassVar[bool] = True  # whether files of the run must exist, and its callbacks be complete
+
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
-        check_settings(command_line[1:])
-        for doubt in doubts(read_settings(command_line[1:]) or {}):
-            log.warning(doubt)
+        check_settings(command_line[1:], self.needs_files)
         add_import_folders(command_line)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:
@@ -143,6 +143,13 @@ class RLHFCLI(LightningCLI):
         """Return the command on the command line, or all for a help page: building the parser of each takes time."""
         commands = LightningCLI.subcommands()
         return {self._command: commands[self._command]} if self._command in commands else commands
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> Any:
+        """Let Lightning's own table of a validation be printed on request only: Console prints the same metrics."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if "verbose" in self._subcommand_method_arguments[subcommand]:
+            parser.set_defaults(verbose=False)
+        return parser
 
     def _dump_config(self) -> None:
         """Store the configuration as plain values, without Lightning's second validation of it."""

@@ -23,6 +23,8 @@ from lightning_rlhf.modules.role_module import RoleModule
 class ConfigCLI(RLHFCLI):
     """Parses the configuration of a run, and instantiates nothing."""
 
+    needs_files = False
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the arguments."""
         self.config = parser.parse_args(args)

@@ -159,6 +159,16 @@ class SourceClass:
         """Return whether it is the class with a full name or one of its subclasses."""
         return any(kind is not None and kind.path == path for kind in self.order)
 
+    def attribute(self, name: str) -> Any:
+        """Return the value of a class attribute that is a constant; None if it is unknown."""
+        for kind in self.order:
+            for own in [] if kind is None else kind.node.body:
+                targets = own.targets if isinstance(own, ast.Assign) else [getattr(own, "target", None)]
+                value = getattr(own, "value", None)
+                if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                    return value.value if isinstance(value, ast.Constant) else None
+        return None
+
     @property
     def is_abstract(self) -> bool:
         """Whether a method has no implementation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.strategies import registry  # noqa: F401 (registers the strategies' names with the Trainer)
-from lightning_rlhf.strategies.names import our_name
+from lightning_rlhf.strategies.names import our_name, unknown_strategy
 from lightning_rlhf.strategies.roles import RoleStrategy
 
 _SETTINGS = {
@@ -77,9 +76,7 @@ def find_strategy(name: str, processes: int) -> str:
     strategy = our_name(name, processes)
     if strategy in known:
         return strategy
-    near = [] if name in StrategyRegistry else difflib.get_close_matches(strategy.lower(), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise UsageError(f"trainer.strategy {name!r} is not available{hint} Available: auto, {', '.join(known)}")
+    raise UsageError(unknown_strategy(name, strategy, known))
 
 
 def process_count(accelerator: Any, devices: Any, nodes: int) -> int:

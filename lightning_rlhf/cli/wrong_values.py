@@ -95,6 +95,7 @@ def _described(options: Sequence[Any]) -> str:
         choice for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)
     ]
     kinds = [option for option in options if typing.get_origin(option) is not Literal]
+    kinds = [kind for kind in kinds if getattr(kind, "__name__", "") != "Tensor"]  # of torch, for numbers
     texts = [f"{'one of ' if len(literals) > 1 else ''}{', '.join(map(repr, literals))}"] if literals else []
     plain = {**_SCALARS, **_COLLECTIONS}
     texts += [plain.get(typing.get_origin(kind) or kind, "a class (class_path: package.Class)") for kind in kinds]

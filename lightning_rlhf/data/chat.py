@@ -227,7 +227,10 @@ class Chat:
 
     def _apply(self, messages: Sequence[Message], label: str, **arguments: Any) -> Any:
         if self.tokenizer.chat_template is None:
-            raise BadRow(f"the {label} is a list of messages, but the tokenizer has no chat template")
+            raise BadRow(
+                f"the {label} is a list of messages, but the tokenizer has no chat template: use that of a chat model, "
+                "add chat_template.jinja to its directory, or write the text itself"
+            )
         try:
             return self.tokenizer.apply_chat_template(list(messages), tools=self.tools, **arguments, **self.options)
         except _TEMPLATE_ERRORS as error:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_rlhf.batching.shares import balanced_shares
 from lightning_rlhf.data.samplers import Sampler, shuffle
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.run_checks import check_batch_size
 
 
 class EpochOrder:
@@ -162,11 +163,7 @@ class ResumableLoader(DataLoader[Any]):
         order: EpochOrder | None = None,
     ) -> None:
         self._order = EpochOrder(len(rows), seed, shuffle) if order is None else order
-        if len(self._order) < batch_size:
-            raise UsageError(
-                f"batch_size is {batch_size}, but the training data have only {len(self._order)} usable rows: use a "
-                f"batch_size of at most {len(self._order)}, or more data"
-            )
+        check_batch_size(batch_size, len(self._order))
         if batch_size < ranks:
             raise UsageError(f"batch_size is {batch_size}, but each of {ranks} ranks needs a row: use at least {ranks}")
         self._position = 0

@@ -5,11 +5,11 @@ This file does not import torch, so that worker processes start fast.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from lightning_rlhf.expected_errors import UsageError
 
@@ -156,14 +156,14 @@ def as_reply(value: Any, method: str) -> Reply:
     if value is None and method != "step":
         return Reply()
     if is_last and isinstance(value, Real) and not isinstance(value, bool):
-        value = Reply(reward=float(value))
+        value = Reply(reward=cast("float", value))
     if isinstance(value, str) and not is_last:
         value = Reply(value)
     if not all(hasattr(value, name) for name in ("messages", "reward", "done", "metrics")):
         expected = "a Reply, a number or None" if is_last else "a Reply or a text"
         raise InvalidReplyError(f"{method}() returned {_shown(value)}, expected {expected}")
     reward: Any = value.reward
-    if not isinstance(reward, Real) or isinstance(reward, bool) or not abs(float(reward)) <= _FLOAT32_MAX:
+    if not isinstance(reward, Real) or isinstance(reward, bool) or not _is_within(reward, _FLOAT32_MAX):
         raise InvalidReplyError(f"{method}() returned the reward {_shown(reward)}, expected a finite number")
     done = value.done.item() if hasattr(value.done, "item") else value.done  # of numpy
     if not isinstance(done, bool):
@@ -172,12 +172,17 @@ def as_reply(value: Any, method: str) -> Reply:
         raise InvalidReplyError(f"{method}() returned metrics={_shown(value.metrics)}, expected a mapping")
     metrics = {}
     for name, number in value.metrics.items():
-        if not isinstance(name, str) or not isinstance(number, Real) or not math.isfinite(number):
+        if not isinstance(name, str) or not isinstance(number, Real) or not _is_within(number, sys.float_info.max):
             raise InvalidReplyError(
                 f"{method}() returned the metric {_shown(name)}: {_shown(number)}, expected finite numbers by name"
             )
         metrics[name] = float(number)
     return Reply(_bounded(_messages(value.messages, method)), float(reward), done, metrics)
+
+
+def _is_within(number: Any, largest: float) -> bool:
+    """Return whether a number, which may be an integer beyond all floats, is from ``-largest`` to ``largest``."""
+    return bool(abs(number) <= largest)
 
 
 def _messages(value: Any, method: str) -> str | list[Message]:

@@ -76,48 +76,51 @@ def check_states(
         elif name in skipped:
             state, note = "not applicable", _REASONS.get(name, "")
         elif name == "constant reward":
-            state, note = _of_rewards(parts[False], rewards)
+            state, note = _of_rewards(parts, rewards)
         elif name == "reward model" and not bounds:
             state, note = "not applicable", "only for a reward model with PolicyCheck"
         else:
-            need = _NEEDS[name]
-            state, note = _state(need, parts[need.metrics[0].startswith("val/")], need.metrics)
-            if name == "critic" and state == "passed":
-                note += _exemption(parts[False])
+            state, note = _state(_NEEDS[name], parts)
+            if name == "critic" and state == "passed" and _is_exempt(parts[False]):
+                state, note = "not applicable", f"{note}, but rewards vary less than half as much as at the start"
         states.append({"name": name, "state": state, "note": note})
     return states
 
 
-def _state(need: _Need, rows: Sequence[Row], metrics: Sequence[str]) -> tuple[str, str]:
-    """Return the state of a check that did not fail, and a note."""
+def _state(need: _Need, parts: Mapping[bool, Sequence[Row]]) -> tuple[str, str]:
+    """Return the state of a check that did not fail, and a note.
+
+    Args:
+        need: metrics that the check compares.
+        parts: rows of validations (True) and of training steps (False).
+    """
+    rows = parts[need.metrics[0].startswith("val/")]
     logged = {name for row in rows for name in row}
-    names = [next((own for own in each.split("|") if own in logged), each) for each in metrics]
+    names = [next((own for own in each.split("|") if own in logged), each) for each in need.metrics]
     missing = [name.replace("|", " or ") for name in names if name not in logged]
-    if missing:
+    if missing and parts[False]:
         return "no data", f"{missing[0]} is not logged"
     longest = current = 0
     for row in rows:
         current = current + 1 if all(name in row for name in names) else 0
         longest = max(longest, current)
     if longest < need.steps:
-        unit = "validations" if names[0].startswith("val/") else "steps"
+        unit = "validations" if need.metrics[0].startswith("val/") else "steps"
         return "too early", f"{longest} of {need.steps} {unit}"
     last = next(row[names[0]] for row in reversed(rows) if names[0] in row)
     return "passed", f"{names[0]} {last:.4g}"
 
 
-def _of_rewards(rows: Sequence[Row], rewards: Sequence[str]) -> tuple[str, str]:
+def _of_rewards(parts: Mapping[bool, Sequence[Row]], rewards: Sequence[str]) -> tuple[str, str]:
     """Return the state of the check of the reward functions, which compares the first steps."""
     if not rewards:
         return "not applicable", "the run has no reward function with a weight"
     metrics = [name for reward in rewards for name in (f"reward/{reward}", f"reward/{reward}_std")]
-    return _state(_Need(3, tuple(metrics)), rows, metrics)
+    return _state(_Need(3, tuple(metrics)), parts)
 
 
-def _exemption(rows: Sequence[Row]) -> str:
-    """Return the end of the note of a critic that predicts badly, but is not judged."""
+def _is_exempt(rows: Sequence[Row]) -> bool:
+    """Return whether the critic predicts badly in the last steps, in which rewards vary too little for its check."""
     values = [row["value/explained_variance"] for row in rows[-5:] if "value/explained_variance" in row]
     deviations = [row.get("reward/std", math.nan) for row in rows]
-    is_low = bool(values) and fmean(values) < -0.1
-    varies_less = bool(deviations) and fmean(deviations[-5:]) < fmean(deviations[:3]) / 2
-    return ", not judged: rewards vary less than half as much as at the start" if is_low and varies_less else ""
+    return bool(values) and fmean(values) < -0.1 and fmean(deviations[-5:]) < fmean(deviations[:3]) / 2

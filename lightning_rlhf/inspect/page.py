@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -90,16 +91,20 @@ def _hashes(texts: Sequence[str]) -> str:
 
 
 def run_data(runs: Sequence[RunDirectory], live: bool = False) -> list[dict[str, Any]]:
-    """Return the data of the page for each run, as plain values; runs with equal names get their paths as names.
+    """Return the data of the page for each run, as plain values; runs with equal names get longer parts of their paths.
 
     Args:
         runs: at least one run.
         live: whether the page gets the responses of validations from a server, so that the data has none.
     """
-    names = [run.path.resolve().name for run in runs]
+    paths = [run.path.resolve() for run in runs]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        parent = os.path.commonpath([path.parent for path in paths])
+        names = [path.relative_to(parent).as_posix() for path in paths]
     return [
         {
-            "name": name if names.count(name) == 1 else str(run.path),
+            "name": name,
             "path": str(run.path),
             **run.state(),
             **_data_of(run, live, run.signature()),

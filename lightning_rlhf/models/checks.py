@@ -35,20 +35,6 @@ def check_sizes(config: PretrainedConfig, name: str) -> None:
             raise UsageError(f"{name} has {size} {value}, expected at least 1")
 
 
-def check_not_pickled(directory: Path) -> None:
-    """Validate that a directory does not have only pickled weights.
-
-    Raises:
-        ValueError: it does; the message names the first file.
-    """
-    pickled = sorted([*directory.glob("*.bin.index.json"), *directory.glob("*.bin"), *directory.glob("*.pt*")])
-    if pickled and not any(directory.glob("*.safetensors")):
-        raise UsageError(
-            f"no model at {str(directory)!r}: expected safetensors, but {pickled[0].name} has pickled weights, which "
-            f"can run code and are not read: convert them with save_pretrained, or use a revision with safetensors"
-        )
-
-
 def check_weights(directory: Path) -> None:
     """Validate that a directory's weight index lists only existing safetensors files in that directory.
 

@@ -26,22 +26,20 @@ from lightning_rlhf.attention import Attention, check_attention_package
 from lightning_rlhf.expected_errors import MissingFileError, UsageError
 from lightning_rlhf.models.causal import CausalLM
 from lightning_rlhf.models.checks import (
-    check_not_pickled,
     check_sizes,
     check_weights,
     memory_error,
     tensors_left_out,
 )
 from lightning_rlhf.models.classes import freeze_towers, language_model_class, scalar_model_class
+from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.models.lora import LoRA
 from lightning_rlhf.models.packed_attention import set_role_attention
 from lightning_rlhf.models.scalar import ScalarModel
 from lightning_rlhf.paths import (
     READ_ERRORS,
-    describe_missing_path,
     expect_hub,
     hub_error_message,
-    names_a_path,
     read_error_message,
 )
 from lightning_rlhf.seeding import derive_seed, run_seed
@@ -99,7 +97,7 @@ class Pretrained:
         Raises:
             FileNotFoundError: the model cannot be found.
         """
-        _expect_model_directory(self.path)
+        expect_model_directory(self.path)
         if Path(self.path).is_dir():
             return
         try:
@@ -265,22 +263,6 @@ def _adapted(model: PreTrainedModel, lora: LoRA | None) -> PreTrainedModel:
     if lora is not None:
         lora.add_to(model)
     return model
-
-
-def _expect_model_directory(path: str) -> None:
-    if not names_a_path(path) and "/" in path:
-        return
-    expected = (
-        f"no model at {path!r}: expected a directory with config.json and safetensors "
-        f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
-    )
-    if not Path(path).is_dir():
-        raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
-    check_not_pickled(Path(path))
-    if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
-        names = sorted(entry.name for entry in Path(path).iterdir())[:5]
-        hint = f"; did you mean {str(Path(path, 'export'))!r}?" if Path(path, "export", "config.json").is_file() else ""
-        raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}{hint}")
 
 
 def _check_spelling(values: dict[str, Any], model_type: str) -> None:

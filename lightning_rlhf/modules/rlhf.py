@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_rlhf.batching.shares import balanced_shares, shuffled
-from lightning_rlhf.expected_errors import RunError, UsageError
+from lightning_rlhf.expected_errors import RunError
 from lightning_rlhf.functional.diagnostics import gradient_power
 from lightning_rlhf.functional.logprobs import TokenScores
 from lightning_rlhf.functional.masked import rewards_at_tokens
@@ -29,6 +29,7 @@ from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.objectives.policy_losses import ClippedPolicyLoss
 from lightning_rlhf.objectives.return_advantages import ReinforcePlusPlus
 from lightning_rlhf.rewards.shaping import ScoreShaping
+from lightning_rlhf.run_checks import check_loops
 from lightning_rlhf.seeding import derive_seed, run_seed
 from lightning_rlhf.tensor_batch import TensorBatch
 from lightning_rlhf.types import Experience, PromptBatch, Rollout
@@ -430,11 +431,8 @@ class RLHFModule(RoleModule):
         """Raise without a callback that provides rollouts."""
         super().setup(stage)
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        if not any(getattr(callback, "provides_rollouts", False) for callback in callbacks):
-            raise UsageError(
-                f"{type(self).__name__} trains on rollouts, and no callback provides them: add "
-                f"lightning_rlhf.callbacks.RolloutLoop to trainer.callbacks"
-            )
+        provided = any(getattr(callback, "provides_rollouts", False) for callback in callbacks)
+        check_loops(type(self).__name__, int(provided), provided)
 
     def build_role(self, name: str) -> nn.Module:
         """Build the scalar model of the reward model, the language models of actor and reference."""

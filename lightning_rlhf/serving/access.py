@@ -86,4 +86,6 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         reason = error.strerror if isinstance(error, OSError) else None
-        raise UsageError(f"cannot listen on {host}:{port}: {reason or error}") from error
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {reason or error}; choose another --port or --host"
+        ) from error

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
 # Role strategies that correspond to Lightning's strategy classes.
 OURS = {
     "SingleDeviceStrategy": "rlhf_single",
@@ -10,6 +14,36 @@ OURS = {
     "ModelParallelStrategy": "rlhf_fsdp",
     "DeepSpeedStrategy": "rlhf_deepspeed_stage_3",
 }
+
+
+# Options of each name that a configuration can have, by the name of its class.
+REGISTERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rlhf_single": ("RLHFSingleDeviceStrategy", {}),
+    "rlhf_ddp": ("RLHFDDPStrategy", {}),
+    "rlhf_fsdp": ("RLHFFSDPStrategy", {}),
+    "rlhf_fsdp_offload": ("RLHFFSDPStrategy", {"cpu_offload": True}),
+    "rlhf_deepspeed_stage_1": ("RLHFDeepSpeedStrategy", {"stage": 1}),
+    "rlhf_deepspeed_stage_2": ("RLHFDeepSpeedStrategy", {"stage": 2}),
+    "rlhf_deepspeed_stage_2_offload": ("RLHFDeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "rlhf_deepspeed_stage_3": ("RLHFDeepSpeedStrategy", {"stage": 3}),
+    "rlhf_deepspeed_stage_3_offload": (
+        "RLHFDeepSpeedStrategy",
+        {"stage": 3, "offload_optimizer": True, "offload_params": True},
+    ),
+}
+
+
+def unknown_strategy(name: str, strategy: str, known: Sequence[str]) -> str:
+    """Return a message about the name of a strategy that is not known.
+
+    Args:
+        name: name in a configuration.
+        strategy: the role strategy that :func:`our_name` makes of it.
+        known: names of the role strategies.
+    """
+    near = difflib.get_close_matches(strategy.lower(), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"trainer.strategy {name!r} is not available{hint} Available: auto, {', '.join(known)}"
 
 
 def our_name(strategy: str, processes: int) -> str:

@@ -144,6 +144,7 @@ def test_no_number_of_a_validation_is_shown_twice():
     ("greedy", "sampled", "sentence"),
     [
         (0.0, 0.0, "nothing to learn from. Use easier prompts"),
+        (0.25, 0.0, "few responses have a reward, so that learning begins slowly"),
         (0.99, 0.96, "little is left to learn"),
         (0.875, 0.164, "the most likely answers are right already"),
         (0.4, 0.3, "there is something to learn"),

@@ -225,12 +225,12 @@ def test_each_validation_leaves_a_file_with_its_greedy_responses(run, tmp_path):
     assert [row["prompt"] for row in rows] == ["a", "bb", "ccc", "d"]
 
 
-def test_without_reward_functions_the_score_is_the_reward_of_a_validation(run, tmp_path):
+def test_without_reward_functions_the_score_is_the_reward(run, tmp_path):
     model, data = {"reward_model": TinyModel(seed=5)}, {"val": InMemory(ROWS)}
     run(loop={"rewards": []}, model=model, data=data, callbacks=[RolloutLog()]).fit()
     rows = rows_of(tmp_path, 0, "validation")
     assert len({row["reward"] for row in rows}) > 1
-    assert all(row["rewards"] == {"score": row["reward"]} for row in rows)
+    assert all(row["rewards"] == {"score": row["reward"]} for row in [*rows, *rows_of(tmp_path, 1)])
 
 
 def test_a_resumed_run_leaves_no_files_of_steps_after_the_checkpoint(run, tmp_path):

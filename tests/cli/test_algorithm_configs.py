@@ -54,6 +54,7 @@ def stands_in(part, whole):
 @pytest.mark.parametrize("path", CONFIGS + PREFERENCES, ids=lambda path: path.stem)
 def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
     made = []
+    monkeypatch.setattr(RLHFCLI, "needs_files", False)
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
     result = cli("fit", *arguments(path))
     assert (result.code, result.err) == (0, "")
@@ -79,6 +80,7 @@ def test_every_configuration_makes_its_objects(cli, path, monkeypatch):
 )
 def test_what_a_configuration_makes_is_what_it_says(cli, name, objects, monkeypatch):
     made = []
+    monkeypatch.setattr(RLHFCLI, "needs_files", False)
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self.model))
     assert cli("fit", *arguments(BASE.with_stem(name))).code == 0
     assert {option: getattr(made[0], option) for option in objects} == objects

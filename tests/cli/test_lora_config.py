@@ -39,6 +39,7 @@ def test_the_page_says_what_the_configuration_says():
 def test_what_the_page_says_of_engine_and_export_is_understood(cli, tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     made = []
+    monkeypatch.setattr(RLHFCLI, "needs_files", False)
     monkeypatch.setattr(RLHFCLI, "_run_subcommand", lambda self, subcommand: made.append(self))
     config = yaml.safe_load(PATH.read_text())
     config["trainer"]["callbacks"][0]["init_args"] |= ENGINE

@@ -400,8 +400,18 @@ def test_a_validation_leaves_what_says_where_a_run_came_from(fit, cli, config):
     kept = [Path("runs/tiny/config.yaml"), Path("runs/tiny/env.json")]
     for path in kept:
         path.write_text("the run's own")
-    assert cli("validate", "--config", "config.yaml").code == 0
+    result = cli("validate", "--config", "config.yaml")
+    assert result.code == 0
     assert [path.read_text() for path in kept] == ["the run's own"] * 2
+    assert result.out.count("val/response_tokens_mean") == 1  # the line of Console, without Lightning's table
+
+
+@pytest.mark.slow
+def test_the_table_of_lightning_is_printed_on_request(fit, cli, config):
+    config["data"]["init_args"]["val"] = config["data"]["init_args"]["train"]
+    assert fit(config).code == 0
+    result = cli("validate", "--config", "config.yaml", "--verbose", "true")
+    assert result.out.count("val/response_tokens_mean") == 2
 
 
 def test_a_run_directory_that_is_a_file_is_refused(fit, config):

@@ -21,6 +21,7 @@ from lightning_rlhf.environments.adapters.peers import SkyRLEnvironment, TRLEnvi
 from lightning_rlhf.environments.adapters.reasoning_gym import ReasoningGym, score
 from lightning_rlhf.environments.loop_host import LoopHost
 from lightning_rlhf.environments.worker import Call, Fault, Spec, digest_of
+from lightning_rlhf.expected_errors import MissingPackageError
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -71,6 +72,12 @@ def test_an_environment_of_gymnasium():
     replies = [own.step(action) for action in "112212"]
     assert (replies[-1].reward, replies[-1].done) == (1.0, True)
     own.close()
+
+
+def test_a_missing_gymnasium_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'lightning-rlhf\[gymnasium\]'"):
+        Gymnasium("FrozenLake-v1")
 
 
 def test_a_game_of_textarena():

@@ -63,6 +63,7 @@ class FakeServer:
         special = {
             "leave": None,
             "garbage": "{",
+            "deep": "[" * 100_000,
             "list": "[1]",
             "wrong": {"type": "error", "data": {"message": "no such room", "code": "EXECUTION_ERROR"}},
             "invalid": {
@@ -161,6 +162,7 @@ def test_a_session_on_a_server(server):
     [
         ("leave", r"the OpenEnv server http://127.0.0.1:\d+ closed the connection: .*1000"),
         ("garbage", r"the OpenEnv server http://127.0.0.1:\d+ sent a message that is not JSON"),
+        ("deep", r"the OpenEnv server http://127.0.0.1:\d+ sent a message that is not JSON"),
         ("list", r"replied to 'step' without the field 'text' of an observation: \[1\]"),
         ("wrong", r"the OpenEnv server http://127.0.0.1:\d+ rejected 'step': no such room \(EXECUTION_ERROR\)$"),
         ("invalid", r"rejected 'step': Invalid message \(VALIDATION_ERROR\): .*\"missing\", \"loc\": \[\"move\"\]"),

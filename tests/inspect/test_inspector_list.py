@@ -37,6 +37,20 @@ def test_columns_are_those_that_the_rows_have(inspect_page, run_directory):
     assert list(browser.evaluate(LINES)[0]) == ["reward", "right", "tokens", "prompt", "response"]
 
 
+def test_the_viewer_waits_for_the_first_responses(inspect_page, run_directory):
+    folder = run_directory("a", ROWS)
+    browser = inspect_page(folder)
+    assert browser.evaluate("document.querySelector('#responses .controls').hidden")
+    assert "No responses were written" in browser.evaluate("document.getElementById('list').innerText")
+    browser.wait(
+        "performance.getEntriesByName(new URL('data', location).href).length > 0"
+    )  # so that only the file is new
+    (folder / "rollouts/step-000001.jsonl").write_text(json.dumps(RESPONSES[0]) + "\n")
+    browser.wait("document.querySelectorAll('button.line').length === 1")
+    assert not browser.evaluate("document.querySelector('#responses .controls').hidden")
+    assert not browser.problems
+
+
 def test_headings_sort_and_missing_values_are_last(inspect_page, run_directory):
     rows = [{"prompt": "p", "response": str(reward), "reward": reward, "group": 0} for reward in (1.0, None, -2.0, 3.0)]
     browser = inspect_page(run_directory("a", ROWS, {1: rows}))

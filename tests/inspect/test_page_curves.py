@@ -65,6 +65,24 @@ def test_the_legend_has_the_last_value_of_each_run(show):
     assert browser.evaluate(legend("reward/mean")) == ["steps=1", "a=0.1", "b=0.1"]
 
 
+def test_the_legend_has_the_bounds_of_an_interval(show):
+    validation = table(
+        step=[0, 2],
+        val__share_correct_greedy=[0.25, 0.75],
+        val__share_correct_greedy_low=[0.2, 0.7],
+        val__share_correct_greedy_high=[0.3, 0.8],
+    )
+    browser = show(page(run(validation=validation)))
+    entries = "[...document.querySelectorAll('[data-metric=\"val/share_correct_greedy\"] .u-series')]"
+    shown = browser.evaluate(f"{entries}.filter((own) => own.offsetHeight).map((own) => own.textContent)")
+    assert shown == ["steps2", "share_correct_greedy0.75 (95 %: 0.7 to 0.8)"]
+    browser.evaluate("document.getElementById('smoothing').value = 0.5, window.report.redraw()")
+    assert (
+        browser.evaluate(legend("val/share_correct_greedy"))[2]
+        == "share_correct_greedy (smoothed)=0.5833 (95 %: 0.5333 to 0.6333)"
+    )
+
+
 @pytest.mark.parametrize("name", ["reward/mean", "mine", "constructor", "__proto__", "val/share_correct_greedy"])
 def test_a_metric_that_only_one_table_has_is_drawn_where_it_is(show, name):
     validation = {"step": [2, 4], name: [0.5, 0.75]}
@@ -91,7 +109,7 @@ def test_smoothed_curves_are_marked_and_raw_values_stay_behind_them(show):
     assert smoothed == pytest.approx([0.1, (0.05 + 0.2) / 1.5, (0.025 + 0.1 + 0.4) / 1.75])
     shown = [text for text in browser.evaluate(legend("reward/mean")) if text.startswith("mean")]
     assert shown == ["mean (smoothed)=0.3"]
-    assert browser.evaluate("getComputedStyle(document.querySelector('.u-legend .raw')).display") == "none"
+    assert browser.evaluate("getComputedStyle(document.querySelector('.u-legend .unlisted')).display") == "none"
 
 
 def test_the_address_keeps_the_controls_and_the_section(show):
@@ -146,14 +164,17 @@ def test_charts_have_units_meanings_and_words(show):
     definitions = {
         "reward/mean": {"unit": "reward", "meaning": "before <b>any</b> penalty"},
         "kl/ref": {"unit": "nats", "meaning": ""},
+        "policy/clip_fraction": {"unit": "share", "meaning": "share of tokens"},
     }
     training = table(step=[1, 2, 3], reward__mean=[0.1, None, 0.4], kl__ref=[1.0, 2.0, None])
+    training["policy/clip_fraction"] = [0.5, 0.5, 0.25]
     browser = show(page(run(training=training), definitions=definitions))
     texts = browser.evaluate("[...document.querySelectorAll('.definition')].map((own) => own.textContent)")
-    assert texts == ["reward: before <b>any</b> penalty", "nats"]
+    assert texts == ["reward: before <b>any</b> penalty", "nats", "share of tokens"]
     names = "[...document.querySelectorAll('.chart canvas')].map((own) => own.role + ' ' + own.ariaLabel)"
     assert browser.evaluate(names) == [
-        "img reward/mean: 0.1 at step 1, 0.4 at step 3", "img kl/ref: 1 at step 1, 2 at step 2"
+        "img reward/mean: 0.1 at step 1, 0.4 at step 3", "img kl/ref: 1 at step 1, 2 at step 2",
+        "img policy/clip_fraction: 0.5 at step 1, 0.25 at step 3",
     ]  # fmt: skip
 
 
@@ -198,7 +219,7 @@ def test_one_step_is_drawn_as_points(show):
 def test_empty_sections_say_why(show):
     browser = show(page(run(training={"step": []})))
     text = browser.evaluate("document.body.innerText")
-    for sentence in ("No metrics were written yet.", "The metrics have no times", "This run has written no responses"):
+    for sentence in ("No metrics were written yet.", "The metrics have no times", "No responses were written"):
         assert sentence in text
     browser = show(page(run()))
     browser.evaluate("search.value = 'nothing', search.dispatchEvent(new Event('input'))")

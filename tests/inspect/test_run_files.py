@@ -52,6 +52,14 @@ def test_samples_have_the_numbers_of_their_responses(run_directory):
     assert {name: sample[name] for name in extra} == extra
 
 
+def test_runs_of_equal_directory_names_are_told_apart(run_directory):
+    folders = [run_directory(name, ROWS) for name in ("sweep/a/seed1", "sweep/b/seed1", "sweep/b/seed2")]
+    runs = [RunDirectory(folder) for folder in folders]
+    assert [run["name"] for run in run_data(runs[1:])] == ["seed1", "seed2"]
+    assert [run["name"] for run in run_data(runs)] == ["a/seed1", "b/seed1", "b/seed2"]
+    assert [run["name"] for run in run_data(runs[:1] * 2)] == ["seed1", "seed1"]
+
+
 # -- strange files ----------------------------------------------------------------------------------------------------
 
 
@@ -210,10 +218,17 @@ def test_a_check_that_needs_more_steps_is_too_early(name):
     assert states_of(shown[:needed], ["a"])[name][0] == "passed"
 
 
-def test_a_critic_that_is_not_judged_has_a_note():
+def test_a_check_of_a_run_without_a_step_is_too_early():
+    found = states_of([{"step": 0, "val/share_correct_greedy": 0.5}], ["a"])
+    assert {state for state, _ in found.values()} == {"too early"}
+    assert found["KL to the reference"] == ("too early", "0 of 1 steps")
+    assert found["over-optimisation"] == ("too early", "1 of 3 validations")
+
+
+def test_a_critic_whose_rewards_vary_too_little_for_its_check():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
-    note = "value/explained_variance -0.5, not judged: rewards vary less than half as much as at the start"
-    assert states_of(rows)["critic"] == ("passed", note)
+    note = "value/explained_variance -0.5, but rewards vary less than half as much as at the start"
+    assert states_of(rows)["critic"] == ("not applicable", note)
     assert states_of(steps(22, value__explained_variance=0.5, reward__std=0.1))["critic"][1].endswith(" 0.5")
 
 

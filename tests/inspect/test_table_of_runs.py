@@ -38,18 +38,18 @@ def table(show):
 def test_runs_of_equal_settings_are_one_row_with_mean_and_deviation(table):
     browser = table()
     assert browser.evaluate(HEADINGS) == [
-        "name", "state", "failed checks", "reward/mean", "lr", "steps", "seed", "last metrics"
+        "name", "state", "failed checks", "steps", "lr", "reward/mean", "seed", "last metrics"
     ]  # fmt: skip
     assert browser.evaluate(CELLS) == [
-        ["▸ a/0 and 1 other seed", "2 ended", "2", "1.5 ± 0.71 (2)", "0.1", "4 to 10 of 10", "0, 1", "60 min ago"],
-        ["b", "failed", "0", "0 → 9", "0.02", "10", "–", "60 min ago"],
-        ["cc cannot be read", "damaged", "0", "–", "–", "10", "3", "60 min ago"],
+        ["▸\u00a0a/0 and 1 other run", "2 ended", "2", "4 to 10 of 10", "0.1", "1.5 ± 0.71 (2)", "0, 1", "60 min ago"],
+        ["b", "failed", "0", "10", "0.02", "0 → 9", "–", "60 min ago"],
+        ["cc cannot be read", "damaged", "0", "10", "–", "–", "3", "60 min ago"],
     ]
     browser.evaluate("(own => { own.focus(); own.click(); })(document.querySelector('[aria-expanded]'))")
     assert browser.evaluate("document.activeElement.ariaExpanded") == "true"  # of the new table
     names = [line[0] for line in browser.evaluate(CELLS)]
-    assert names == ["▾ a/0 and 1 other seed", "a/0", "a/1", "b", "cc cannot be read"]
-    assert browser.evaluate(CELLS)[1][3:6] == ["0.5 → 1", "0.1", "10"]
+    assert names == ["▾\u00a0a/0 and 1 other run", "a/0", "a/1", "b", "cc cannot be read"]
+    assert browser.evaluate(CELLS)[1][3:6] == ["10", "0.1", "0.5 → 1"]
     browser.evaluate("document.getElementById('single').click()")
     assert len(browser.evaluate(CELLS)) == 4
     assert not browser.problems
@@ -59,10 +59,10 @@ def test_columns_sort_with_missing_values_last(table):
     browser = table()
     for column, names in (("reward/mean", "bac"), ("lr", "bac"), ("name", "abc"), ("failed checks", "abc")):
         browser.evaluate(sort(column))
-        shown = "".join(line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS))
+        shown = "".join(line[0].strip("▸\u00a0")[0] for line in browser.evaluate(CELLS))
         assert shown == names, column
     browser.evaluate(f"{sort('reward/mean')}, {sort('reward/mean')}")
-    assert [line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS)] == ["a", "b", "c"]
+    assert [line[0].strip("▸\u00a0")[0] for line in browser.evaluate(CELLS)] == ["a", "b", "c"]
     assert browser.evaluate("document.querySelector('[aria-sort=ascending]').textContent") == "reward/mean ↑"
 
 
@@ -70,15 +70,26 @@ def test_filters(table):
     browser = table()
     for words, names in (("lr=0.1", "a"), ("B FAILED", "b"), ("nothing", ""), ("", "abc")):
         browser.evaluate(choose("words", words, "input"))
-        assert "".join(line[0].strip("▸ ")[0] for line in browser.evaluate(CELLS)) == names
+        assert "".join(line[0].strip("▸\u00a0")[0] for line in browser.evaluate(CELLS)) == names
     browser.evaluate(choose("state", "failed"))
     assert [line[0] for line in browser.evaluate(CELLS)] == ["b"]
     assert browser.evaluate("location.hash") == "#state=failed"
     browser.evaluate(choose("state", ""))
     browser.evaluate(choose("checks", "failed"))
     assert [line[0] for line in browser.evaluate(CELLS)] == ["a/1"]  # the only one that is left of its group
-    browser.evaluate(choose("metrics", "OTH", "input"))
-    assert browser.evaluate(HEADINGS)[3:5] == ["other", "lr"]
+
+
+def test_columns_are_chosen_by_words_and_many_settings_are_behind_the_metrics(table):
+    browser = table()
+    for words, columns in (("OTH", ["other"]), ("l", ["lr"]), ("", ["lr", "reward/mean"])):
+        browser.evaluate(choose("names", words, "input"))
+        assert browser.evaluate(HEADINGS)[4:-2] == columns
+    settings = {f"model.init_args.s{i}": "1" for i in range(5)}
+    browser = table({**RUNS[0], "config": settings}, {**RUNS[1], "group": 1})
+    assert browser.evaluate(HEADINGS)[4:7] == ["reward/mean", "seed", "last metrics"]
+    assert browser.evaluate(HEADINGS)[7:] == [*settings, "lr", "same"]
+    heading = "document.querySelector('[data-column=\"model.init_args.s0\"]')"
+    assert browser.evaluate(f"[{heading}.textContent, {heading}.title]") == ["model.s0", "model.init_args.s0"]
 
 
 def test_the_page_of_a_file_links_to_files_beside_it_alone(table):
@@ -98,10 +109,10 @@ def test_hostile_texts_are_only_text(table):
         {**dict.fromkeys(plain, text), **{name: make(text) for name, make in parts.items()}, "group": 1}
         for text in HOSTILE
     ]
-    definitions = {text: {"unit": text, "meaning": text, "link": text} for text in HOSTILE}
+    definitions = {text: {"unit": text, "meaning": text} for text in HOSTILE}
     browser = table(*runs, definitions=definitions)
     browser.evaluate("document.getElementById('single').click()")
-    browser.evaluate(choose("metrics", "<", "input"))
+    browser.evaluate(choose("names", "<", "input"))
     assert browser.evaluate("typeof window.hacked") == "undefined"
     kinds = "document.querySelectorAll('script, img, svg, iframe, base, link, form, object, template')"
     assert browser.evaluate(f"[...{kinds}].map((own) => own.tagName)") == ["SCRIPT"] * 3
@@ -138,6 +149,8 @@ def test_selected_runs_are_compared_in_the_inspector(browser, run_directory):
         browser.evaluate("document.querySelector('tbody a').click()")
         browser.wait("location.pathname.endsWith('/run/0/') && document.documentElement?.dataset.ready === 'yes'")
         assert json.loads(browser.evaluate("JSON.stringify(window.report.runs.map((own) => own.name))")) == ["0"]
+        browser.evaluate("[...document.querySelectorAll('nav a')].find((a) => a.textContent === 'All runs').click()")
+        browser.wait(f"location.href === '{server.url}' && document.documentElement?.dataset.ready === 'yes'")
         assert not browser.problems
     finally:
         browser.leave()

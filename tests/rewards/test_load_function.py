@@ -75,7 +75,7 @@ def test_a_function_of_a_module_is_found(reference):
         (":brief", "specify a function as .* got ':brief'"),
         ("my_rewards.py:", "specify a function as .* got 'my_rewards.py:'"),
         ("my_rewards.py:breif", "'breif' was not found in my_rewards.py; did you mean 'brief'?"),
-        ("my_rewards.py:zzz", "'zzz' was not found in my_rewards.py; available: Judge, LIMIT, brief, math"),
+        ("my_rewards.py:zzz", "'zzz' was not found in my_rewards.py; available: Judge, LIMIT, brief"),
         ("my_rewards.py:Judge.wrong", "'wrong' was not found in my_rewards.py"),
         ("my_rewards.py:LIMIT", "'LIMIT' in my_rewards.py is not callable (int: 3)"),
         ("my_reward.py:brief", r"file not found: my_reward.py; did you mean 'my_rewards.py'? (working directory: "),

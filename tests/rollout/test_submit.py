@@ -117,9 +117,11 @@ def test_unfinished_responses_continue_or_end_when_weights_are_pushed(tmp_path, 
     try:
         first = pushed(engine, source_of(seed=1), version=1)
         longest = SamplingParams(150)  # never stops by itself
+        began = time.monotonic()
         whole = engine.generate(PROMPTS, longest, range(24))
+        seconds = time.monotonic() - began
         generation = engine.submit(PROMPTS, longest, range(24))
-        time.sleep(0.1)
+        time.sleep(seconds / 3)
         second = pushed(engine, source_of(seed=2), version=2)
         mixed = generation.completions()
         after = engine.generate(PROMPTS, SAMPLING, range(24))

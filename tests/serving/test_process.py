@@ -169,7 +169,9 @@ def test_a_port_that_is_taken_is_told_before_the_model_loads(served_model, monke
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert command.run(["--model", str(served_model), "--port", str(port)]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in message
+    assert message.endswith("; choose another --port or --host\n")
 
 
 def test_a_log_or_a_socket_that_cannot_be_is_a_sentence_too(served_model, tmp_path, monkeypatch, capsys):

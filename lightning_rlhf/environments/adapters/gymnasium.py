@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_rlhf.environments.protocol import Environment, Reply
-from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.expected_errors import MissingPackageError, UsageError
 from lightning_rlhf.references import load_function
 
 _SEEDS = 2**31  # gymnasium's environments have seeds below 2**32, and some of numpy's below 2**31
@@ -36,6 +37,8 @@ class Gymnasium(Environment):
         invalid: str | None = "invalid action",
         observation: str | Callable[[Any], str] = str,
     ) -> None:
+        if make.startswith("gymnasium:") and importlib.util.find_spec("gymnasium") is None:
+            raise MissingPackageError("Gymnasium needs gymnasium: run pip install 'lightning-rlhf[gymnasium]'")
         self._environment: Any = load_function(make)(id, **(arguments or {}))
         self._action = load_function(action) if isinstance(action, str) else action
         self._observation = load_function(observation) if isinstance(observation, str) else observation

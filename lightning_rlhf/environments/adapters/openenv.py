@@ -60,7 +60,7 @@ class OpenEnv(Environment):
             response = json.loads(await self._connection.recv())
         except closed as error:
             raise RunError(f"the OpenEnv server {self._url} closed the connection: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise RunError(f"the OpenEnv server {self._url} sent a message that is not JSON: {error}") from error
         return self._reply(kind, response)
 

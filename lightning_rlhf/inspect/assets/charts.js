@@ -5,6 +5,7 @@
   const FEATURED = ["reward/mean", "train/loss", "kl/ref", "policy/entropy", "rollout/response_tokens_mean",
     "env/turns", "env/tool_calls", "grad_norm/actor", "policy/clip_fraction", "value/explained_variance"];
   const FEATURED_VALIDATION = /^val\/(share_correct_greedy|share_correct_sampled|loss|pair_accuracy)$/;
+  const WHOLE = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));  // distances of the marks of steps
   const FEW_POINTS = 40;  // points are drawn up to this number
   const drawn = [];
 
@@ -127,7 +128,7 @@
     const plot = new uPlot({
       width, height: 190, hooks, series,
       scales: { x: { time: false, range: limitsOfSteps }, y: isLog ? { distr: 3, range: limitsOfLog } : { range: limits(0.1) } },
-      axes: [{ stroke, grid, ticks: grid, values }, vertical],
+      axes: [{ stroke, grid, ticks: grid, values, size: 34, incrs: WHOLE }, vertical],
       cursor: { sync: { key: "page" }, hover: { skip: [null, undefined], prox: 30 } },
       ...more,
     }, data, box);
@@ -141,7 +142,9 @@
   function titleOf(metric) {
     const title = [element("h3", { text: metric })], definition = meaningOf(metric);
     if (definition) {
-      title.push(element("p", { class: "muted definition", text: [definition.unit, definition.meaning].filter(Boolean).join(": ") }));
+      const isNamed = definition.meaning.startsWith(definition.unit);  // "share of tokens ..." has its unit
+      const text = isNamed ? definition.meaning : [definition.unit, definition.meaning].filter(Boolean).join(": ");
+      title.push(element("p", { class: "muted definition", text }));
     }
     return title;
   }
@@ -161,17 +164,19 @@
       const label = `${labelled ? run.name : metric.split("/").at(-1)}${weight ? " (smoothed)" : ""}`;
       const points = { show: raw.length < FEW_POINTS, size: 5 };
       // Of a curve that ends before others, the legend says where its value is.
-      const value = (plot, number, column, at) => isMissing(number) ? "–" : plot.cursor.left < 0 && at !== plot.data[0].length - 1
-        ? `${short(number)} at ${short(plot.data[0][at])}` : short(number);
+      const place = (plot, at) => plot.cursor.left < 0 && at !== plot.data[0].length - 1 ? ` at ${short(plot.data[0][at])}` : "";
+      const bounds = (plot, column, at) => !intervals.has(metric) ? ""
+        : ` (95 %: ${short(plot.data[column + 1][at])} to ${short(plot.data[column + 2][at])})`;
+      const value = (plot, number, column, at) => isMissing(number) ? "–" : `${short(number)}${bounds(plot, column, at)}${place(plot, at)}`;
       if (weight) {
         columns.push(raw);
-        series.push({ class: "raw", stroke: faded(stroke, 0.3), width: 1, spanGaps: true, points: { show: false } });
+        series.push({ class: "unlisted", stroke: faded(stroke, 0.3), width: 1, spanGaps: true, points: { show: false } });
       }
       columns.push(smooth(raw, weight));
       series.push({ label, stroke, width: 1.5, spanGaps: true, points, value });
       if (intervals.has(metric)) {
         columns.push(...["low", "high"].map((end) => smooth(own(run[table], `${metric}_${end}`) ?? raw.map(() => null), weight)));
-        for (const name of ["95 % from", "to"]) series.push({ label: name, stroke: "transparent", spanGaps: true, points: { show: false }, value });
+        for (let end = 0; end < 2; end++) series.push({ class: "unlisted", stroke: "transparent", spanGaps: true, points: { show: false } });
         bands.push({ series: [series.length, series.length - 1], fill: faded(stroke, 0.2) });
       }
       tables.push(columns);

@@ -7,6 +7,7 @@
   const FEATURED = ["val/share_correct_greedy", "val/share_correct_sampled", "reward/mean", "train/loss", "val/loss", "val/pair_accuracy",
     "kl/ref", "policy/entropy", "rollout/response_tokens_mean"];
   const MOST_COMPARED = 8;
+  const FEW_SETTINGS = 4;  // more than these are behind the metrics
   const NEW_DATA = 10_000, NEW_DATA_OF_HIDDEN = 60_000;  // ms between requests
   const selected = new Set(), opened = new Set();  // numbers of runs; groups of seeds
   let order = { name: "name", descending: false };
@@ -17,14 +18,14 @@
   const words = element("input", { type: "search", id: "words", placeholder: "e.g. ppo lr=0.001", "aria-label": "filter the runs" });
   const states = choices("state", [["", "all"], ...[...new Set(runs.map((run) => run.state))].map((state) => [state, state])]);
   const checks = choices("checks", [["", "all"], ["failed", "failed"], ["passed", "none failed"]]);
-  const metrics = element("input", { type: "search", id: "metrics", placeholder: "main ones", "aria-label": "names of metrics" });
+  const names = element("input", { type: "search", id: "names", placeholder: "main ones", "aria-label": "names of metrics and settings" });
   const single = element("input", { type: "checkbox", id: "single" });
-  [words, states, checks, metrics, single].forEach(kept);
+  [words, states, checks, names, single].forEach(kept);
   const note = element("span", { class: "muted", role: "status" });
   const comparison = element("span", { id: "comparison", role: "status" });
   place.append(element("div", { class: "controls" }, element("label", {}, "show", words), element("label", {}, "state", states),
-    element("label", {}, "checks", checks), element("label", {}, "metrics", metrics),
-    element("label", {}, single, "each seed in a row"), comparison, note));
+    element("label", {}, "checks", checks), element("label", {}, "columns", names),
+    element("label", {}, single, "each run in a row"), comparison, note));
   const count = element("p", { class: "muted", role: "status" });
   const table = element("table", { class: "project" });
   place.append(count, element("div", { class: "runs-table" }, table));
@@ -34,21 +35,23 @@
 
   // -- rows -----------------------------------------------------------------------------------------------------------
   function columnsOf() {
+    const wanted = names.value.trim().toLowerCase();
     const settings = [...new Set(runs.flatMap((run) => Object.keys(run.config)))]
-      .filter((name) => new Set(runs.map((run) => own(run.config, name) ?? "")).size > 1);
+      .filter((name) => new Set(runs.map((run) => own(run.config, name) ?? "")).size > 1 && name.toLowerCase().includes(wanted))
+      .map((name) => ({ name, value: (run) => settingValue(own(run.config, name)), isSetting: true }));
     const namesOfMetrics = [...new Set(runs.flatMap((run) => Object.keys(run.last)))].sort();
-    const wanted = metrics.value.trim().toLowerCase();
     const shown = wanted ? namesOfMetrics.filter((name) => name.toLowerCase().includes(wanted)).slice(0, 30)
       : FEATURED.filter((name) => namesOfMetrics.includes(name));
     return [
       { name: "name", value: (run) => run.name },
       { name: "state", value: (run) => run.state },
       { name: "failed checks", value: (run) => run.failed_checks, isNumber: true },
-      ...shown.map((name) => ({ name, value: (run) => own(run.last, name), isNumber: true, isMetric: true })),
-      ...settings.map((name) => ({ name, value: (run) => settingValue(own(run.config, name)), isSetting: true })),
       { name: "steps", value: (run) => run.steps, isNumber: true },
+      ...(settings.length > FEW_SETTINGS ? [] : settings),
+      ...shown.map((name) => ({ name, value: (run) => own(run.last, name), isNumber: true, isMetric: true })),
       { name: "seed", value: (run) => run.seed, isNumber: true },
       { name: "last metrics", value: (run) => run.modified ? age(run.modified) : null, isNumber: true },
+      ...(settings.length > FEW_SETTINGS ? settings : []),
     ];
   }
 
@@ -88,7 +91,7 @@
     const [run] = row.runs;
     if (row.runs.length > 1) {
       const isOpen = opened.has(row.group);
-      return [button(`${isOpen ? "▾" : "▸"} ${run.name} and ${counted(row.runs.length - 1, "other seed")}`, () => {
+      return [button(`${isOpen ? "▾" : "▸"}\u00a0${run.name} and ${counted(row.runs.length - 1, "other run")}`, () => {
         if (isOpen) opened.delete(row.group); else opened.add(row.group);
         draw();
       }, { class: "sort", "aria-expanded": String(isOpen), "data-group": row.group })];
@@ -101,7 +104,7 @@
   function stateCell(row) {
     return [...Map.groupBy(row.runs, (run) => run.state)].sort().flatMap(([state, same], i) => {
       const text = row.runs.length > 1 ? `${same.length} ${state}` : state;
-      return [i ? ", " : "", element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text })];
+      return [i ? ", " : "", element("span", { class: ["failed", "damaged"].includes(state) ? "failed" : "", text, title: same[0].error ?? "" })];
     });
   }
 
@@ -140,6 +143,7 @@
   function line(row, columns, isMember = false) {
     const cells = columns.map((column) => {
       const made = element("td", { dir: "auto" }, ...cellOf(row, column, isMember));
+      made.classList.toggle("fixed", column.name === "name");
       made.classList.toggle("number", Boolean(column.isNumber));
       made.classList.toggle("failed", column.name === "failed checks" && valueOf(row, column) > 0);
       return made;
@@ -149,14 +153,14 @@
 
   function headingOf(column) {
     const arrow = order.name !== column.name ? "" : order.descending ? " ↓" : " ↑";
-    const sort = button(`${column.name}${arrow}`, () => {
+    const sort = button(`${column.name.replaceAll("init_args.", "")}${arrow}`, () => {
       order = { name: column.name, descending: order.name === column.name ? !order.descending : Boolean(column.isNumber) };
       draw();
     }, { class: "sort", "data-column": column.name });
     const definition = column.isMetric ? meaningOf(column.name) : undefined;
-    if (definition) sort.title = [definition.unit, definition.meaning].filter(Boolean).join(": ");
+    sort.title = definition ? [definition.unit, definition.meaning].filter(Boolean).join(": ") : column.name;
     const sorted = { "aria-sort": !arrow ? "none" : order.descending ? "descending" : "ascending" };
-    return element("th", { class: column.isNumber ? "number" : "", ...sorted }, sort);
+    return element("th", { class: column.isNumber ? "number" : column.name === "name" ? "fixed" : "", ...sorted }, sort);
   }
 
   function drawComparison() {
@@ -202,7 +206,7 @@
     setTimeout(refresh, document.hidden ? NEW_DATA_OF_HIDDEN : NEW_DATA);
   }
 
-  for (const input of [words, metrics]) input.addEventListener("input", draw);
+  for (const input of [words, names]) input.addEventListener("input", draw);
   for (const input of [states, checks, single]) input.addEventListener("change", draw);
   draw();
   if (live) setTimeout(refresh, NEW_DATA);

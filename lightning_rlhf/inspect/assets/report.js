@@ -16,6 +16,8 @@
   page.append(element("p", { class: "runs" }, ...runs.map((run, i) => element("span", { title: run.path }, key(i), run.path))));
   const navigation = element("nav"), summary = element("div");
   page.append(navigation, summary);
+  // In the inspector of a folder, the address ends with run/3/ or compare/1,2/ behind that of the table.
+  if (live && /\/(run|compare)\/[^/]+\/$/.test(location.pathname)) navigation.append(element("a", { href: "../../", text: "All runs" }));
 
   function stepsOf(run) {
     const steps = run.training.step.at(-1) ?? 0, limit = Number(run.config["trainer.max_steps"]);
@@ -72,7 +74,7 @@
     health.replaceChildren();
     runs.forEach((run, i) => {
       if (labelled) health.append(element("h3", {}, key(i), run.name));
-      if (run.error) health.append(element("div", { class: "finding" }, element("b", { text: "The run failed" }), box(run.error)));
+      if (run.error) health.append(element("div", { class: "finding failed" }, element("b", { text: "The run failed" }), box(run.error)));
       if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: "No check failed." }));
       for (const found of run.findings) {
         const now = known(own(run.training, found.metric)).at(-1);
@@ -129,7 +131,8 @@
       if (labelled) time.append(element("h3", {}, key(i), run.name));
       const table = element("table");
       const seconds = Object.entries(parts).map(([name, text]) => [text, total(run.training[name])]);
-      seconds.push(["other", whole - seconds.reduce((sum, [, value]) => sum + value, 0)]);
+      const named = seconds.reduce((sum, [, value]) => sum + value, 0);
+      seconds.push([named ? "other" : "all of the steps", whole - named]);
       for (const [text, value] of seconds.filter(([, amount]) => amount > 0.0005 * whole)) {
         const bar = element("span", { class: "bar" });
         bar.style.width = `${(100 * value / whole).toFixed(1)}%`;
@@ -207,7 +210,8 @@
 
   /** Shows new data of the same runs; returns whether a run has changed. */
   function update(fresh) {
-    const changed = (run, i) => ["state", "training", "validation"].some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
+    const parts = ["state", "training", "validation", "rewards", "validations"];
+    const changed = (run, i) => parts.some((name) => JSON.stringify(run[name]) !== JSON.stringify(runs[i][name]));
     const any = fresh.some(changed);
     fresh.forEach((run, i) => Object.assign(runs[i], run));
     if (any) fill(); else summarise();

@@ -8,8 +8,8 @@
   const FOLDED = /<(think|tool_call|tool_response)>[^]*?(?:<\/\1>|$)/g;
   const TITLES = { think: "thinking", tool_call: "tool call", tool_response: "result of a tool" };
   const LONG = 900;  // characters of a text that may be higher than its box
-  const NO_RESPONSES = "This run has written no responses: the callback RolloutLog writes them, by default in every run "
-    + "with RolloutLoop.";
+  const NO_RESPONSES = "No responses were written: the callback RolloutLog writes those of each step, by default in every "
+    + "run with RolloutLoop.";
 
   function hiddenMark(character) {
     const code = character.codePointAt(0), name = `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;

@@ -122,7 +122,8 @@
   function drawList() {
     if (!list.hasChildNodes()) list.append(count, heading, lines);
     heading.hidden = !rows.length;
-    if (!rows.length && !step.options.length) {
+    controls.hidden = !rows.length && !step.options.length;
+    if (controls.hidden) {
       count.textContent = NO_RESPONSES;
       lines.replaceChildren();
       return;

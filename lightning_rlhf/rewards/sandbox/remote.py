@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _OVERHEAD_BYTES = 2**16  # size of a reply without the program's output
-_INSTALL = "a RemoteSandbox needs httpx and tenacity: pip install 'lightning_rlhf[judge]'"
+_INSTALL = "a RemoteSandbox needs httpx and tenacity: pip install 'lightning-rlhf[judge]'"
 
 
 class _TemporaryError(RuntimeError):

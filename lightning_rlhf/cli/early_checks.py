@@ -1,0 +1,242 @@
+"""Mistakes in files and in settings that belong together, found without importing torch.
+
+The same functions find them in every run; here they are called before the libraries are imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_rlhf.cli.earlier_run import check_permission
+from lightning_rlhf.cli.used_classes import UsedClass, classes_in
+from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
+from lightning_rlhf.data.files import Files, is_url
+from lightning_rlhf.data.row import BadRow, Row
+from lightning_rlhf.data.rows import as_rows
+from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, UsageError
+from lightning_rlhf.models.directory import expect_model_directory
+from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.run_checks import (
+    check_batch_size,
+    check_group_size,
+    check_loops,
+    check_minibatch_size,
+    check_val_metric,
+)
+from lightning_rlhf.strategies.names import REGISTERED, unknown_strategy
+
+_LOOP = "lightning_rlhf.callbacks.rollout_loop.RolloutLoop"
+_MODULE = "lightning_rlhf.modules.rlhf.RLHFModule"
+_PROMPTS = "lightning_rlhf.data.prompts.PromptDataModule"
+_SOURCES = "lightning_rlhf.models.loading"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The parts of a configuration that the checks compare.
+
+    Args:
+        config: content of the configuration files and options of a run.
+        module: its module; None if the configuration has none.
+        data: its data module; None if the configuration has none.
+        callbacks: its callbacks.
+    """
+
+    config: dict[str, Any]
+    module: UsedClass | None
+    data: UsedClass | None
+    callbacks: list[UsedClass]
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """Arguments of the Trainer."""
+        trainer = self.config.get("trainer")
+        return trainer if isinstance(trainer, dict) else {}
+
+    @property
+    def loops(self) -> list[UsedClass]:
+        """Callbacks that are a RolloutLoop."""
+        return [own for own in self.callbacks if own.kind is not None and own.kind.is_subclass(_LOOP)]
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the training rows of a PromptDataModule with their locations; none if they are not in a local file."""
+        if self.data is None or self.data.kind is None or self.data.kind.path != _PROMPTS:
+            return
+        source = self.data.arguments.get("train")
+        files = as_rows(source) if isinstance(source, str) and not is_url(source) else None
+        if isinstance(files, Files) and not any(path.endswith(".parquet") for path in files.paths):
+            yield from (located for located in files.rows() if not isinstance(located[1], BadRow))
+
+    @property
+    def columns(self) -> Columns:
+        """Columns of the data module."""
+        mapping = None if self.data is None else self.data.arguments.get("columns")
+        candidates = (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS)  # of PromptDataModule
+        return Columns(mapping if isinstance(mapping, dict) else {}, candidates)
+
+
+def early_mistakes(config: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each mistake in the files of a run, and in settings that belong together.
+
+    Args:
+        config: content of the configuration files and options of a run.
+    """
+    first: dict[str, UsedClass | None] = {
+        section: next(classes_in(config.get(section), section, None), None) for section in ("model", "data")
+    }
+    trainer = config.get("trainer")
+    callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
+    used = [
+        next(classes_in([own], "trainer.callbacks", None), None)
+        for own in (callbacks if isinstance(callbacks, list) else [])
+    ]
+    run = _Run(config, first["model"], first["data"], [own for own in used if own is not None])
+    checks: list[Callable[[_Run], None]] = [
+        _check_checkpoint, _check_directory, _check_strategy, _check_models, _check_data, _check_loops,
+        _check_val_metric, _check_sizes, _check_rewards,
+    ]  # fmt: skip
+    for check in checks:
+        try:
+            check(run)
+        except ExpectedError as error:
+            yield str(error)
+
+
+def _check_checkpoint(run: _Run) -> None:
+    path = run.config.get("ckpt_path")
+    is_local = isinstance(path, str) and "://" not in path and path not in ("last", "best", "hpc", "registry", "null")
+    if is_local and not Path(str(path)).expanduser().exists():
+        raise MissingFileError(f"no checkpoint at {path}")
+
+
+def _check_directory(run: _Run) -> None:
+    directory = run.trainer.get("default_root_dir")
+    if isinstance(directory, str) and "://" not in directory:
+        check_permission(Path(directory), renames=False)
+
+
+def _check_strategy(run: _Run) -> None:
+    name = run.trainer.get("strategy")
+    if isinstance(name, str) and name.startswith("rlhf_") and name not in REGISTERED:
+        raise UsageError(unknown_strategy(name, name, list(REGISTERED)))
+
+
+def _check_models(run: _Run) -> None:
+    for name, value in ({} if run.module is None else run.module.arguments).items():
+        source = next(classes_in(value, "model", None), None)
+        if source is not None and source.kind is not None and source.kind.path == f"{_SOURCES}.Pretrained":
+            value = source.arguments.get("path")
+        known = None if run.module is None else run.module.known.get(name)
+        annotation = "" if known is None or known.expression is None else ast.unparse(known.expression)
+        # A name without a slash can be that of a role.
+        if "ModelSource" in annotation and isinstance(value, str) and "/" in value:
+            expect_model_directory(str(Path(value).expanduser()) if value.startswith("~") else value)
+
+
+def _check_data(run: _Run) -> None:
+    if run.data is None:
+        return
+    for name in ("train", "val"):
+        source = run.data.arguments.get(name)
+        for part in source if isinstance(source, list) else [source]:
+            if isinstance(part, str) and not is_url(part):
+                as_rows(part)
+    size = _size(run.data, "batch_size")
+    first = list(itertools.islice(run.rows(), size))
+    if not first:
+        return
+    check_batch_size(size or 1, len(first))
+    location, row = first[0]
+    fields = run.columns.find(row)
+    if not {"prompt", "messages", "chosen"} & fields.names.keys() and run.data.arguments.get("on_bad_row") != "skip":
+        try:
+            fields["prompt"]
+        except BadRow as error:
+            raise UsageError(f"train data: {location}: {error}") from error
+
+
+def _check_loops(run: _Run) -> None:
+    kind = None if run.module is None else run.module.kind
+    if kind is not None and kind.is_subclass(_MODULE):
+        provided = any(own.kind is None or own.kind.attribute("provides_rollouts") for own in run.callbacks)
+        check_loops(kind.name, len(run.loops), provided)
+
+
+def _check_val_metric(run: _Run) -> None:
+    for loop in run.loops:
+        rewards, metric = loop.arguments.get("rewards") or [], loop.arguments.get("val_metric")
+        if isinstance(metric, str) and isinstance(rewards, list) and all(isinstance(own, dict) for own in rewards):
+            labels = [own.get("name") or str(own.get("function")).replace(":", ".").split(".")[-1] for own in rewards]
+            labels += ["environment"] if loop.arguments.get("environment") else []
+            if not any("class_path" in own for own in rewards):
+                check_val_metric(metric, labels)
+
+
+def _check_sizes(run: _Run) -> None:
+    if len(run.loops) != 1 or run.module is None or run.data is None:
+        return
+    (loop,) = run.loops
+    group_size, prompts = _size(loop, "group_size"), _size(run.data, "batch_size")
+    minibatch = _size(run.module, "minibatch_size")
+    estimator = _estimator(run.module)
+    if estimator is not None and estimator.attribute("needs_groups") and group_size is not None:
+        check_group_size(estimator.name, group_size)
+    if group_size and prompts and minibatch and "dynamic_sampling" not in loop.arguments:
+        check_minibatch_size(prompts, group_size, minibatch)
+
+
+def _estimator(module: UsedClass) -> Any:
+    """Return the class of the estimator of advantages; None if it is unknown."""
+    own = next(classes_in(module.arguments.get("advantages"), "model.advantages", None), None)
+    known = module.known.get("advantages")
+    if own is not None or known is None or "advantages" in module.arguments:
+        return None if own is None else own.kind
+    return known.module.evaluate(known.default.func) if isinstance(known.default, ast.Call) else None
+
+
+def _size(used: UsedClass, name: str) -> int | None:
+    """Return a number among the arguments of a class, or its default; None if it is unknown."""
+    value = used.arguments.get(name)
+    default = used.known[name].default if name in used.known else None
+    value = default.value if value is None and isinstance(default, ast.Constant) else value
+    value = yaml.safe_load(value) if isinstance(value, str) else value  # of the command line
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _check_rewards(run: _Run) -> None:
+    """Load the functions in files that import no other package, and compare their arguments with the first row."""
+    entries = run.loops[0].arguments.get("rewards") if len(run.loops) == 1 else None
+    rewards = [
+        RewardFunction(**own)
+        for own in (entries if isinstance(entries, list) else [])
+        if isinstance(own, dict)
+        and own.keys() <= {"function", "name", "weight"}
+        and _loads_quickly(own.get("function"))
+    ]
+    for _, row in itertools.islice(run.rows(), 1):
+        check_rewards(rewards, run.columns.other_columns(run.columns.find(row), exclude=("prompt", "messages")))
+
+
+def _loads_quickly(reference: Any) -> bool:
+    """Return whether a reference is of a function in a file that imports modules of Python's library alone."""
+    source = reference.rpartition(":")[0] if isinstance(reference, str) else ""
+    if not source.endswith(".py"):
+        return False
+    path = next((own for folder in (".", *sys.path) if (own := Path(folder, source)).is_file()), None)
+    if path is None:
+        return True  # the message that it is missing needs no import
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    except (SyntaxError, ValueError):
+        return True
+    names = [alias.name for own in nodes if isinstance(own, ast.Import) for alias in own.names]
+    names += [own.module or "." for own in nodes if isinstance(own, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -1,0 +1,47 @@
+"""Check of a model's directory before its files are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lightning_rlhf.expected_errors import MissingFileError, UsageError
+from lightning_rlhf.paths import describe_missing_path, names_a_path
+
+
+def expect_model_directory(path: str) -> None:
+    """Raise unless a model's path is a directory with a model, or can be a hub id.
+
+    Args:
+        path: directory or hub id.
+
+    Raises:
+        FileNotFoundError: the directory does not exist, or has no model.
+        ValueError: its weights are pickled.
+    """
+    if not names_a_path(path) and "/" in path:
+        return
+    expected = (
+        f"no model at {path!r}: expected a directory with config.json and safetensors "
+        f"(an earlier run's export, for example) or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+    )
+    if not Path(path).is_dir():
+        raise MissingFileError(f"{expected}; {describe_missing_path(path)}")
+    _check_not_pickled(Path(path))
+    if not (Path(path, "config.json").is_file() and any(Path(path).glob("*.safetensors"))):
+        names = sorted(entry.name for entry in Path(path).iterdir())[:5]
+        hint = f"; did you mean {str(Path(path, 'export'))!r}?" if Path(path, "export", "config.json").is_file() else ""
+        raise MissingFileError(f"{expected}; {Path(path).absolute()} contains {', '.join(names) or 'nothing'}{hint}")
+
+
+def _check_not_pickled(directory: Path) -> None:
+    """Validate that a directory does not have only pickled weights.
+
+    Raises:
+        ValueError: it does; the message names the first file.
+    """
+    pickled = sorted([*directory.glob("*.bin.index.json"), *directory.glob("*.bin"), *directory.glob("*.pt*")])
+    if pickled and not any(directory.glob("*.safetensors")):
+        raise UsageError(
+            f"no model at {str(directory)!r}: expected safetensors, but {pickled[0].name} has pickled weights, which "
+            f"can run code and are not read: convert them with save_pretrained, or use a revision with safetensors"
+        )

@@ -1,0 +1,136 @@
+"""Mistakes in files and in settings that belong together are found before torch is imported."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from lightning_rlhf.cli.config_mistakes import check_settings
+from lightning_rlhf.cli.early_checks import early_mistakes
+from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.strategies.names import REGISTERED
+
+LOOP = {
+    "class_path": "lightning_rlhf.callbacks.RolloutLoop",
+    "init_args": {"rewards": [{"function": "reward.py:right"}], "group_size": 4, "val_metric": "right"},
+}
+RIGHT = {
+    "model": {"class_path": "lightning_rlhf.GRPOModule", "init_args": {"actor": "hub/model", "minibatch_size": 8}},
+    "data": {
+        "class_path": "lightning_rlhf.PromptDataModule",
+        "init_args": {"tokenizer": "hub/model", "train": "train.jsonl", "val": "train.jsonl", "batch_size": 4},
+    },
+    "trainer": {"max_steps": 1, "callbacks": [LOOP]},
+}
+OWN_CALLBACK = "class Mine:\n    provides_rollouts = True\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 6)
+    (tmp_path / "renamed.jsonl").write_text('{"instruction": "a", "answer": "b"}\n' * 6)
+    (tmp_path / "reward.py").write_text("def right(completions, answer):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "other.py").write_text("def right(completions, answr):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "broken.py").write_text("def right(completions:\n")
+    (tmp_path / "heavy.py").write_text("import torch\n\ndef right(completions, answr):\n    return []\n")
+    (tmp_path / "file").write_text("")
+    return tmp_path
+
+
+def changed(path, value):
+    """The right configuration with one value changed; a list is indexed by digits."""
+    config = copy.deepcopy(RIGHT)
+    *sections, last = path.split(".")
+    inner = config
+    for section in sections:
+        inner = inner[int(section) if section.isdigit() else section]
+    inner[last] = value
+    return config
+
+
+REWARDS = "trainer.callbacks.0.init_args.rewards"
+CASES = [
+    ("ckpt_path", "runs/x.ckpt", "no checkpoint at runs/x.ckpt"),
+    ("trainer.default_root_dir", "file", "trainer.default_root_dir 'file' is a file"),
+    ("trainer.strategy", "rlhf_fsdq", "did you mean 'rlhf_fsdp'?"),
+    ("model.init_args.actor", "./nowhere", "no model at './nowhere'"),
+    (
+        "model.init_args.ref",
+        {"class_path": "lightning_rlhf.Pretrained", "init_args": {"path": "./nowhere"}},
+        "no model",
+    ),
+    ("data.init_args.val", ["train.jsonl", "val.jsonl"], "no data at 'val.jsonl'"),
+    (
+        "data.init_args.train",
+        "renamed.jsonl",
+        "set data.init_args.columns: {prompt: instruction}",
+    ),
+    ("data.init_args.batch_size", 8, "the training data have only 6 usable rows: use a batch_size of at most 6"),
+    ("data.init_args.batch_size", "8", "the training data have only 6 usable rows"),
+    ("model.init_args.minibatch_size", 12, "minibatch_size 12 does not divide the 16 responses of a step"),
+    ("trainer.callbacks.0.init_args.group_size", 1, "GRPO compares the responses to one prompt"),
+    ("trainer.callbacks.0.init_args.val_metric", "rihgt", "val_metric must be the name of a reward, one of ['right']"),
+    ("trainer.callbacks", [], "GRPOModule trains on rollouts, and no callback provides them"),
+    ("trainer.callbacks", [LOOP, LOOP], "trainer.callbacks has 2 RolloutLoops, allowed: one"),
+    (REWARDS, [{"function": "missing.py:right"}], "file not found: missing.py"),
+    (REWARDS, [{"function": "broken.py:right"}], "broken.py cannot be imported: SyntaxError"),
+    (REWARDS, [{"function": "other.py:right"}], "needs 'answr', but a rollout provides only"),
+]
+ACCEPTED = [
+    ("ckpt_path", "last"),
+    ("model.init_args.actor", "owner/of-the-hub"),
+    ("model.init_args.ref", "actor"),
+    ("data.init_args.train", "owner/data"),
+    ("data.init_args.train", "https://example.org/x.jsonl.gz"),
+    ("data.init_args.columns", {"ground_truth": "answer"}),
+    ("trainer.callbacks", [{"class_path": "own_callback.Mine"}]),
+    ("trainer.callbacks", [{"class_path": "unknown_package.Mine"}]),
+    ("trainer.callbacks.0.init_args.dynamic_sampling", {"max_batches": 3}),
+    ("trainer.strategy", "ddp"),
+    (REWARDS, [{"function": "heavy.py:right"}]),  # would import torch
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value", "message"), CASES)
+def test_a_mistake_is_found(path, value, message):
+    found = list(early_mistakes(changed(path, value)))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(("path", "value"), ACCEPTED)
+def test_what_may_be_right_is_accepted(path, value, folder):
+    (folder / "own_callback.py").write_text(OWN_CALLBACK)
+    assert list(early_mistakes(changed(path, value))) == []
+
+
+def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump(RIGHT))
+    program = (
+        "import sys; from lightning_rlhf.cli.config_mistakes import check_settings; "
+        "check_settings(['--config', 'run.yaml']); "
+        "print([own for own in ('torch', 'transformers', 'lightning', 'datasets', 'numpy') if own in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+def test_commands_without_a_run_do_not_need_its_files(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump(changed("data.init_args.train", "missing.jsonl")))
+    check_settings(["--config", "run.yaml"], needs_files=False)
+    with pytest.raises(UsageError, match=r"no data at 'missing\.jsonl'"):
+        check_settings(["--config", "run.yaml"])
+
+
+def test_the_names_of_strategies_are_those_of_their_classes():
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_rlhf.strategies import registry
+
+    for name, (kind, options) in REGISTERED.items():
+        assert StrategyRegistry[name]["strategy"] is getattr(registry, kind)
+        assert StrategyRegistry[name]["init_params"] == options

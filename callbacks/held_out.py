@@ -76,13 +76,16 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
         metrics: metrics of the validation. The share of correct responses is judged, else the only reward in [0, 1].
     """
     names = [name.removesuffix("_sampled") for name in shown_names(metrics) if name.endswith("_sampled")]
-    names = ["val/share_correct"] if "val/share_correct" in names else names
-    if len(names) != 1 or f"{names[0]}_greedy" not in metrics:
+    judged = "val/share_correct" if "val/share_correct" in names else names[0] if len(names) == 1 else ""
+    if f"{judged}_greedy" not in metrics:
         return ""
-    greedy, sampled = (metrics[f"{names[0]}_{kind}"] for kind in ("greedy", "sampled"))
+    greedy, sampled = (metrics[f"{judged}_{kind}"] for kind in ("greedy", "sampled"))
     if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
         return ""
-    shares = f"before training, greedy responses have {greedy:.3f} and sampled ones {sampled:.3f}"
+    shares = f"before training, {judged} is {greedy:.3f} for greedy responses and {sampled:.3f} for sampled ones"
+    others = [name for name in names if metrics[f"{name}_sampled"] > 0]
+    if sampled == greedy == 0 and others:
+        return f"{shares}: learning begins with {', '.join(others)}"
     if sampled == greedy == 0:
         return (
             f"{shares}: where no response has a reward, there is nothing to learn from. Use easier prompts, a reward "

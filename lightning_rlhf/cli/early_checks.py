@@ -184,6 +184,8 @@ def _check_sizes(run: _Run) -> None:
     if len(run.loops) != 1 or run.module is None or run.data is None:
         return
     (loop,) = run.loops
+    if not all(own.arguments.keys() <= own.known.keys() for own in (loop, run.module, run.data)):
+        return  # a misspelt name may be that of a size
     group_size, prompts = _size(loop, "group_size"), _size(run.data, "batch_size")
     minibatch = _size(run.module, "minibatch_size")
     estimator = _estimator(run.module)

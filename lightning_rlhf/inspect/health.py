@@ -205,7 +205,7 @@ def _kl(history: RunHistory) -> _Failure | None:
         "kl/ref",
         per_token,
         MAX_KL_PER_TOKEN,
-        f"kl/ref is {kl:.3g} nats per response, {per_token:.2g} per token, above {MAX_KL_PER_TOKEN:g}: the "
+        f"kl/ref is {kl:.3g} nats per response, {per_token:.3g} per token, above {MAX_KL_PER_TOKEN:g}: the "
         "policy moves away from the reference, and responses often become worse",
         "Lower the learning rate (model.init_args.actor_optimizer.init_args.lr) or raise the coef of kl_loss or "
         "kl_reward",

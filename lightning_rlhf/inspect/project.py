@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -96,17 +97,19 @@ def _summary(run: RunDirectory, signature: tuple[Any, ...]) -> dict[str, Any]:
     config = run.config()
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
+    count = Counter[str]()
     for _, row in (*training, *validation):
         for name, value in row.items():
             first.setdefault(name, rounded(value))
             last[name] = rounded(value)
+            count[name] += 1
     limit = config.get("trainer.max_steps")
     return {
         "steps": training[-1][0] if training else 0,
         "limit": limit if isinstance(limit, int) and limit > 0 else None,
         "seed": config.get(_SEED),
         "config": _settings(config),
-        "first": first,
+        "first": {name: value for name, value in first.items() if count[name] > 1},
         "last": last,
         "failed_checks": len(run.findings(rows)),
     }

@@ -120,12 +120,14 @@ class RunDirectory:
         """Return whether the run has ended.
 
         Returns:
-            ``state`` is ``ended``, ``failed``, or ``running`` without the file that ReportPage writes at the end, which
-            a killed run lacks too; ``error`` is that of a failed run; ``modified`` is the time of the last metrics.
+            ``state`` is ``ended``, ``failed``, ``interrupted`` by Ctrl-C or a signal, or ``running`` without the file
+            that ReportPage writes at the end, which a killed run lacks too; ``error`` is that of a failed or
+            interrupted run; ``modified`` is the time of the last metrics.
         """
         end = self._json(RUN_END)
         error = str(end.get("error") or "")
-        state = "running" if not end else "failed" if error else "ended"
+        stopped = "interrupted" if error.startswith(("Interrupted", "KeyboardInterrupt")) else "failed"
+        state = "running" if not end else stopped if error else "ended"
         return {"state": state, "error": error, "modified": (self.path / "metrics.csv").stat().st_mtime}
 
     def findings(self, rows: Sequence[tuple[int, dict[str, float]]] | None = None) -> list[Finding]:

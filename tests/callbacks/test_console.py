@@ -156,6 +156,11 @@ def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, samp
         told = left_to_learn(dict(zip(pair, (greedy, sampled), strict=True)))
         assert sentence in told
         assert bool(told) == bool(sentence)
+    graded = {"val/graded_greedy": 0.1, "val/graded_sampled": 0.03, "val/share_correct_greedy": 0.0}
+    assert left_to_learn({**graded, "val/share_correct_sampled": 0.0}) == (
+        "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones: learning begins "
+        "with val/graded"
+    )
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
     assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})

@@ -301,3 +301,18 @@ def test_one_validation_and_none(run_directory):
     assert (data_of(folder)["validations"], data_of(folder)["answers"]) == ([], [])
     write_validation(folder, 10, [answer(0)])
     assert [own["step"] for own in data_of(folder)["answers"]] == [10]
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        ("Interrupted: by SIGTERM", "interrupted"),
+        ("KeyboardInterrupt", "interrupted"),
+        ("ValueError: x", "failed"),
+        (None, "ended"),
+    ],
+)
+def test_an_interrupted_run_has_not_failed(run_directory, error, state):
+    directory = run_directory("a", ROWS)
+    (directory / "end.json").write_text(json.dumps({"error": error}))
+    assert RunDirectory(directory).state()["state"] == state

@@ -74,7 +74,8 @@
     health.replaceChildren();
     runs.forEach((run, i) => {
       if (labelled) health.append(element("h3", {}, key(i), run.name));
-      if (run.error) health.append(element("div", { class: "finding failed" }, element("b", { text: "The run failed" }), box(run.error)));
+      if (run.error) health.append(element("div", { class: `finding ${run.state}` },
+        element("b", { text: run.state === "interrupted" ? "The run was interrupted" : "The run failed" }), box(run.error)));
       if (!run.findings.length && !run.error) health.append(element("p", { class: "healthy", text: "No check failed." }));
       for (const found of run.findings) {
         const now = known(own(run.training, found.metric)).at(-1);

@@ -60,7 +60,8 @@
       draw();
     }
 
-    place.append(element("p", { class: "muted", text: "Greedy responses to the first prompts of the validation data, at each validation." }));
+    place.append(element("p", { class: "muted", text: "Greedy responses to the first prompts of the validation data, "
+      + (live ? "at each validation." : "in the first and last validation.") }));
     if (!live) {
       place.append(controls, content);
       show(runs.flatMap((run, i) => (run.answers ?? []).flatMap(({ step, rows }) => rows.map((row) => ({ run: i, step, row })))));

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from lightning_rlhf.data.files import Files, is_url
 from lightning_rlhf.data.row import BadRow, Row
 from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, UsageError
+from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.models.directory import expect_model_directory
 from lightning_rlhf.rewards.function import RewardFunction, check_rewards
 from lightning_rlhf.run_checks import (
@@ -100,7 +103,7 @@ def early_mistakes(config: dict[str, Any]) -> Iterator[str]:
     ]
     run = _Run(config, first["model"], first["data"], [own for own in used if own is not None])
     checks: list[Callable[[_Run], None]] = [
-        _check_checkpoint, _check_directory, _check_strategy, _check_models, _check_data, _check_loops,
+        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models, _check_data, _check_loops,
         _check_val_metric, _check_sizes, _check_rewards,
     ]  # fmt: skip
     for check in checks:
@@ -127,6 +130,21 @@ def _check_strategy(run: _Run) -> None:
     name = run.trainer.get("strategy")
     if isinstance(name, str) and name.startswith("rlhf_") and name not in REGISTERED:
         raise UsageError(unknown_strategy(name, name, list(REGISTERED)))
+
+
+def _check_accelerator(run: _Run) -> None:
+    name = run.trainer.get("accelerator")
+    if name in ("gpu", "cuda") and not Machine.here(os.environ).has_gpu:
+        raise UsageError(f"trainer.accelerator is {name!r}, but this machine has no NVIDIA GPU: remove it, or set cpu")
+
+
+def _check_time(run: _Run) -> None:
+    time = run.trainer.get("max_time")
+    is_text = isinstance(time, str) and isinstance(yaml.safe_load(time), str)  # null and {minutes: 3} are allowed, too
+    if is_text and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(time).strip()):
+        raise UsageError(
+            f"trainer.max_time must be days:hours:minutes:seconds, such as 00:01:30:00 for 90 minutes, got {time!r}"
+        )
 
 
 def _check_models(run: _Run) -> None:

@@ -10,6 +10,7 @@ import yaml
 from lightning_rlhf.cli.config_mistakes import check_settings
 from lightning_rlhf.cli.early_checks import early_mistakes
 from lightning_rlhf.expected_errors import UsageError
+from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.strategies.names import REGISTERED
 
 LOOP = {
@@ -56,6 +57,7 @@ REWARDS = "trainer.callbacks.0.init_args.rewards"
 CASES = [
     ("ckpt_path", "runs/x.ckpt", "no checkpoint at runs/x.ckpt"),
     ("trainer.default_root_dir", "file", "trainer.default_root_dir 'file' is a file"),
+    ("trainer.max_time", "18m", "trainer.max_time must be days:hours:minutes:seconds, such as 00:01:30:00"),
     ("trainer.strategy", "rlhf_fsdq", "did you mean 'rlhf_fsdp'?"),
     ("model.init_args.actor", "./nowhere", "no model at './nowhere'"),
     (
@@ -91,6 +93,10 @@ ACCEPTED = [
     ("trainer.callbacks", [{"class_path": "unknown_package.Mine"}]),
     ("trainer.callbacks.0.init_args.dynamic_sampling", {"max_batches": 3}),
     ("trainer.strategy", "ddp"),
+    ("trainer.max_time", "00:00:18:00"),
+    ("trainer.max_time", "{minutes: 18}"),
+    ("trainer.max_time", {"minutes": 18}),
+    ("trainer.accelerator", "cpu"),
     (REWARDS, [{"function": "heavy.py:right"}]),  # would import torch
 ]  # fmt: skip
 
@@ -134,3 +140,14 @@ def test_the_names_of_strategies_are_those_of_their_classes():
     for name, (kind, options) in REGISTERED.items():
         assert StrategyRegistry[name]["strategy"] is getattr(registry, kind)
         assert StrategyRegistry[name]["init_params"] == options
+
+
+@pytest.mark.parametrize("hidden", ["", "0"])
+def test_a_gpu_that_is_missing_is_named_by_its_option(hidden, monkeypatch, folder):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    real = Machine.here
+    (folder / "nvidia0").touch()
+    monkeypatch.setattr(Machine, "here", lambda environ: real(environ, devices=folder))
+    found = list(early_mistakes(changed("trainer.accelerator", "gpu")))
+    told = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
+    assert found == ([] if hidden else told)

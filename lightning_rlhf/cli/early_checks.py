@@ -103,8 +103,8 @@ def early_mistakes(config: dict[str, Any]) -> Iterator[str]:
     ]
     run = _Run(config, first["model"], first["data"], [own for own in used if own is not None])
     checks: list[Callable[[_Run], None]] = [
-        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models, _check_data, _check_loops,
-        _check_val_metric, _check_sizes, _check_rewards,
+        _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models,
+        _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
     ]  # fmt: skip
     for check in checks:
         try:

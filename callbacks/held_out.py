@@ -62,7 +62,8 @@ def before_and_after(
         {name: float(value) for name, value in row.items() if name.startswith("val/") and value}
         for row in (validations[0], validations[-1])
     )
-    names = [name for name in shown_names(last) if name in first and name.count("/") == 1]
+    shown = {*shown_names(first), *shown_names(last)}  # two rewards may have the same values in one of them
+    names = [name for name in last if name in shown and name in first and name.count("/") == 1]
     names = [name for name in names if name.endswith(("_greedy", "_sampled")) or name in {*_LOSSES, *further}]
     names.sort(key=lambda name: f"{name}_low" not in last)
     pairs = [(name, with_interval(name, first), with_interval(name, last)) for name in names]
@@ -83,8 +84,8 @@ def left_to_learn(metrics: Mapping[str, float]) -> str:
     if not (0 <= greedy <= 1 and 0 <= sampled <= 1):
         return ""
     shares = f"before training, {judged} is {greedy:.3f} for greedy responses and {sampled:.3f} for sampled ones"
-    others = [name for name in names if metrics[f"{name}_sampled"] > 0]
-    if sampled == greedy == 0 and others:
+    others = [name for name in names if metrics[f"{name}_sampled"] > sampled]
+    if sampled < _FEW and greedy < _NEARLY_ALL - 0.1 and others:
         return f"{shares}: learning begins with {', '.join(others)}"
     if sampled == greedy == 0:
         return (
@@ -108,11 +109,12 @@ def _is_bound(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def _is_repeated(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a metric of a reward has the same values as that of correct responses."""
+    """Return whether a metric has the same value as that of correct responses, and so have both means of its reward."""
     group, _, own = name.rpartition("/")
     for end, other in _REPEATED.items():
         before, ending, k = own.rpartition(f"_{end}")
         same = f"{group}/{other}{k}"
         if ending and before and (k.isdigit() or not k) and same != name and metrics.get(same) == metrics[name]:
-            return True
+            means = [(f"{group}/{before}_{kind}", f"{group}/share_correct_{kind}") for kind in ("greedy", "sampled")]
+            return all(metrics.get(own) == metrics.get(correct) for own, correct in means)
     return False

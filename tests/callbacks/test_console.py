@@ -136,6 +136,8 @@ def test_no_number_of_a_validation_is_shown_twice():
     names = ["val/share_correct_greedy", "val/pass@4", "val/fields_greedy", "val/response_tokens_mean"]
     assert shown_names(METRICS) == names
     assert "val/exact_greedy" in shown_names({**METRICS, "val/exact_greedy": 0.8})
+    by_chance = {**METRICS, "val/share_correct_sampled": 0.5, "val/exact_sampled": 0.4}
+    assert "val/exact_greedy" in shown_names(by_chance)  # not the same reward
     assert with_interval("val/share_correct_greedy", METRICS) == "0.875 (0.807 to 0.922)"
     assert with_interval("val/response_tokens_mean", METRICS) == "12"
 
@@ -161,6 +163,7 @@ def test_the_validation_before_training_tells_what_is_left_to_learn(greedy, samp
         "before training, val/share_correct is 0.000 for greedy responses and 0.000 for sampled ones: learning begins "
         "with val/graded"
     )
+    assert "learning begins with val/graded" in left_to_learn({**graded, "val/share_correct_sampled": 0.02})
     two = {f"val/{name}_{kind}": 0.5 for name in ("a", "b") for kind in ("greedy", "sampled")}
     assert left_to_learn(two) == left_to_learn({}) == ""
     assert left_to_learn({**two, "val/share_correct_greedy": 0.5, "val/share_correct_sampled": 0.5})

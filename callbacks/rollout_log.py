@@ -141,7 +141,7 @@ class RolloutLog(Callback):
                     "reward": experience.reward[i].item(),
                     "rewards": {name: values[i].item() for name, values in rewards.items()},
                     "advantage": advantages.mean().item() if len(advantages) else None,
-                    "kl": kl[i].item(),
+                    "kl": kl[i].item() if module.has_ref else None,
                     "response_tokens": lengths[i],
                     "truncated": truncated,
                     **end_of(truncated, conversations.get(position)),

@@ -12,6 +12,7 @@ from lightning_rlhf.callbacks.rollout_log import _short
 from lightning_rlhf.callbacks.rollout_rows import value_counts
 from lightning_rlhf.data.rows import InMemory
 from lightning_rlhf.environments import EnvironmentSettings
+from lightning_rlhf.objectives.kl_controllers import KLTerm
 from lightning_rlhf.rewards.function import RewardFunction
 from tests.callbacks.conftest import ROWS
 from tests.environments import worlds
@@ -260,3 +261,10 @@ def test_the_command_validate_writes_no_file(run, tmp_path):
     own = run(data={"val": InMemory(ROWS)}, callbacks=[RolloutLog()])
     own.trainer.validate(own.module, datamodule=own.data)
     assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+def test_a_run_without_a_reference_has_no_kl(run, tmp_path, coef):
+    own = run(model={"kl_loss": KLTerm(coef, "k3"), "kl_reward": KLTerm(0.0, "k1")}, callbacks=[RolloutLog()]).fit()
+    assert own.module.has_ref == bool(coef)
+    assert {row["kl"] is None for row in rows_of(tmp_path, 1)} == {not coef}

@@ -49,14 +49,14 @@ def main() -> int:
         if name in COMMANDS and {"--help", "-h"} & set(arguments):
             return _show(_RUN_HELP.format(command=name, description=description.partition(":")[0].capitalize()))
         sys.argv = ["--help" if argument == "--help-all" else argument for argument in sys.argv]
-    if (message := _mistakes(name, arguments[1:])) is not None:
-        if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":  # others find the same
-            print(f"lightning-rlhf: {message}", file=sys.stderr)
-        return 2
-    launch_environment.apply()  # before libraries are imported that read environment variables
     try:
+        if (message := _mistakes(name, arguments[1:])) is not None:
+            if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":  # others find the same
+                print(f"lightning-rlhf: {message}", file=sys.stderr)
+            return 2
+        launch_environment.apply()  # before libraries are imported that read environment variables
         return int(import_module(module).run(None if module == LIGHTNING else arguments[1:]))
-    except KeyboardInterrupt:  # during the import; commands handle it themselves
+    except KeyboardInterrupt:  # before the command, which handles it itself
         print("lightning-rlhf: ended by Ctrl-C", file=sys.stderr)
         return 130
 
@@ -68,7 +68,7 @@ def _mistakes(name: str, arguments: list[str]) -> str | None:
     from lightning_rlhf.cli.config_mistakes import check_settings
 
     try:
-        check_settings(arguments, needs_files=COMMANDS[name][0] == LIGHTNING)
+        check_settings(arguments, name if COMMANDS[name][0] == LIGHTNING else "")
     except UsageError as error:
         return str(error)
     return None

@@ -29,12 +29,12 @@ _OF_LIGHTNING = ("weights_only", "verbose", "return_predictions")  # in the conf
 _REWARD = "lightning_rlhf.rewards.function.RewardFunction"
 
 
-def check_settings(arguments: Sequence[str], needs_files: bool = True) -> None:
+def check_settings(arguments: Sequence[str], command: str) -> None:
     """Validate the configuration files and options of a run, before libraries are imported that take seconds.
 
     Args:
         arguments: command line behind the command's name.
-        needs_files: whether the command runs the configuration, for which its files must exist.
+        command: command that runs the configuration, for which its files must exist; empty for others.
 
     Raises:
         UsageError: the message has all mistakes that were found, one in a line.
@@ -42,8 +42,10 @@ def check_settings(arguments: Sequence[str], needs_files: bool = True) -> None:
     config = read_settings(arguments)
     if config is None:
         return
-    needs_files = needs_files and not any(own.startswith("--print_config") for own in arguments)
-    messages = list(dict.fromkeys([*mistakes(config), *(early_mistakes(config) if needs_files else [])]))
+    messages = list(mistakes(config))
+    if command and not any(own.startswith("--print_config") for own in arguments):
+        messages += early_mistakes(config, command)
+    messages = list(dict.fromkeys(messages))
     if messages:
         raise UsageError(in_one_message(messages))
 
@@ -194,7 +196,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     if name in OPTION_NAMES:
         return f"; here it is {OPTION_NAMES[name]}"
     names = [own for own in known if own not in CLASS_KEYS]
-    return suggestion(name, list(known)) or f"; known: {', '.join(sorted(names))}"
+    return suggestion(str(name), list(known)) or f"; known: {', '.join(sorted(names))}"
 
 
 def _is_of_another_callback(settings: dict[str, Any], config: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_rlhf.cli.earlier_run import check_permission
+from lightning_rlhf.cli.source_classes import SourceClass
 from lightning_rlhf.cli.used_classes import UsedClass, classes_in
 from lightning_rlhf.data.columns import PROMPT, REWARD_FIELDS, Columns
 from lightning_rlhf.data.files import Files, is_url
@@ -26,7 +27,7 @@ from lightning_rlhf.data.rows import as_rows
 from lightning_rlhf.expected_errors import ExpectedError, MissingFileError, UsageError
 from lightning_rlhf.launch_environment import Machine
 from lightning_rlhf.models.directory import expect_model_directory
-from lightning_rlhf.rewards.function import RewardFunction, check_rewards
+from lightning_rlhf.rewards.function import CONVERSATION_COLUMNS, RewardFunction, check_rewards
 from lightning_rlhf.run_checks import (
     check_batch_size,
     check_group_size,
@@ -48,12 +49,14 @@ class _Run:
 
     Args:
         config: content of the configuration files and options of a run.
+        command: command that runs it.
         module: its module; None if the configuration has none.
         data: its data module; None if the configuration has none.
         callbacks: its callbacks.
     """
 
     config: dict[str, Any]
+    command: str
     module: UsedClass | None
     data: UsedClass | None
     callbacks: list[UsedClass]
@@ -69,28 +72,36 @@ class _Run:
         """Callbacks that are a RolloutLoop."""
         return [own for own in self.callbacks if own.kind is not None and own.kind.is_subclass(_LOOP)]
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield the training rows of a PromptDataModule with their locations; none if they are not in a local file."""
+    def rows(self, name: str = "train") -> Iterator[tuple[str, Row]] | None:
+        """Return the rows of a PromptDataModule with their locations; None if they are not in local files of text.
+
+        Args:
+            name: argument of the data module.
+        """
         if self.data is None or self.data.kind is None or self.data.kind.path != _PROMPTS:
-            return
-        source = self.data.arguments.get("train")
+            return None
+        source = self.data.arguments.get(name)
         files = as_rows(source) if isinstance(source, str) and not is_url(source) else None
-        if isinstance(files, Files) and not any(path.endswith(".parquet") for path in files.paths):
-            yield from (located for located in files.rows() if not isinstance(located[1], BadRow))
+        if not isinstance(files, Files) or any(path.endswith(".parquet") for path in files.paths):
+            return None
+        return (located for located in files.rows() if not isinstance(located[1], BadRow))
 
     @property
     def columns(self) -> Columns:
         """Columns of the data module."""
         mapping = None if self.data is None else self.data.arguments.get("columns")
-        candidates = (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS)  # of PromptDataModule
-        return Columns(mapping if isinstance(mapping, dict) else {}, candidates)
+        texts = (
+            {name: own for name, own in mapping.items() if isinstance(own, str)} if isinstance(mapping, dict) else {}
+        )
+        return Columns(texts, (PROMPT, (("chosen", "chosen"),), *REWARD_FIELDS))  # of PromptDataModule
 
 
-def early_mistakes(config: dict[str, Any]) -> Iterator[str]:
+def early_mistakes(config: dict[str, Any], command: str = "fit") -> Iterator[str]:
     """Yield a message for each mistake in the files of a run, and in settings that belong together.
 
     Args:
         config: content of the configuration files and options of a run.
+        command: command that runs it; only ``fit`` needs a whole batch of training rows.
     """
     first: dict[str, UsedClass | None] = {
         section: next(classes_in(config.get(section), section, None), None) for section in ("model", "data")
@@ -101,7 +112,7 @@ def early_mistakes(config: dict[str, Any]) -> Iterator[str]:
         next(classes_in([own], "trainer.callbacks", None), None)
         for own in (callbacks if isinstance(callbacks, list) else [])
     ]
-    run = _Run(config, first["model"], first["data"], [own for own in used if own is not None])
+    run = _Run(config, command, first["model"], first["data"], [own for own in used if own is not None])
     checks: list[Callable[[_Run], None]] = [
         _check_checkpoint, _check_directory, _check_strategy, _check_accelerator, _check_time, _check_models,
         _check_data, _check_loops, _check_val_metric, _check_sizes, _check_rewards,
@@ -140,7 +151,7 @@ def _check_accelerator(run: _Run) -> None:
 
 def _check_time(run: _Run) -> None:
     time = run.trainer.get("max_time")
-    is_text = isinstance(time, str) and isinstance(yaml.safe_load(time), str)  # null and {minutes: 3} are allowed, too
+    is_text = isinstance(time, str) and isinstance(_read(time), str)  # null and {minutes: 3} are allowed, too
     if is_text and not re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(time).strip()):
         raise UsageError(
             f"trainer.max_time must be days:hours:minutes:seconds, such as 00:01:30:00 for 90 minutes, got {time!r}"
@@ -167,11 +178,12 @@ def _check_data(run: _Run) -> None:
         for part in source if isinstance(source, list) else [source]:
             if isinstance(part, str) and not is_url(part):
                 as_rows(part)
-    size = _size(run.data, "batch_size")
-    first = list(itertools.islice(run.rows(), size))
+    size = _size(run.data, "batch_size") or 1
+    first = list(itertools.islice(run.rows() or (), size))
     if not first:
         return
-    check_batch_size(size or 1, len(first))
+    if run.command == "fit" and not run.data.arguments.get("sampler"):  # a sampler may repeat rows
+        check_batch_size(size, len(first))
     location, row = first[0]
     fields = run.columns.find(row)
     if not {"prompt", "messages", "chosen"} & fields.names.keys() and run.data.arguments.get("on_bad_row") != "skip":
@@ -183,9 +195,15 @@ def _check_data(run: _Run) -> None:
 
 def _check_loops(run: _Run) -> None:
     kind = None if run.module is None else run.module.kind
-    if kind is not None and kind.is_subclass(_MODULE):
-        provided = any(own.kind is None or own.kind.attribute("provides_rollouts") for own in run.callbacks)
+    if kind is not None and kind.is_subclass(_MODULE) and _is_ours(kind):
+        others = [own.kind for own in run.callbacks if own not in run.loops]
+        provided = bool(run.loops) or not all(own is not None and _is_ours(own) for own in others)
         check_loops(kind.name, len(run.loops), provided)
+
+
+def _is_ours(kind: SourceClass) -> bool:
+    """Return whether a class is part of this package or of Lightning, so that its methods are known."""
+    return kind.module.name.partition(".")[0] in ("lightning_rlhf", "lightning")
 
 
 def _check_val_metric(run: _Run) -> None:
@@ -202,6 +220,8 @@ def _check_sizes(run: _Run) -> None:
     if len(run.loops) != 1 or run.module is None or run.data is None:
         return
     (loop,) = run.loops
+    if loop.kind is None or loop.kind.path != _LOOP:
+        return  # a subclass may count prompts in another way
     if not all(own.arguments.keys() <= own.known.keys() for own in (loop, run.module, run.data)):
         return  # a misspelt name may be that of a size
     group_size, prompts = _size(loop, "group_size"), _size(run.data, "batch_size")
@@ -224,25 +244,50 @@ def _estimator(module: UsedClass) -> Any:
 
 def _size(used: UsedClass, name: str) -> int | None:
     """Return a number among the arguments of a class, or its default; None if it is unknown."""
-    value = used.arguments.get(name)
     default = used.known[name].default if name in used.known else None
-    value = default.value if value is None and isinstance(default, ast.Constant) else value
-    value = yaml.safe_load(value) if isinstance(value, str) else value  # of the command line
+    value = used.arguments.get(name, default.value if isinstance(default, ast.Constant) else None)
+    value = _read(value) if isinstance(value, str) else value  # of the command line
     return value if isinstance(value, int) and value > 0 else None
 
 
+def _read(text: str) -> Any:
+    """Return the value that a text has in YAML; the text itself if it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
 def _check_rewards(run: _Run) -> None:
-    """Load the functions in files that import no other package, and compare their arguments with the first row."""
-    entries = run.loops[0].arguments.get("rewards") if len(run.loops) == 1 else None
+    """Load the functions in files that import no other package, and compare their arguments with the columns."""
+    if len(run.loops) != 1:
+        return
+    (loop,) = run.loops
+    entries = loop.arguments.get("rewards")
     rewards = [
-        RewardFunction(**own)
+        RewardFunction(own["function"], name=own.get("name"))
         for own in (entries if isinstance(entries, list) else [])
         if isinstance(own, dict)
         and own.keys() <= {"function", "name", "weight"}
+        and isinstance(own.get("name"), str | None)
         and _loads_quickly(own.get("function"))
     ]
-    for _, row in itertools.islice(run.rows(), 1):
-        check_rewards(rewards, run.columns.other_columns(run.columns.find(row), exclude=("prompt", "messages")))
+    further = CONVERSATION_COLUMNS if loop.arguments.get("environment") else ()
+    first = next(run.rows() or iter(()), None)
+    try:
+        if first is not None:
+            check_rewards(rewards, _reward_columns(run, [first]), further)
+    except UsageError:  # other rows may have further columns
+        sources = [run.rows(name) for name in ("train", "val") if run.data is not None and run.data.arguments.get(name)]
+        if None not in sources:
+            check_rewards(rewards, _reward_columns(run, itertools.chain.from_iterable(filter(None, sources))), further)
+
+
+def _reward_columns(run: _Run, rows: Iterable[tuple[str, Row]]) -> list[str]:
+    """Return the names of all columns of rows that reward functions get."""
+    columns = run.columns
+    own = (columns.other_columns(columns.find(row), exclude=("prompt", "messages")) for _, row in rows)
+    return sorted({name for row in own for name in row})
 
 
 def _loads_quickly(reference: Any) -> bool:

@@ -110,12 +110,12 @@ class RLHFCLI(LightningCLI):
         arguments: command line without the program's name; None uses that of the process.
     """
 
-    needs_files: ClassVar[bool] = True  # whether files of the run must exist, and its callbacks be complete
+    needs_files: ClassVar[bool] = True  # whether the files of the run must exist
 
     def __init__(self, arguments: list[str] | None = None) -> None:
         command_line = sys.argv[1:] if arguments is None else arguments
         self._command = command_line[0] if command_line else ""
-        check_settings(command_line[1:], self.needs_files)
+        check_settings(command_line[1:], self._command if self.needs_files else "")
         add_import_folders(command_line)
         help_wanted = any(argument.partition("=")[0].endswith(".help") for argument in command_line)
         if help_wanted:

@@ -76,7 +76,7 @@ def find_strategy(name: str, processes: int) -> str:
     strategy = our_name(name, processes)
     if strategy in known:
         return strategy
-    raise UsageError(unknown_strategy(name, strategy, known))
+    raise UsageError(unknown_strategy(name, "" if name in StrategyRegistry else strategy, known))
 
 
 def process_count(accelerator: Any, devices: Any, nodes: int) -> int:

@@ -16,7 +16,7 @@ OURS = {
 }
 
 
-# Options of each name that a configuration can have, by the name of its class.
+# Class and options of each strategy name that a configuration can have.
 REGISTERED: dict[str, tuple[str, dict[str, Any]]] = {
     "rlhf_single": ("RLHFSingleDeviceStrategy", {}),
     "rlhf_ddp": ("RLHFDDPStrategy", {}),
@@ -38,7 +38,7 @@ def unknown_strategy(name: str, strategy: str, known: Sequence[str]) -> str:
 
     Args:
         name: name in a configuration.
-        strategy: the role strategy that :func:`our_name` makes of it.
+        strategy: result of :func:`our_name`, for a similar name; empty for a name that is not misspelt.
         known: names of the role strategies.
     """
     near = difflib.get_close_matches(strategy.lower(), known, n=1)

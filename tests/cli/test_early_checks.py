@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from lightning_rlhf.cli.config_mistakes import check_settings
+from lightning_rlhf.cli.config_mistakes import check_settings, mistakes
 from lightning_rlhf.cli.early_checks import early_mistakes
 from lightning_rlhf.expected_errors import UsageError
 from lightning_rlhf.launch_environment import Machine
@@ -25,7 +25,8 @@ RIGHT = {
     },
     "trainer": {"max_steps": 1, "callbacks": [LOOP]},
 }
-OWN_CALLBACK = "class Mine:\n    provides_rollouts = True\n"
+OWN_CALLBACK = "class Mine:\n    def __init__(self):\n        self.provides_rollouts = True\n"
+OWN_MODULE = "from lightning_rlhf import GRPOModule\n\nclass Mine(GRPOModule):\n    pass\n"
 
 
 @pytest.fixture(autouse=True)
@@ -114,11 +115,70 @@ def test_what_may_be_right_is_accepted(path, value, folder):
     assert list(early_mistakes(changed(path, value))) == []
 
 
+def test_a_module_that_is_not_ours_may_need_no_loop(folder):
+    (folder / "own_module.py").write_text(OWN_MODULE)
+    config = changed("model.class_path", "own_module.Mine")
+    config["trainer"]["callbacks"] = []
+    assert list(early_mistakes(config)) == []
+
+
+def test_only_fit_needs_a_batch_of_training_rows():
+    config = changed("data.init_args.batch_size", 8)
+    assert list(early_mistakes(config, "validate")) == []
+    assert len(list(early_mistakes(config))) == 1
+    config["data"]["init_args"]["sampler"] = {"class_path": "lightning_rlhf.data.samplers.Curriculum"}
+    assert list(early_mistakes(config)) == []
+
+
+@pytest.mark.parametrize("file", ["train.jsonl", "val.jsonl"])
+def test_a_column_of_a_later_row_is_one_of_the_data(folder, file):
+    (folder / "val.jsonl").write_text('{"prompt": "a"}\n')
+    (folder / "other.py").write_text("def right(completions, hint):\n    return [0.0] * len(completions)\n")
+    config = changed(REWARDS, [{"function": "other.py:right"}])
+    config["data"]["init_args"]["val"] = "val.jsonl"
+    assert "needs 'hint'" in "".join(early_mistakes(config))
+    with (folder / file).open("a") as lines:
+        lines.write('{"prompt": "a", "hint": "c"}\n')
+    assert list(early_mistakes(config)) == []
+
+
+def test_an_environment_adds_columns(folder):
+    (folder / "turns.py").write_text("def right(completions, conversations):\n    return [0.0] * len(completions)\n")
+    config = changed(REWARDS, [{"function": "turns.py:right"}])
+    assert "needs 'conversations'" in "".join(early_mistakes(config))
+    config["trainer"]["callbacks"][0]["init_args"]["environment"] = {"class_path": "my.Environment"}
+    assert list(early_mistakes(config)) == []
+
+
+def paths_of(value, path=()):
+    """Yield the path of each value of a configuration."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from paths_of(inner, (*path, str(key)))
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, -1.5, True, "", "{", "~", "\t", [], [None], [[3]], {}, {"class_path": 3}, {3: 4}]
+)
+def test_no_value_raises_another_error(folder, value):
+    full = changed("data.init_args.columns", {"ground_truth": "answer"})
+    full |= {"ckpt_path": "last"}
+    full["trainer"] |= {"strategy": "ddp", "accelerator": "cpu", "max_time": "00:01:00:00", "default_root_dir": "runs"}
+    for path in paths_of(full):
+        if path:
+            config = copy.deepcopy(full)
+            inner = config
+            for key in path[:-1]:
+                inner = inner[int(key) if isinstance(inner, list) else key]
+            inner[int(path[-1]) if isinstance(inner, list) else path[-1]] = value
+            assert all(isinstance(own, str) for own in [*mistakes(config), *early_mistakes(config)]), path
+
+
 def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
     (folder / "run.yaml").write_text(yaml.safe_dump(RIGHT))
     program = (
         "import sys; from lightning_rlhf.cli.config_mistakes import check_settings; "
-        "check_settings(['--config', 'run.yaml']); "
+        "check_settings(['--config', 'run.yaml'], 'fit'); "
         "print([own for own in ('torch', 'transformers', 'lightning', 'datasets', 'numpy') if own in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -127,9 +187,9 @@ def test_the_right_configuration_needs_no_library_that_takes_seconds(folder):
 
 def test_commands_without_a_run_do_not_need_its_files(folder):
     (folder / "run.yaml").write_text(yaml.safe_dump(changed("data.init_args.train", "missing.jsonl")))
-    check_settings(["--config", "run.yaml"], needs_files=False)
+    check_settings(["--config", "run.yaml"], "")
     with pytest.raises(UsageError, match=r"no data at 'missing\.jsonl'"):
-        check_settings(["--config", "run.yaml"])
+        check_settings(["--config", "run.yaml"], "fit")
 
 
 def test_the_names_of_strategies_are_those_of_their_classes():
@@ -151,3 +211,11 @@ def test_a_gpu_that_is_missing_is_named_by_its_option(hidden, monkeypatch, folde
     found = list(early_mistakes(changed("trainer.accelerator", "gpu")))
     told = ["trainer.accelerator is 'gpu', but this machine has no NVIDIA GPU: remove it, or set cpu"]
     assert found == ([] if hidden else told)
+
+
+def test_an_interrupt_during_the_checks_is_no_traceback(folder):
+    (folder / "reward.py").write_text("raise KeyboardInterrupt\n\ndef right(completions): ...\n")
+    (folder / "run.yaml").write_text(yaml.safe_dump(RIGHT))
+    command = [sys.executable, "-m", "lightning_rlhf", "fit", "--config", "run.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "lightning-rlhf: ended by Ctrl-C\n")

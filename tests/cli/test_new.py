@@ -137,3 +137,23 @@ def test_rates_and_lora_fit_the_size():
         texts = (" / ".join(f"{rate:g}".replace("e-0", "e-").replace("0.001", "1e-3") for rate in own) for own in cells)
         texts = [text.replace("0.0005", "5e-4").replace("0.0002", "2e-4").replace("0.0001", "1e-4") for text in texts]
         assert f"| {' | '.join(texts)} |" in page
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[]", "3", '{"text_config": 3}', '{"n_positions": "many"}', '{"max_position_embeddings": 1}', "[" * 9000],
+)  # fmt: skip
+def test_a_damaged_configuration_of_a_model_is_a_sentence(tmp_path, config, capsys):
+    (tmp_path / "config.json").write_text(config)
+    assert new.run([str(tmp_path / "task"), "--model", str(tmp_path)]) == 2
+    assert f"{tmp_path} is not the directory of a model: " in capsys.readouterr().err
+    assert not (tmp_path / "task").exists()
+
+
+def test_the_path_of_a_model_may_have_any_characters(tmp_path, tiny_export):
+    odd = tmp_path / "a model: #1 'x' \\"
+    odd.symlink_to(tiny_export)
+    assert new.run([str(tmp_path / "task"), "--model", str(odd)]) == 0
+    config = yaml.safe_load((tmp_path / "task/run.yaml").read_text())
+    assert config["data"]["init_args"]["tokenizer"] == str(odd)
+    assert config["model"]["init_args"]["actor"] == str(odd)

@@ -117,9 +117,9 @@ def run(arguments: list[str]) -> int:
     with write_errors(directory, "choose another directory"):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"{directory} exists already and is not empty: choose another directory")
-        (directory / "data").mkdir(parents=True, exist_ok=True)
         size = model_size(options.model)
         values = settings_for(options.model, size)
+        (directory / "data").mkdir(parents=True, exist_ok=True)
         for path in sorted((_TEMPLATES / options.kind).iterdir()):
             if path.is_file():
                 _write(path, directory, values)
@@ -164,11 +164,13 @@ def model_size(model: str) -> ModelSize:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         parameters = sum(map(_parameters_in, folder.glob("*.safetensors"))) or _USUAL_PARAMETERS
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"{model} is not the directory of a model: {error}") from error
-    text = config.get("text_config") or config
-    positions = text.get("max_position_embeddings") or text.get("n_positions") or _USUAL_POSITIONS
-    return ModelSize(parameters, int(positions), f"{folder.name}, {_billions(parameters)} parameters")
+        text = config.get("text_config") or config
+        positions = int(text.get("max_position_embeddings") or text.get("n_positions") or _USUAL_POSITIONS)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"{model} is not the directory of a model: {type(error).__name__}: {error}") from error
+    if positions < 2:
+        raise UsageError(f"{model} is not the directory of a model: its config.json has {positions} positions")
+    return ModelSize(parameters, positions, f"{folder.resolve().name}, {_billions(parameters)} parameters")
 
 
 def settings_for(model: str, size: ModelSize) -> dict[str, str]:
@@ -180,6 +182,7 @@ def settings_for(model: str, size: ModelSize) -> dict[str, str]:
     """
     row = next(row for row in _RATES if size.parameters < row.below)
     path = os.path.abspath(model) if Path(model).is_dir() else model
+    path = path if re.fullmatch(r"[\w./-]+", path) else json.dumps(path, ensure_ascii=False)  # as YAML reads it
     prompt, response, text = (
         min(own, size.positions // n) for own, n in ((256, 2), (row.response_tokens, 2), (512, 1))
     )

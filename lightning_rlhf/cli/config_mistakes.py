@@ -42,9 +42,10 @@ def check_settings(arguments: Sequence[str], command: str) -> None:
     config = read_settings(arguments)
     if config is None:
         return
-    messages = list(mistakes(config))
-    if command and not any(own.startswith("--print_config") for own in arguments):
-        messages += early_mistakes(config, command)
+    if any(own.startswith("--print_config") for own in arguments):  # also of a part of a configuration
+        messages = [*unknown_names(config), *wrong_values(config)]
+    else:
+        messages = [*mistakes(config), *(early_mistakes(config, command) if command else [])]
     messages = list(dict.fromkeys(messages))
     if messages:
         raise UsageError(in_one_message(messages))

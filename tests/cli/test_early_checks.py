@@ -192,6 +192,15 @@ def test_commands_without_a_run_do_not_need_its_files(folder):
         check_settings(["--config", "run.yaml"], "fit")
 
 
+def test_a_part_of_a_configuration_can_be_printed(folder):
+    (folder / "run.yaml").write_text(yaml.safe_dump({"trainer": {"max_steps": 3}}))
+    check_settings(["--config", "run.yaml", "--print_config"], "fit")
+    with pytest.raises(UsageError, match="the section 'model' is missing"):
+        check_settings(["--config", "run.yaml"], "fit")
+    with pytest.raises(UsageError, match="unknown option 'trainer.max_step'"):
+        check_settings(["--config", "run.yaml", "--print_config", "--trainer.max_step", "3"], "fit")
+
+
 def test_the_names_of_strategies_are_those_of_their_classes():
     from lightning.pytorch.strategies import StrategyRegistry
 

@@ -197,7 +197,7 @@ def test_a_part_of_a_configuration_can_be_printed(folder):
     check_settings(["--config", "run.yaml", "--print_config"], "fit")
     with pytest.raises(UsageError, match="the section 'model' is missing"):
         check_settings(["--config", "run.yaml"], "fit")
-    with pytest.raises(UsageError, match="unknown option 'trainer.max_step'"):
+    with pytest.raises(UsageError, match=r"unknown option 'trainer\.max_step'"):
         check_settings(["--config", "run.yaml", "--print_config", "--trainer.max_step", "3"], "fit")
 
 

@@ -8,7 +8,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,8 @@ from .rollout_loop import RolloutLoop
 log = logging.getLogger(__name__)
 _HEARTBEAT_SECONDS = 60.0
 _WAITING_SECONDS = 5.0  # between two lines before the first step
-_TIMED_STEPS = 3  # before the line about the remaining time
+_TIMED_STEPS = 3  # before the first line about the remaining time
+_RECENT_STEPS = 20  # whose median time is the estimate
 _SHORT_SECONDS = 300.0  # of a run that needs no such line
 _LINE_METRICS = (
     "train/loss", "train/pair_accuracy", "reward/mean", "reward/std", "kl/ref", "loss/policy", "loss/value",
@@ -58,9 +60,9 @@ class StepProgressBar(RichProgressBar):
 class Console(Callback):
     """Prints a description of the run, then a line every n steps and per validation if the output is not a terminal.
 
-    Until the first step, a line every five seconds names the work in progress. After three steps, a line has the
-    estimated time of the others, if that is more than five minutes. The last lines compare the first and the last
-    validation.
+    Until the first step, a line every five seconds names the work in progress. After three steps, and after each
+    quarter of the run, a line has the estimated time of the others, if that is more than five minutes. The last lines
+    compare the first and the last validation.
 
     Args:
         every_n_steps: number of steps between two lines, at least 1.
@@ -71,7 +73,8 @@ class Console(Callback):
         self.every_n_steps = every_n_steps
         self._ended: threading.Event | None = None
         self._began = 0.0
-        self._seconds: list[float] = []  # of the first steps
+        self._seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last steps
+        self._steps = 0  # of this process
         self._doing = ""  # work before the first step
 
     def setup(self, trainer: Trainer, pl_module: RoleModule, stage: str) -> None:
@@ -87,7 +90,8 @@ class Console(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: RoleModule) -> None:
         """Print the description of the run."""
-        self._seconds = []
+        self._seconds.clear()
+        self._steps = 0
         if trainer.is_global_zero:
             print("\n".join(self.description(trainer, pl_module)), flush=True)
 
@@ -167,9 +171,12 @@ class Console(Callback):
         rewards = [] if loop is None else loop.rewards
         if trainer.global_step % self.every_n_steps == 0:
             self._line(trainer, (*_LINE_METRICS, *(f"reward/{reward.label}" for reward in rewards)))
-        if len(self._seconds) < _TIMED_STEPS:
-            self._seconds.append(time.monotonic() - self._began)
-            remaining = remaining_time(_steps_of(trainer) - trainer.global_step, self._seconds)
+        self._seconds.append(time.monotonic() - self._began)
+        self._steps += 1
+        total = _steps_of(trainer)
+        quarter = math.isfinite(total) and trainer.global_step % math.ceil(total / 4) == 0
+        if self._steps == _TIMED_STEPS or (quarter and self._steps > _TIMED_STEPS):
+            remaining = remaining_time(total - trainer.global_step, self._seconds)
             if remaining and trainer.is_global_zero and not _draws_a_bar(trainer):
                 print(remaining, flush=True)
 
@@ -199,15 +206,15 @@ class Console(Callback):
         print(f"step {trainer.global_step}: {'  '.join(shown)}", flush=True)
 
 
-def remaining_time(steps: float, seconds: list[float]) -> str:
-    """Return a line about the time of the remaining steps; empty before three steps, or if it is short.
+def remaining_time(steps: float, seconds: Collection[float]) -> str:
+    """Return a line about the time of the remaining steps; empty if it is short.
 
     Args:
         steps: number of remaining steps; infinite without an end.
-        seconds: seconds of the steps so far.
+        seconds: seconds of the last steps.
     """
     total = steps * median(seconds)
-    if len(seconds) < _TIMED_STEPS or not _SHORT_SECONDS < total < math.inf:
+    if not _SHORT_SECONDS < total < math.inf:
         return ""
     duration = f"{total / 60:.0f} minutes" if total < 7200 else f"{total / 3600:.1f} hours"
     return (

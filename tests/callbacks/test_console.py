@@ -214,7 +214,6 @@ def test_the_learning_rates_are_printed(run, capsys):
         (97, [130.0, 100.0, 99.0], "97 steps left: about 2.7 hours, at 100 s for a step, without validations"),
         (1, [400.0, 400.0, 1.0], "1 step left: about 7 minutes, at 400 s for a step, without validations"),
         (3, [90.0, 100.0, 110.0], ""),  # five minutes
-        (97, [100.0, 100.0], ""),
         (0, [1000.0] * 3, ""),
         (float("inf"), [1000.0] * 3, ""),
     ],
@@ -223,12 +222,13 @@ def test_the_remaining_time_is_estimated(steps, seconds, line):
     assert remaining_time(steps, seconds) == line
 
 
-def test_the_remaining_time_is_printed_once(run, capsys, monkeypatch):
+def test_the_remaining_time_is_printed_after_three_steps_and_each_quarter(run, capsys, monkeypatch):
     monkeypatch.setattr(console, "_SHORT_SECONDS", 0.0)
-    run(callbacks=[Console()], trainer={"max_steps": 6, "max_epochs": 10}).fit()
+    run(callbacks=[Console()], trainer={"max_steps": 7, "max_epochs": 10}).fit()
     lines = [line for line in capsys.readouterr().out.splitlines() if "left: about" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("3 steps left: about 0 minutes, at ")
+    assert [line[: line.index(", at ")] for line in lines] == [
+        f"{n} left: about 0 minutes" for n in ("4 steps", "3 steps", "1 step")
+    ]
 
 
 @pytest.mark.parametrize(("at_ends", "interval", "printed"), [(False, 2, True), (True, 2, False), (False, 1, False)])

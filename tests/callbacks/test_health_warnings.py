@@ -61,7 +61,7 @@ def test_a_kl_above_the_bound_is_warned_of_once_with_number_bound_and_remedy(run
     run(trainer={"max_epochs": 2, "max_steps": 3}, callbacks=callbacks).fit()
     (warned,) = [record.message for record in caplog.records if "kl/ref" in record.message]
     assert warned.startswith("step 2: kl/ref is ")
-    assert "0.25 per token, above 0.1: " in warned
+    assert "0.25 per token, above 0.1, and the reward has not risen: " in warned
     assert warned.endswith("actor_optimizer.init_args.lr) or raise the coef of kl_loss or kl_reward")
 
 

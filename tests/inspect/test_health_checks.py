@@ -104,6 +104,17 @@ CASES = {
 }  # fmt: skip
 
 
+def test_a_policy_that_learns_may_move_further_from_the_reference():
+    def found(per_token, start, rewards):
+        rows = steps(12, kl__ref=lambda i: 30 * per_token * (i >= start), rollout__response_tokens_mean=30.0, **rewards)
+        return [(own.check, own.step, own.bound) for own in findings(rows)]
+
+    assert found(0.2, 9, LEARNING) == []
+    assert found(0.2, 9, FLAT) == [("KL to the reference", 10, 0.1)]
+    assert found(0.2, 1, LEARNING) == [("KL to the reference", 2, 0.1)]
+    assert found(0.4, 9, LEARNING) == [("KL to the reference", 10, 0.3)]
+
+
 def test_a_critic_of_returns_that_barely_vary_is_not_blamed():
     rows = steps(22, value__explained_variance=-0.5, reward__std=lambda i: 1.0 if i < 10 else 0.06)
     assert not findings(rows)
